@@ -170,6 +170,11 @@ class TransportError(ElasticTrainError):
 
     exit_code = EXIT_TRANSPORT
 
+    def __init__(self, message: str = "", *, missing: tuple[int, ...] = ()) -> None:
+        """`missing`: ranks that did not come when the group was to be formed."""
+        super().__init__(message)
+        self.missing = missing
+
 
 class PreflightError(ElasticTrainError):
     """Before the first step another host, a link between hosts or the group as a whole failed a check."""

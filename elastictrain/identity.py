@@ -14,7 +14,7 @@ LAUNCHER, GENERATION, RESTARTED, FOLDER, PREDECESSORS, STORE_HOST = (
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The process of `python -m elastictrain.launch` on this host, which starts torchrun again and again."""
+    """The process of `python -m elastictrain.launch` on this host, which starts workers again and again."""
 
     pid: int
     generation: int
@@ -30,7 +30,7 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This process's place in the group that torchrun (or nobody) started. It is fixed for the life of the process."""
+    """This process's place in the group that torchrun, our launcher or nobody started. Fixed for the life of the process."""
 
     rank: int
     world_size: int
@@ -38,10 +38,10 @@ class Identity:
     local_world_size: int
     host: str
     launched: bool
-    """Whether torchrun started us; without it we are a world of one and need no rendezvous."""
+    """Whether torchrun or our launcher started us; otherwise we are a world of one and need no rendezvous."""
 
     launcher: Launcher | None = None
-    """Who started torchrun, if that was our own launcher."""
+    """Who started us, if that was our own launcher."""
 
     @property
     def is_log_rank(self) -> bool:

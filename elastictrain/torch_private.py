@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 from elastictrain.errors import HostUnfitError
 
 if TYPE_CHECKING:
-    import signal
-    import subprocess
-
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
@@ -61,15 +58,6 @@ class PrivateName:
         return f"{_torch()}: {full_name} takes ({', '.join(takes)}), not ({', '.join(self.parameters)})"
 
 
-_API = "torch.distributed.elastic.multiprocessing.api"
-_HANDLERS = "torch.distributed.elastic.multiprocessing.subprocess_handler"
-WORKER_START = (
-    PrivateName(_API, "get_subprocess_handler", ("entrypoint", "args", "env", "stdout", "stderr", "local_rank_id")),
-    PrivateName(_HANDLERS, "SubprocessHandler._popen", ("self", "args", "env"), exact=True),
-    PrivateName(_HANDLERS, "SubprocessHandler.close", ("self", "death_sig"), exact=True),
-)
-"""How torchrun starts a worker and ends it."""
-
 PLACEMENT = (
     PrivateName(
         "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", ("global_shape", "mesh", "placements")
@@ -87,12 +75,6 @@ FLIGHT_RECORDER = (PrivateName("torch._C._distributed_c10d", "_dump_fr_trace_jso
 """The last collectives. A build for CUDA has another recorder for those of NCCL, which others lack."""
 
 _NCCL_FLIGHT_RECORDER = "_dump_nccl_trace_json"
-
-AGENT_RECORD = "torchelastic/role_info/"
-"""The key of what each torchrun says of itself in the store, without its node rank."""
-
-_FIND_AGENTS = timedelta(minutes=10)
-"""Longer than anybody waits: at its end the store's client prints a stack of C++ frames."""
 
 # Public from 2.14 on, which warns where the private one is used.
 _PUBLIC_TIMEOUT = PrivateName("torch.distributed", "set_timeout", ("timeout", "group"))
@@ -148,55 +130,6 @@ def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None])
     for name, tell in zip(COMPILATIONS, (begins, ends), strict=True):
         name.find()(lambda _, tell=tell: tell())
     return ()
-
-
-def intercept_workers(
-    *,
-    start: Callable[[tuple[str, ...], dict[str, str]], "subprocess.Popen[bytes] | None"],
-    leaves_by_itself: Callable[["subprocess.Popen[bytes]"], bool],
-) -> tuple[str, ...]:
-    """Have the torchrun in this process start its workers by `start`; where that gives None it starts them itself.
-
-    Before it asks one to end, other than by SIGKILL, `leaves_by_itself` says whether it has to. Returns what torch lacks for
-    that, in which case torchrun is as it was.
-    """
-    changes = find_changes(WORKER_START)
-    if changes:
-        return changes
-    from torch.distributed.elastic.multiprocessing import api
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    made, makes = (list(inspect.signature(one).parameters) for one in (api.get_subprocess_handler, SubprocessHandler))
-    if made != makes:
-        return (f"{_torch()}: {_API}.get_subprocess_handler takes ({', '.join(made)}), SubprocessHandler ({', '.join(makes)})",)
-
-    class Handler(SubprocessHandler):
-        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-            streams = vars(self)
-            plain = all(streams.get(name, "unknown") is None for name in ("_stdout", "_stderr"))
-            worker = start(args, env) if plain else None
-            return super()._popen(args, env) if worker is None else worker
-
-        def close(self, death_sig: "signal.Signals | None" = None) -> None:
-            from signal import SIGKILL
-
-            if death_sig == SIGKILL or not leaves_by_itself(self.proc):
-                super().close(death_sig)
-
-    api.get_subprocess_handler = Handler  # type: ignore[assignment]  # it takes what the function took
-    return ()
-
-
-def find_agents(address: str, port: int, *, run_id: str, count: int) -> frozenset[int]:
-    """Which of `count` torchruns have come to a static rendezvous, by node rank: each leaves a record in its store.
-
-    A store whose host is frozen keeps this call for ever, and one that cannot be reached for minutes. Raises: RuntimeError.
-    """
-    import torch.distributed as dist
-
-    client = dist.TCPStore(address, port, is_master=False, timeout=_FIND_AGENTS, wait_for_workers=False)
-    store = dist.PrefixStore(run_id, client)
-    return frozenset(place for place in range(count) if store.check([f"{AGENT_RECORD}{place}"]))
 
 
 def _require(names: Sequence[PrivateName]) -> None:

@@ -161,6 +161,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     began = clock()
     deadline, told = began + timeout_s, False
     waiting, margin_s = _waiting_sign(store), min(_LOOK_BEFORE_S, timeout_s / 4)
+    silent: tuple[int, ...] | None = None
     pause_s = _FIRST_PAUSE_S
     while True:
         if identity.rank == 0:
@@ -171,12 +172,17 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
         poll()
         if identity.rank == 0 and not told and clock() - began > _PATIENCE_S:
             told = True
-            tell(f"waiting for up to {timeout_s:g} s until all {identity.world_size} ranks have met: {own.missing()}")
-        if identity.rank != 0 and clock() > deadline - margin_s and (word := _waiting_sign(store)) != waiting:
-            waiting, deadline = word, clock() + _WAITS_ON_S
-            put_off(_WAITS_ON_S)
+            tell(f"waiting for up to {timeout_s:g} s until all {identity.world_size} ranks have met: {own.describe_missing()}")
+        if clock() > deadline - margin_s:
+            if identity.rank != 0 and (word := _waiting_sign(store)) != waiting:
+                waiting, deadline, silent = word, clock() + _WAITS_ON_S, None
+                put_off(_WAITS_ON_S)
+            elif silent is None:
+                # While there is time left to ask.
+                silent = own.find_missing()
         if clock() > deadline:
-            raise TransportError(f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {own.missing()}")
+            sentence = f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {own.describe_missing()}"
+            raise TransportError(sentence, missing=silent or ())
         sleep(pause_s)
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
@@ -253,7 +259,13 @@ class _Participant:
                 self._join(heading)
         return self._joined if self._may_go() else None
 
-    def missing(self) -> str:
+    def find_missing(self) -> tuple[int, ...]:
+        """The ranks that are to blame: those that did not come, or else who does not go on."""
+        if self._identity.rank == 0:
+            return self._waiting.ranks if self._waiting is not None else ()
+        return tuple(rank for rank in range(self._identity.world_size) if not self._has(f"hello/{rank}")) or (0,)
+
+    def describe_missing(self) -> str:
         """Who is waited for."""
         if self._identity.rank != 0:
             heard = "heard nothing of rank 0" if not self._joined else "rank 0 still waits for others; its message names them"

@@ -159,7 +159,9 @@ def _ask(act: Callable[[], T], *, left_s: Callable[[], float], silent_s: Callabl
         return call_until(act, left_s=left_s, poll=poll)
     except TimeoutError:
         why = "that host is frozen, cut off or gone, or a firewall drops what is sent to it"
-        raise TransportError(f"{_WHERE}{store_host()}, has not answered for {silent_s():.0f} s: {why}") from None
+        sentence = f"{_WHERE}{store_host()}, has not answered for {silent_s():.0f} s: {why}"
+        # It is on the host of the first rank.
+        raise TransportError(sentence, missing=(0,)) from None
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), "")
         raise TransportError(f"{_WHERE}{store_host()}, cannot be used: {first}") from error

@@ -18,6 +18,8 @@ from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, ElasticTrainError, Tra
 
 logger = logging.getLogger(__name__)
 
+NO_RANK = -1
+
 JOB_NAME = "job.json"
 """What a job remembers of its run, beside the folders of its generations."""
 
@@ -74,6 +76,8 @@ class Reason:
     """How one worker ended."""
 
     rank: int
+    """`NO_RANK` for the process that workers are forked from."""
+
     exit_code: int
     phase: str
     step: int
@@ -83,6 +87,9 @@ class Reason:
 
     guilty: bool = False
     """Whether it hung, and others waited for it."""
+
+    missing: tuple[int, ...] = ()
+    """Ranks that it did not meet in time when the group was to be formed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,9 @@ class ExitClassification:
     alone: bool = False
     """Whether it is this rank's own trouble: the others do not find it too, and wait for this rank."""
 
+    missing: tuple[int, ...] = ()
+    """As in `Reason`."""
+
 
 def classify_exit(
     error: BaseException, *, where: str, in_collective: bool, last_heard: Mapping[str, str]
@@ -165,7 +175,8 @@ def classify_exit(
         return ExitClassification(error.exit_code, str(error), show_stack=False, alone=type(error) is ElasticTrainError)
     if isinstance(error, TransportError) or (in_collective and _is_transport(error)):
         sentence = f"a collective failed in {where}: {_first_line(error)}{describe_heard(last_heard)}"
-        return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True)
+        missing = error.missing if isinstance(error, TransportError) else ()
+        return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True, missing=missing)
     return ExitClassification(EXIT_BUG, f"{type(error).__name__} in {where}: {_first_line(error)}", show_stack=True, alone=True)
 
 

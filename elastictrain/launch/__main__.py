@@ -52,7 +52,7 @@ from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.launch.own_host import OwnAddress, count_gpus, default_interface, own_names, watch_notices, why_unfit
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.torchrun import Torchrun, free_port
+from elastictrain.launch.worker_group import WorkerGroup, free_port
 from elastictrain.lease.chain import LAUNCHER, Chain
 from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
 from elastictrain.preflight.surroundings import Surroundings
@@ -137,7 +137,7 @@ class HostSetup:
 
     lock: HostLock
     listener: StopListener
-    torchrun: Torchrun
+    workers: WorkerGroup
     folder: Path
 
 
@@ -152,10 +152,10 @@ def _hold(config: RunConfig, ending: ExitStack) -> HostSetup:
     except OSError as error:
         raise HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
-    torchrun = Torchrun()
-    ending.callback(torchrun.close)
-    torchrun.prepare()
-    return HostSetup(lock, listener, torchrun, folder)
+    workers = WorkerGroup()
+    ending.callback(workers.close)
+    workers.prepare()
+    return HostSetup(lock, listener, workers, folder)
 
 
 def _supervise(
@@ -214,7 +214,7 @@ def _put_together(
         run_arguments=arguments,
         registry=registry,
         heartbeat=heartbeat,
-        torchrun=held.torchrun,
+        workers=held.workers,
         recorder=Recorder(log),
         folder=held.folder,
         expected_hosts=place.num_hosts,

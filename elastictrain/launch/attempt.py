@@ -1,10 +1,9 @@
 """One host's part in a generation: how far it is, and what its workers left behind."""
 
-import itertools
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -19,10 +18,11 @@ from elastictrain.errors import (
     EXIT_UNFIT,
     EXIT_USAGE,
 )
-from elastictrain.fault.reasons import Reason, read_reasons
+from elastictrain.fault.reasons import Reason
 from elastictrain.fault.stop import StopNote, write_stop_note
+from elastictrain.launch.membership.messages import listed
 from elastictrain.launch.membership.records import End, EndKind, Generation
-from elastictrain.launch.orders import ANSWER_NAME, STOP_NAME, read_answer
+from elastictrain.launch.worker_group import STOP_NAME, WorkersEnd
 
 logger = logging.getLogger(__name__)
 
@@ -95,101 +95,75 @@ class Attempt:
             # The signal alone makes them save, too.
             logger.warning("the workers cannot be told why they are stopped: %s", error)
 
-    def read_remains(self, *, host: str, code: int, committed_step: int) -> "Remains":
-        """What is left of it on this host; `code` is torchrun's."""
-        members = self.generation.members
-        before = itertools.takewhile(lambda member: member.host != host, members)
-        first_rank = sum(member.processes for member in before)
-        answer = read_answer(self.folder / ANSWER_NAME)
-        missing = tuple(members[place].host for place in answer.missing if 0 <= place < len(members))
-        return Remains(code, answer.codes, read_reasons(str(self.folder)), committed_step, first_rank, missing)
 
-
-@dataclass(frozen=True, slots=True)
-class Remains:
-    """What is known when a torchrun is gone."""
-
-    torchrun_code: int
-    signals: Mapping[int, int]
-    """By local rank: the exit codes that torchrun saw, negative for a signal."""
-
-    reasons: Sequence[Reason]
-    committed_step: int
-    """The newest step that a start would go on from: in storage, or the one that this generation went on from."""
-
-    first_rank: int = 0
-    """Rank of the host's first worker: reasons go by rank."""
-
-    missing: tuple[str, ...] = ()
-    """Other hosts that did not meet this one in torchrun's store in time."""
-
-
-def judge_end(remains: Remains, *, generation: int, host: str) -> End:
-    """How it ended, if nobody had asked for it."""
-    committed = remains.committed_step
-    if remains.torchrun_code == EXIT_OK:
-        return End(generation, host, EndKind.DONE, EXIT_OK, "", 0, committed, "the last step is done")
-    if (chosen := _choose(remains)) is not None:
+def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Generation, host: str, committed_step: int) -> End:
+    """How it ended, if nobody had asked for it. `reasons` are what the host's workers have left."""
+    number = generation.number
+    if ended.code == EXIT_OK:
+        return End(number, host, EndKind.DONE, EXIT_OK, "", 0, committed_step, "the last step is done")
+    # A worker that has left a reason, or for which one was left, is explained: a hang is ended by SIGKILL.
+    explained = {reason.rank - generation.first_rank(host) for reason in reasons}
+    dead = _first_dead(ended, explained)
+    chosen = _choose(ended, reasons, dead)
+    if chosen is None:
+        exit_code, sentence = _describe_death(ended, dead)
+        where = next((reason for reason in reasons if reason.exit_code == EXIT_TRANSPORT), None)
+        phase, step = (where.phase, where.step) if where else ("", 0)
+        return End(number, host, EndKind.FAILED, exit_code, phase, step, committed_step, sentence)
+    missing = {generation.host_of(rank): None for rank in chosen.missing}
+    missing.pop(host, None)
+    sentence = chosen.sentence
+    if missing:
+        names = listed(member.name for member in generation.members if member.host in missing)
+        sentence = f"{names} did not meet the workers of this host: {sentence}"
+    return End(
+        number,
+        host,
         # As where no heartbeats of a host arrive any more, which is nobody's failure.
-        missing = remains.missing if chosen.exit_code == EXIT_TRANSPORT else ()
-        return End(
-            generation,
-            host,
-            EndKind.LOST if missing else EndKind.FAILED,
-            chosen.exit_code,
-            chosen.phase,
-            chosen.step,
-            committed,
-            chosen.sentence,
-            lost=next(iter(missing), ""),
-            blames=(host,) if any(reason.guilty for reason in remains.reasons) else missing,
-        )
-    exit_code, sentence = _describe_death(remains)
-    where = next((reason for reason in remains.reasons if reason.exit_code == EXIT_TRANSPORT), None)
-    phase, step = (where.phase, where.step) if where else ("", 0)
-    return End(generation, host, EndKind.FAILED, exit_code, phase, step, committed, sentence)
+        EndKind.LOST if missing else EndKind.FAILED,
+        chosen.exit_code,
+        chosen.phase,
+        chosen.step,
+        committed_step,
+        sentence,
+        lost=next(iter(missing), ""),
+        blames=(host,) if any(reason.guilty for reason in reasons) else tuple(missing),
+    )
 
 
-def _describe_death(remains: Remains) -> tuple[int, str]:
-    """Where nobody has left a reason."""
-    dead, torchrun_code = _first_dead(remains), remains.torchrun_code
+def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[int, str]:
+    """Exit code and sentence where nobody has left a reason."""
     if dead is not None:
         rank, code = dead
         if code < 0:
             return _SIGNAL_BASE - code, f"local rank {rank} was ended by {_signal_name(-code)}"
         return EXIT_BUG, f"local rank {rank} ended with exit code {code} without a word"
-    if torchrun_code < 0:
-        return _SIGNAL_BASE - torchrun_code, f"torchrun was ended by {_signal_name(-torchrun_code)}"
-    known = [code for code in (*_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED) if code in remains.signals.values()]
+    if ended.code < 0:
+        return _SIGNAL_BASE - ended.code, f"the fork server was ended by {_signal_name(-ended.code)}"
+    known = [code for code in (*_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED) if code in ended.codes.values()]
     if known:
         return known[0], f"workers ended without a word (exit code {known[0]})"
-    return EXIT_BUG, f"workers ended without a word (torchrun: {torchrun_code})"
+    return EXIT_BUG, f"workers ended without a word (fork server: {ended.code})"
 
 
-def _choose(remains: Remains) -> Reason | None:
-    """The reason that explains most; None if a worker or torchrun died without one: the others may only have noticed that."""
-    # What torchrun says of itself, which is no rank, comes last: of what workers do it knows least.
-    last_first = sorted(remains.reasons, key=lambda reason: (reason.rank >= 0, -reason.rank))
+def _choose(ended: WorkersEnd, reasons: Sequence[Reason], dead: tuple[int, int] | None) -> Reason | None:
+    """The reason that explains most; None if a worker or the fork server died without one: the others may only have noticed."""
+    # What the fork server says of itself, which is no rank, comes last: of what workers do it knows least.
+    last_first = sorted(reasons, key=lambda reason: (reason.rank >= 0, -reason.rank))
     by_code = {reason.exit_code: reason for reason in last_first}
     for code in _EXPLAINS_MOST:
         if code in by_code:
             return by_code[code]
-    dead = _first_dead(remains)
-    guilty = next((reason for reason in remains.reasons if reason.guilty), None)
+    guilty = next((reason for reason in reasons if reason.guilty), None)
     # One that hung was killed by its host, which says why.
-    if guilty is None and (remains.torchrun_code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
+    if guilty is None and (ended.code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
         return None
     return guilty or by_code.get(EXIT_TRANSPORT) or by_code.get(EXIT_STOPPED)
 
 
-def _first_dead(remains: Remains) -> tuple[int, int] | None:
-    """A local rank that did not end as our workers do, and its code: if possible not one that torchrun asked to end.
-
-    One that has left a reason, or for which one was left, is explained: a hang is ended by SIGKILL.
-    """
-    explained = {reason.rank - remains.first_rank for reason in remains.reasons}
-    codes = sorted(remains.signals.items())
-    strange = [(rank, code) for rank, code in codes if code not in _OWN_CODES and rank not in explained]
+def _first_dead(ended: WorkersEnd, explained: set[int]) -> tuple[int, int] | None:
+    """A local rank that did not end as our workers do, and its code: if possible not one that was asked to end."""
+    strange = [(rank, code) for rank, code in sorted(ended.codes.items()) if code not in _OWN_CODES and rank not in explained]
     return min(strange, key=lambda one: one[1] == -signal.SIGTERM, default=None)
 
 

@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable
 
 from elastictrain.events import AppendLog, Event, encode
+from elastictrain.fault.reasons import NO_RANK
 
 logger = logging.getLogger(__name__)
-
-NO_RANK = -1
 
 
 class GenerationBegun(Event, tag="generation", frozen=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, RunHeldError
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
-from elastictrain.fault.reasons import read_begun, read_noted_step
+from elastictrain.fault.reasons import read_begun, read_noted_step, read_reasons
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.attempt import Attempt, judge_end
 from elastictrain.launch.final_save import FinalSave, SaverConnection, await_final_save, exit_message, waiting_message
@@ -33,9 +33,8 @@ from elastictrain.launch.membership.records import (
     LeaveOut,
     Wait,
 )
-from elastictrain.launch.orders import ANSWER_NAME, plan_torchrun, read_answer
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
-from elastictrain.launch.torchrun import Torchrun, free_port
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, free_port, plan_workers
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of
 
@@ -64,7 +63,7 @@ class Supervisor:
     run_arguments: tuple[str, ...]
     registry: HostRegistry
     heartbeat: HeartbeatMesh
-    torchrun: Torchrun
+    workers: WorkerGroup
     recorder: Recorder
     folder: Path
     """Private to this launcher."""
@@ -194,16 +193,15 @@ class Supervisor:
             host = self.registry.record.host
             self._over(attempt, End(generation.number, host, EndKind.FAILED, EXIT_UNFIT, str(Phase.START), 0, 0, reason))
             return
-        orders = plan_torchrun(
+        order = plan_workers(
             generation,
-            self.registry.record,
+            self.registry.record.host,
             folder=str(folder),
             pid=os.getpid(),
             run_arguments=self.run_arguments,
             restarted=self.registry.known.follows_another,
-            limit_s=self.config.fault.rendezvous_timeout_s,
         )
-        self.torchrun.start(orders)
+        self.workers.start(order)
         attempt.started = True
 
     def _finish(self, attempt: Attempt, end: End, *, at_once: bool) -> None:
@@ -228,23 +226,23 @@ class Supervisor:
             return
         if now_s >= attempt.ask_s:
             attempt.ask_s = now_s + _ASK_EVERY_S
-            self.torchrun.ask_to_stop()
+            self.workers.ask_to_stop()
         if now_s >= attempt.kill_s:
-            self.torchrun.kill()
-        code = self.torchrun.poll()
-        if code is None:
+            self.workers.kill()
+        ended = self.workers.poll()
+        if ended is None:
             self._note_begin(attempt)
         else:
-            self._over(attempt, self._judge(attempt, code))
+            self._over(attempt, self._judge(attempt, ended))
 
-    def _judge(self, attempt: Attempt, code: int) -> End:
-        host = self.registry.record.host
+    def _judge(self, attempt: Attempt, ended: WorkersEnd) -> End:
         # What a start would go on from is progress, wherever it is kept. Storage is not asked: all hosts wait for this one.
         known = (read_noted_step(str(self.folder)), self.remembered_step(), read_begun(str(attempt.folder)) or 0)
         self._known_step = max(self._known_step, *known)
-        remains = attempt.read_remains(host=host, code=code, committed_step=self._known_step)
-        self._stopped_step = max((one.step for one in remains.reasons if one.exit_code == EXIT_STOPPED), default=0)
-        end = judge_end(remains, generation=attempt.generation.number, host=host)
+        reasons = read_reasons(str(attempt.folder))
+        self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
+        host = self.registry.record.host
+        end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=self._known_step)
         # What workers do when they are asked to end is no news, but that they were at the last step already is.
         return end if attempt.asked is None or end.kind is EndKind.DONE else attempt.asked
 
@@ -253,6 +251,8 @@ class Supervisor:
         number = attempt.generation.number
         self._hurried_until_s = self.clock() + _HURRIED_S
         self._attempt, self._reached_last_step = None, end.kind is EndKind.DONE
+        # The process that workers are forked from may have ended, too; it is there when the next generation begins.
+        self.workers.prepare()
         # All of it was read, and a run may start again thousands of times.
         shutil.rmtree(attempt.folder, ignore_errors=True)
         self._stop_cost_s = self.clock() - attempt.asked_s if attempt.asked is not None else 0.0
@@ -278,14 +278,13 @@ class Supervisor:
         self.registry.update(HostState.UNFIT, reason=reason, ended=max(ended, before.ended), committed_step=self._known_step)
 
     def _note_begin(self, attempt: Attempt) -> None:
-        """Once the first step is through there is time to start the next torchrun ahead."""
+        """The first step is through: how long it took to get there, and what makes that longer than it has to be."""
         if attempt.begun or read_begun(str(attempt.folder)) is None:
             return
         attempt.begun = True
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
-        self.torchrun.prepare()
-        unforked = read_answer(attempt.folder / ANSWER_NAME).unforked
+        unforked = self.workers.unforked
         # Once: what makes restarts slower is no reason not to train.
         if unforked and unforked != self._unforked:
             self._unforked = unforked
@@ -351,7 +350,7 @@ class Supervisor:
             self.print_line(waiting_message(decision, now_s=now_s))
 
     def _leave(self, code: int, reason: str) -> int:
-        self.torchrun.close()
+        self.workers.close()
         # Before anything is waited for: the others are not to count on this host.
         self.registry.update(HostState.GONE, reason=reason)
         final = self._final_save() if code != EXIT_OK else FinalSave(self.committed_step())
@@ -362,7 +361,7 @@ class Supervisor:
         request, left_s = self.stop_request(), PREVIOUS_EXIT_TIMEOUT_S
         if request is not None and request.deadline_s is not None:
             left_s = min(left_s, request.deadline_s - self.clock())
-        self.torchrun.wait_until_gone(left_s)
+        self.workers.wait_until_gone(left_s)
         return code
 
     def _final_save(self) -> FinalSave:

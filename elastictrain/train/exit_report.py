@@ -126,7 +126,8 @@ class ExitReport:
                 sys.stderr.flush()
             mark = self.tracker.mark
             # A stop is told with what was saved, which the launcher stays for; who reports it here has saved nothing.
-            self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
+            step = 0 if what.exit_code == EXIT_STOPPED else mark.step
+            self._tell_launcher(what.exit_code, what.sentence, step=step, missing=what.missing)
             context, limit_s = self.context, self.config.fault.shutdown_grace_s / 2
             if context is None:
                 return
@@ -163,10 +164,10 @@ class ExitReport:
         limit_the_end(self.config.fault.shutdown_grace_s, exit_code=exit_code)
         self.hangs.announce_ending()
 
-    def _tell_launcher(self, exit_code: int, sentence: str, *, step: int) -> None:
+    def _tell_launcher(self, exit_code: int, sentence: str, *, step: int, missing: tuple[int, ...] = ()) -> None:
         launcher, phase = self.identity.launcher, str(self.tracker.mark.phase)
         if launcher is not None:
-            leave_reason(launcher.folder, Reason(self.identity.rank, exit_code, phase, step, sentence))
+            leave_reason(launcher.folder, Reason(self.identity.rank, exit_code, phase, step, sentence, missing=missing))
 
     def _is_reporter(self, what: ExitClassification) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""

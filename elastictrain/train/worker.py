@@ -87,7 +87,7 @@ class Worker:
         self._prefix.incarnation = context.generation.name
         self._hangs.begin(context)
         form_group(context)
-        # The process that would start this worker again; our launcher starts another torchrun each time.
+        # The process that would start this worker again; the one that our launcher forks it from may be replaced.
         agent = self._parent if self._identity.launched else os.getpid()
         link = start_saver(context, agent=self._identity.launcher.pid if self._identity.launcher is not None else agent)
         self._hangs.group_formed(context.backend, link)

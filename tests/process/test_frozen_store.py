@@ -1,8 +1,7 @@
-"""The host of the store that ranks or torchruns meet through is frozen: each ends in time, and names who did not answer."""
+"""The host of the store that ranks meet through is frozen, or one does not come: all end in time and name it."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torchruns import REPOSITORY, TINY, environment, free_port, wait_until
+from torchruns import REPOSITORY, TINY, environment
 
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.reasons import read_reasons
-from elastictrain.identity import FOLDER, LAUNCHER
-from elastictrain.launch.orders import Orders, encode, read_answer
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER
 
 LIMIT_S = 5.0
 STARTS_WITHIN_S = 60.0
@@ -68,65 +66,35 @@ def test_a_rank_whose_store_is_frozen_ends_in_time_and_names_it(when: str, tmp_p
         assert seconds < 3 * LIMIT_S
 
 
-HOSTS = ("first-host", "second-host", "third-host")
-_AGENT = """
-import sys
-from elastictrain.launch import agent
-# Of interest is what comes after it.
-agent.import_ahead = lambda: None
-sys.exit(agent.main())
-"""
-
-
-def begin(index: int, port: int, folder: Path, *, hosts: int, limit_s: float = LIMIT_S) -> "subprocess.Popen[bytes]":
-    """The torchrun of one host, as its launcher starts it; it is not waited for."""
+def begin(rank: int, port: int, folder: Path, *, world_size: int, limit_s: float = LIMIT_S) -> "subprocess.Popen[bytes]":
+    """A worker of a launcher; it is not waited for."""
     folder.mkdir()
-    arguments = f"--nnodes {hosts} --node-rank {index} --nproc-per-node 1 --max-restarts 0 --rdzv-conf timeout=600".split()
-    arguments += f"--master-addr 127.0.0.1 --master-port {port} -m elastictrain.run --help".split()
-    variables = {LAUNCHER: str(os.getpid()), FOLDER: str(folder)}
-    orders = Orders(tuple(arguments), variables, str(folder / "answer.json"), 1, HOSTS[:hosts], limit_s)
-    command = [sys.executable, "-u", "-c", _AGENT]
-    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
-    assert agent.stdin is not None
-    agent.stdin.write(encode(orders))
-    agent.stdin.flush()
-    return agent
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {LAUNCHER: str(os.getpid()), GENERATION: "1", FOLDER: str(folder), "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "elastictrain.run", *TINY, f"run.dir={folder}/run"]
+    command += [f"fault.rendezvous_timeout_s={limit_s}", f"checkpoint.memory_dir={folder}"]
+    return subprocess.Popen(command, cwd=folder, env=environment(variables), stderr=subprocess.PIPE)
 
 
-def check_end(agent: "subprocess.Popen[bytes]", folder: Path, *, missing: int) -> None:
+def check_end(worker: "subprocess.Popen[bytes]", folder: Path, *, missing: int) -> None:
     try:
-        _, err = agent.communicate(timeout=STARTS_WITHIN_S + 3 * LIMIT_S)
+        _, err = worker.communicate(timeout=STARTS_WITHIN_S + 3 * LIMIT_S)
     finally:
-        agent.kill()
-    assert agent.returncode == 1
-    assert read_answer(folder / "answer.json").missing == (missing,)
+        worker.kill()
+    assert worker.returncode == EXIT_TRANSPORT, err.decode()
     (reason,) = read_reasons(str(folder))
-    assert reason.exit_code == EXIT_TRANSPORT
-    assert HOSTS[missing] in reason.sentence
-    assert err.decode() == f"elastictrain: {reason.sentence}\n"
+    assert (reason.exit_code, reason.missing) == (EXIT_TRANSPORT, (missing,))
 
 
-def test_a_torchrun_whose_store_is_frozen_ends_in_time_and_names_its_host(tmp_path: Path) -> None:
+def test_a_worker_whose_store_is_frozen_tells_its_launcher_whose_it_is(tmp_path: Path) -> None:
     with store_server() as (server, port):
         os.kill(server.pid, signal.SIGSTOP)
-        check_end(begin(1, port, tmp_path / "b", hosts=2), tmp_path / "b", missing=0)
+        check_end(begin(1, port, tmp_path / "b", world_size=2), tmp_path / "b", missing=0)
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def test_torchruns_that_wait_for_one_that_does_not_come_end_in_time_and_name_its_host(tmp_path: Path) -> None:
-    port = free_port()
-    # The first one has the store: it is to be there when the second one asks who came.
-    first = begin(0, port, tmp_path / "a", hosts=3, limit_s=600.0)
-    try:
-        wait_until(lambda: first.poll() is not None or listens(port), timeout_s=STARTS_WITHIN_S, what="the store")
-        second = begin(1, port, tmp_path / "b", hosts=3)
-        alone = begin(0, free_port(), tmp_path / "c", hosts=2)
-        check_end(second, tmp_path / "b", missing=2)
-        check_end(alone, tmp_path / "c", missing=1)
-    finally:
-        first.kill()
-        first.communicate()
+def test_workers_that_wait_for_one_that_does_not_come_tell_their_launchers_which(tmp_path: Path) -> None:
+    with store_server() as (_, port):
+        workers = [begin(rank, port, tmp_path / str(rank), world_size=3, limit_s=2 * LIMIT_S) for rank in (0, 1)]
+        for rank, worker in enumerate(workers):
+            check_end(worker, tmp_path / str(rank), missing=2)

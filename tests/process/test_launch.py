@@ -82,7 +82,7 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     run_dir = tmp_path / "run"
     with launched(PACED, folder=tmp_path) as run:
         wait_until(lambda: last_step(run_dir) >= 12, what="step 12")
-        # Forks of a torchrun that has imported all: a restart waits for no import.
+        # Forks of a process that has imported all: a restart waits for no import.
         assert [worker.name() for worker in run.workers()] == ["rank 0", "rank 1"]
         kill(run.workers()[1])
         # The saver and the launcher are those of the first generation until the end.
@@ -100,7 +100,7 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
 
 ANOTHER_THREAD = """
 import sys, threading, time
-if "elastictrain.launch.agent" in sys.orig_argv:
+if "elastictrain.launch.fork_server" in sys.orig_argv:
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """
 
@@ -153,21 +153,21 @@ def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_pat
     wait_until(lambda: not marks(), what="the end of the watcher")
 
 
-def test_a_killed_torchrun_takes_its_workers_with_it_before_the_next_one_starts(
+def test_a_killed_fork_server_takes_its_workers_with_it_before_the_next_one_starts(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     run_dir = tmp_path / "run"
     with launched(PACED, folder=tmp_path) as run:
         wait_until(lambda: last_step(run_dir) >= 12, what="step 12")
         workers = run.workers()
-        torchrun = workers[0].parent()
-        assert torchrun is not None
-        kill(torchrun)
+        server = workers[0].parent()
+        assert server is not None
+        kill(server)
         wait_until(lambda: len(events(run_dir, "start")) == 2, what="the second start")
         # They would save, and hold their devices meanwhile.
         assert all_gone(workers)
         assert run.wait(90) == 0, run.output()
-        assert "torchrun was ended by SIGKILL" in run.output()
+        assert "the fork server was ended by SIGKILL" in run.output()
     assert losses(run_dir) == undisturbed
 
 

@@ -29,8 +29,8 @@ OWN = {
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/__main__.py": "the worker that started this process",
     "liveness/diagnosis.py": "torch's trace of this process",
-    "launch/forks.py": "the process that forks this one",
-    "launch/orders.py": "a file in the launcher's own folder",
+    "launch/fork_server.py": "the launcher that started this process",
+    "launch/worker_group.py": "the process that forks the workers",
     "preflight/host/trip.py": "the process that started this one",
 }
 

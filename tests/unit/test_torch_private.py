@@ -18,7 +18,6 @@ from elastictrain.torch_private import (
     COMPILER,
     FLIGHT_RECORDER,
     PLACEMENT,
-    WORKER_START,
     PrivateName,
     find_changes,
     follow_compilations,
@@ -32,9 +31,7 @@ HERE = "elastictrain/torch_private.py"
 TENSORS = "torch.distributed.tensor._utils"
 
 
-@pytest.mark.parametrize(
-    "name", [*WORKER_START, *PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *timeout_names()], ids=lambda name: name.name
-)
+@pytest.mark.parametrize("name", [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *timeout_names()], ids=lambda name: name.name)
 def test_the_installed_torch_has_what_is_used_of_it(name: PrivateName) -> None:
     assert find_changes([name]) == ()
 

@@ -80,7 +80,7 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
     if by_torchrun or (by_another and not (in_pod and environment["LOCAL_RANK"] == "0")):
         name = "TORCHELASTIC_RUN_ID" if by_torchrun else "LOCAL_RANK"
         message = (
-            f"must not be set where the launcher starts, but is {environment[name]!r}: it starts torchrun itself; use"
+            f"must not be set where the launcher starts, but is {environment[name]!r}: it starts workers itself; use"
             " `python -m elastictrain.launch ...` once per host, or `torchrun ... -m elastictrain.run ...`"
         )
         raise ConfigError([Problem(name, message)])

@@ -6,6 +6,7 @@ one with the largest number is the current one, and each is created once, atomic
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from typing import Self, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ class HostState(StrEnum):
     """Nothing runs on it: it can take part in the next generation."""
 
     BUSY = "busy"
-    """Its torchrun runs, or is being stopped."""
+    """Its workers run, or are being stopped."""
 
     UNFIT = "unfit"
     """It failed a check, and cannot take part until it passes."""
@@ -100,7 +101,7 @@ class HostRecord:
     """UDP port at which its launcher receives heartbeats."""
 
     master_port: int
-    """A port that was free for torchrun's store when this was written."""
+    """A port that was free for the workers' store when this was written."""
 
     processes: int
     order: int
@@ -221,6 +222,15 @@ class Generation:
     def has(self, host: str) -> bool:
         """Whether a host is a member."""
         return any(member.host == host for member in self.members)
+
+    def first_rank(self, host: str) -> int:
+        """Of a member's workers."""
+        return sum(member.processes for member in takewhile(lambda member: member.host != host, self.members))
+
+    def host_of(self, rank: int) -> str:
+        """The member that has this rank; the last one where there is no such rank."""
+        first = (member.host for member in self.members if rank < self.first_rank(member.host) + member.processes)
+        return next(first, self.members[-1].host)
 
 
 T = TypeVar("T", HostRecord, End, Generation)

@@ -14,10 +14,9 @@ from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.records import Generation, HostRecord
 from elastictrain.launch.membership.store import MembershipStore
-from elastictrain.launch.orders import Orders
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.torchrun import Torchrun
+from elastictrain.launch.worker_group import WorkerGroup, WorkerOrder, WorkersEnd
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.launch.membership.made import record
 from tests.unit.launch.supervised import config
@@ -36,14 +35,15 @@ class Workers:
 
     started: list[float] = field(default_factory=list)
     code: int | None = None
+    unforked: str = ""
 
     def prepare(self) -> None: ...
-    def start(self, orders: Orders) -> None:
+    def start(self, order: WorkerOrder) -> None:
         self.code = None
         self.started.append(time.monotonic())
 
-    def poll(self) -> int | None:
-        return self.code
+    def poll(self) -> WorkersEnd | None:
+        return None if self.code is None else WorkersEnd(self.code, {})
 
     def kill(self) -> None:
         self.code = -9
@@ -123,7 +123,7 @@ class Group:
                 run_arguments=(),
                 registry=registry,
                 heartbeat=cast(HeartbeatMesh, sounds[-1]),
-                torchrun=cast(Torchrun, self.workers[host]),
+                workers=cast(WorkerGroup, self.workers[host]),
                 recorder=cast(Recorder, Nothing()),
                 folder=folder / host,
                 expected_hosts=3,

@@ -28,10 +28,9 @@ from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
-from elastictrain.launch.orders import Orders
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.torchrun import Torchrun
+from elastictrain.launch.worker_group import WorkerGroup, WorkerOrder, WorkersEnd
 from tests.unit.launch.membership.made import by_host, record
 
 BEGAN_S = 1_000.0
@@ -134,37 +133,38 @@ class FakeHeartbeat:
 
 
 @dataclass
-class FakeTorchrun:
-    """Runs until it is killed, or is told how its workers end."""
+class FakeWorkers:
+    """They run until they are killed, or are told how they end."""
 
     diary: Diary
-    orders: list[Orders] = field(default_factory=list)
+    orders: list[WorkerOrder] = field(default_factory=list)
     running: bool = False
-    code: int | None = None
+    ended: WorkersEnd | None = None
+    unforked: str = ""
 
     def prepare(self) -> None:
         self.diary.note("prepare")
 
-    def start(self, orders: Orders) -> None:
+    def start(self, order: WorkerOrder) -> None:
         assert not self.running
         self.diary.note("start")
-        self.orders.append(orders)
-        self.running, self.code = True, None
+        self.orders.append(order)
+        self.running, self.ended = True, None
 
-    def poll(self) -> int | None:
+    def poll(self) -> WorkersEnd | None:
         assert self.running
-        self.running = self.code is None
-        return self.code
+        self.running = self.ended is None
+        return self.ended
 
     def ask_to_stop(self) -> None:
         self.diary.note("ask")
 
     def kill(self) -> None:
         self.diary.note("kill")
-        self.code = KILLED
+        self.ended = WorkersEnd(KILLED, {})
 
     def close(self) -> None:
-        self.diary.note("close torchrun")
+        self.diary.note("close workers")
         self.running = False
 
     def wait_until_gone(self, limit_s: float) -> None:
@@ -211,7 +211,7 @@ class SupervisedHost:
         self.diary = diary = Diary()
         self.registry = FakeRegistry(diary, ClusterState(me=record("a"), began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
         self.heartbeat = FakeHeartbeat(diary)
-        self.torchrun = FakeTorchrun(diary)
+        self.workers = FakeWorkers(diary)
         self.recorder = FakeRecorder()
         self.folder = folder
         self.said: list[tuple[float, str]] = []
@@ -254,10 +254,10 @@ class SupervisedHost:
         self.registry.known = replace(known, read_s=now_s, reads=known.reads + 1)
 
     def run_workers(self, generation: Generation) -> None:
-        """Take part in a generation, up to its torchrun."""
+        """Take part in a generation, up to its workers."""
         self.learn(generation)
         assert self.go(0.2) is None
-        assert self.torchrun.running
+        assert self.workers.running
 
     def begin_training(self, number: int, *, resumed_step: int = 0) -> None:
         """The first step is through."""
@@ -267,11 +267,11 @@ class SupervisedHost:
         """The workers know that this step is in storage."""
         leave_text(self.folder / JOB_NAME, json.dumps({"incarnations": [], "step": step}))
 
-    def end_workers(self, number: int, code: int, *reasons: Reason) -> None:
-        """They end by themselves; `code` is torchrun's."""
+    def end_workers(self, number: int, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
+        """They end by themselves."""
         for reason in reasons:
             leave_reason(str(self.folder_of(number)), reason)
-        self.torchrun.code = code
+        self.workers.ended = WorkersEnd(code, codes or {})
 
     def ask(self, *, notice_s: float | None, reason: str = "SIGTERM") -> None:
         """A person, a scheduler or the cloud wants this host back."""
@@ -305,7 +305,7 @@ class SupervisedHost:
             run_arguments=("recipe=made_up",),
             registry=cast(HostRegistry, self.registry),
             heartbeat=cast(HeartbeatMesh, self.heartbeat),
-            torchrun=cast(Torchrun, self.torchrun),
+            workers=cast(WorkerGroup, self.workers),
             recorder=cast(Recorder, self.recorder),
             folder=self.folder,
             expected_hosts=0,

@@ -1,5 +1,6 @@
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -15,10 +16,11 @@ from elastictrain.errors import (
     EXIT_UNFIT,
     EXIT_USAGE,
 )
-from elastictrain.fault.reasons import Reason
-from elastictrain.launch.attempt import Remains, judge_end
-from elastictrain.launch.membership.records import End, EndKind
-from elastictrain.launch.records import NO_RANK
+from elastictrain.fault.reasons import NO_RANK, Reason
+from elastictrain.launch.attempt import judge_end
+from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationMember
+from elastictrain.launch.worker_group import WorkersEnd
+from tests.unit.launch.membership.made import generation
 
 CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
 NOTICED = (EXIT_TRANSPORT, EXIT_STOPPED)
@@ -28,13 +30,21 @@ def reason(rank: int, code: int, *, step: int = 12) -> Reason:
     return Reason(rank, code, "reduce", step, f"rank {rank} says {code}")
 
 
-def judged(*reasons: Reason, codes: Mapping[int, int] | None = None, torchrun: int = 1, first_rank: int = 0) -> End:
-    remains = Remains(torchrun, codes or {}, reasons, 10, first_rank)
-    return judge_end(remains, generation=7, host="a-1")
+def three_hosts(before: int) -> Generation:
+    """Of which `a-1` has so many ranks before its own four."""
+    members = [GenerationMember(host, host[0], "10.0.0.1", 1, 4) for host in ("a-1", "b-1", "c-1")]
+    if before:
+        members.insert(0, GenerationMember("z-1", "z", "10.0.0.1", 1, before))
+    return replace(generation(7, "a"), members=tuple(members))
+
+
+def judged(*reasons: Reason, codes: Mapping[int, int] | None = None, code: int = 1, before: int = 0) -> End:
+    ended = WorkersEnd(code, codes or {})
+    return judge_end(ended, reasons, generation=three_hosts(before), host="a-1", committed_step=10)
 
 
 def test_all_workers_ended_well() -> None:
-    assert judged(torchrun=0) == End(7, "a-1", EndKind.DONE, 0, "", 0, 10, "the last step is done")
+    assert judged(code=0) == End(7, "a-1", EndKind.DONE, 0, "", 0, 10, "the last step is done")
 
 
 def test_what_a_worker_says_is_passed_on() -> None:
@@ -42,16 +52,23 @@ def test_what_a_worker_says_is_passed_on() -> None:
     assert found == End(7, "a-1", EndKind.FAILED, EXIT_BUG, "reduce", 12, 10, "rank 3 says 70")
 
 
-def test_a_host_that_did_not_come_to_torchruns_store_is_lost_and_nobody_failed() -> None:
-    remains = Remains(1, {}, [reason(NO_RANK, EXIT_TRANSPORT)], 10, missing=("b-1", "c-1"))
-    found = judge_end(remains, generation=7, host="a-1")
+def test_hosts_whose_ranks_were_not_met_are_lost_and_nobody_failed() -> None:
+    # Of those of this host nobody else is to blame.
+    found = judged(replace(reason(0, EXIT_TRANSPORT), missing=(1, 5, 6, 11)))
     assert (found.kind, found.exit_code, found.lost, found.blames) == (EndKind.LOST, EXIT_TRANSPORT, "b-1", ("b-1", "c-1"))
-    assert (found.committed_step, found.reason) == (10, f"rank {NO_RANK} says 71")
+    assert found.committed_step == 10
+    assert "b and c" in found.reason
+    found = judged(replace(reason(9, EXIT_TRANSPORT), missing=(0,)), before=8)
+    assert (found.kind, found.lost) == (EndKind.LOST, "z-1")
 
 
-def test_what_explains_more_than_a_host_that_did_not_come_counts() -> None:
-    remains = Remains(1, {}, [reason(NO_RANK, EXIT_TRANSPORT), reason(0, EXIT_BUG)], 10, missing=("b-1",))
-    assert judge_end(remains, generation=7, host="a-1").kind is EndKind.FAILED
+def test_a_rank_of_this_host_that_was_not_met_blames_nobody() -> None:
+    found = judged(replace(reason(0, EXIT_TRANSPORT), missing=(1,)))
+    assert (found.kind, found.lost, found.blames) == (EndKind.FAILED, "", ())
+
+
+def test_what_explains_more_than_a_host_that_was_not_met_counts() -> None:
+    assert judged(replace(reason(1, EXIT_TRANSPORT), missing=(4,)), reason(0, EXIT_BUG)).kind is EndKind.FAILED
 
 
 def test_what_explains_most_counts_whichever_rank_says_it() -> None:
@@ -82,16 +99,16 @@ def test_who_is_ended_because_it_hung_is_explained_by_what_was_left_for_it() -> 
     found = judged(reason(0, EXIT_TRANSPORT), codes={0: -9})
     assert (found.exit_code, found.reason) == (EXIT_TRANSPORT, "rank 0 says 71")
     # On the second host of four workers each, local rank 1 is rank 5.
-    found = judged(reason(4, EXIT_TRANSPORT), reason(5, EXIT_TRANSPORT), codes={1: -9}, first_rank=4)
+    found = judged(reason(4, EXIT_TRANSPORT), reason(5, EXIT_TRANSPORT), codes={1: -9}, before=4)
     assert found.exit_code == EXIT_TRANSPORT
-    found = judged(reason(4, EXIT_TRANSPORT), codes={1: -9}, first_rank=4)
+    found = judged(reason(4, EXIT_TRANSPORT), codes={1: -9}, before=4)
     assert (found.exit_code, found.reason) == (137, "local rank 1 was ended by SIGKILL")
     # One of them hung because another had died.
     found = judged(reason(0, EXIT_TRANSPORT), codes={0: -9, 1: -7})
     assert found.reason == "local rank 1 was ended by SIGBUS"
 
 
-def test_who_was_asked_to_end_by_torchrun_is_no_cause() -> None:
+def test_who_was_asked_to_end_is_no_cause() -> None:
     assert judged(reason(0, EXIT_TRANSPORT), codes={1: -signal.SIGTERM}).exit_code == EXIT_TRANSPORT
     assert judged(codes={0: -signal.SIGTERM, 1: -9}).reason == "local rank 1 was ended by SIGKILL"
     found = judged(codes={0: -signal.SIGTERM})
@@ -103,24 +120,24 @@ def test_an_end_without_a_word_is_a_bug() -> None:
     assert (found.exit_code, found.reason) == (EXIT_BUG, "local rank 0 ended with exit code 1 without a word")
     assert (found.phase, found.step) == ("reduce", 12)
     found = judged()
-    assert (found.exit_code, found.reason) == (EXIT_BUG, "workers ended without a word (torchrun: 1)")
+    assert (found.exit_code, found.reason) == (EXIT_BUG, "workers ended without a word (fork server: 1)")
 
 
-def test_the_death_of_torchrun_explains_what_its_workers_noticed() -> None:
+def test_the_death_of_the_fork_server_explains_what_its_workers_noticed() -> None:
     """They follow it with a SIGTERM, and may find the time to save, or to miss a peer that was killed before them."""
     for noticed in NOTICED:
-        found = judged(reason(0, noticed), torchrun=-9)
-        assert (found.exit_code, found.reason) == (137, "torchrun was ended by SIGKILL")
-    assert judged(torchrun=-9).reason == "torchrun was ended by SIGKILL"
-    assert judged(reason(0, EXIT_BUG), torchrun=-9).reason == "rank 0 says 70"
+        found = judged(reason(0, noticed), code=-9)
+        assert (found.exit_code, found.reason) == (137, "the fork server was ended by SIGKILL")
+    assert judged(code=-9).reason == "the fork server was ended by SIGKILL"
+    assert judged(reason(0, EXIT_BUG), code=-9).reason == "rank 0 says 70"
 
 
-def test_what_torchrun_says_of_itself_counts_as_what_workers_say_but_after_it() -> None:
+def test_what_the_fork_server_says_of_itself_counts_as_what_workers_say_but_after_it() -> None:
     for code in (EXIT_TRANSPORT, EXIT_UNFIT, EXIT_BUG):
         own = reason(NO_RANK, code)
         assert judged(own).exit_code == code
         assert judged(own).reason == f"rank -1 says {code}"
-        assert judged(own, reason(3, code), reason(4, code), first_rank=3).reason == f"rank 3 says {code}"
+        assert judged(own, reason(3, code), reason(4, code), before=3).reason == f"rank 3 says {code}"
     assert judged(reason(NO_RANK, EXIT_TRANSPORT), codes={0: -9}).reason == "local rank 0 was ended by SIGKILL"
 
 
@@ -144,8 +161,8 @@ def test_what_is_committed_is_passed_on_in_any_case(code: int) -> None:
     st.dictionaries(st.integers(0, 7), st.integers(-70, 300), max_size=4),
     st.integers(-20, 300),
 )
-def test_a_failure_never_looks_like_a_success(reasons: list[Reason], codes: dict[int, int], torchrun: int) -> None:
-    found = judged(*reasons, codes=codes, torchrun=torchrun)
-    assert (found.kind is EndKind.DONE) == (torchrun == 0)
-    assert (found.exit_code == 0) == (torchrun == 0)
+def test_a_failure_never_looks_like_a_success(reasons: list[Reason], codes: dict[int, int], code: int) -> None:
+    found = judged(*reasons, codes=codes, code=code)
+    assert (found.kind is EndKind.DONE) == (code == 0)
+    assert (found.exit_code == 0) == (code == 0)
     assert found.reason

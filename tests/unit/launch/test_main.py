@@ -65,7 +65,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     """No process is started and no signal is listened to."""
     done = Launch()
 
-    class Torchrun:
+    class WorkerGroup:
         def prepare(self) -> None:
             done.calls.append("prepare")
 
@@ -96,7 +96,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
                 raise error
             return done.code
 
-    monkeypatch.setattr(launching, "Torchrun", Torchrun)
+    monkeypatch.setattr(launching, "WorkerGroup", WorkerGroup)
     monkeypatch.setattr(launching, "StopListener", Listener)
     monkeypatch.setattr(launching, "Supervisor", Supervisor)
     yield done

@@ -13,8 +13,7 @@ from elastictrain.errors import RunHeldError
 from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
-from elastictrain.launch.orders import ANSWER_NAME, AgentAnswer, write_answer
-from elastictrain.launch.records import NO_RANK, GenerationEnded, WorkersNotForked
+from elastictrain.launch.records import GenerationEnded, WorkersNotForked
 from tests.unit.launch.membership.made import end, generation, observed, record
 from tests.unit.launch.supervised import FakeSaverProcess, SupervisedHost
 
@@ -134,7 +133,7 @@ class TestAskedToLeave:
         assert host.go(60.0) == 75
         assert host.diary.elapsed_s == 1.0
         assert [what for _, what in host.diary.lines] == [
-            "close torchrun", "say gone", "close registry", "close heartbeat", "wait 30 s",
+            "close workers", "say gone", "close registry", "close heartbeat", "wait 30 s",
         ]  # fmt: skip
         assert host.registry.record.reason == "asked to stop (spot)"
         assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); runs/x holds no step")
@@ -173,12 +172,12 @@ class TestAskedToLeave:
 
     def test_the_note_is_there_before_the_signal(self, host: SupervisedHost, monkeypatch: pytest.MonkeyPatch) -> None:
         noted: list[bool] = []
-        monkeypatch.setattr(host.torchrun, "ask_to_stop", lambda: noted.append((host.folder_of(1) / "stop.json").exists()))
+        monkeypatch.setattr(host.workers, "ask_to_stop", lambda: noted.append((host.folder_of(1) / "stop.json").exists()))
         host.run_workers(generation(1, "ab"))
         host.ask(notice_s=30.0)
         assert host.go(0.5) is None
         assert noted == [True]
-        assert host.torchrun.orders[0].environment["ELASTICTRAIN_STOP_FILE"] == str(host.folder_of(1) / "stop.json")
+        assert host.workers.orders[0].environments[0]["ELASTICTRAIN_STOP_FILE"] == str(host.folder_of(1) / "stop.json")
 
     def test_workers_that_end_in_time_are_not_killed(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
@@ -363,14 +362,13 @@ class TestNothingToSave:
         assert host.diary.when("kill") == []
         assert ends_of(host.registry.posts) == []
 
-    def test_a_host_that_did_not_come_to_torchruns_store_is_lost(self, host: SupervisedHost) -> None:
+    def test_a_host_whose_workers_were_not_met_is_lost(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "abc"))
-        write_answer(host.folder_of(1) / ANSWER_NAME, AgentAnswer(missing=(2,)))
-        host.end_workers(1, 1, Reason(NO_RANK, 71, "rendezvous", 0, "c has not come"))
+        host.end_workers(1, 1, Reason(0, 71, "rendezvous", 0, "not met", missing=(2,)))
         assert host.go(1.0) is None
         assert ends_of(host.registry.posts) == [(EndKind.LOST, "a", 71)]
         (posted,) = (post for post in host.registry.posts if isinstance(post, End))
-        assert (posted.lost, posted.reason) == ("c", "c has not come")
+        assert posted.lost == "c"
 
     @pytest.mark.parametrize("why", ["leaving", "growth"])
     def test_an_orderly_end_that_is_under_way_is_cut_short(self, why: str, tmp_path: Path) -> None:
@@ -450,7 +448,7 @@ class TestDelayedStart:
         assert host.registry.record.state is HostState.BUSY
         assert host.diary.order("follow 1", "start") == ["follow 1"]
 
-    def test_torchrun_starts_after_the_pause(self, host: SupervisedHost) -> None:
+    def test_workers_start_after_the_pause(self, host: SupervisedHost) -> None:
         self.adopted(host)
         assert host.go(10.0) is None
         assert host.diary.when("start") == near(self.PAUSE_S)
@@ -584,22 +582,19 @@ class TestRestartCost:
         assert self.grow(host) == "c came: what a restart costs (13 s) is won back in 26 s"
 
 
-def test_the_next_torchrun_is_prepared_once_training_has_begun(host: SupervisedHost) -> None:
-    for number, begins_s in ((1, 3.0), (2, 13.0)):
+def test_the_fork_server_is_looked_after_while_nothing_runs(host: SupervisedHost) -> None:
+    """It may have ended with its workers, and takes seconds to be there again."""
+    for number in (1, 2):
         host.run_workers(generation(number, "ab"))
-        assert host.go(round(begins_s - host.diary.elapsed_s, 3)) is None
-        host.begin_training(number)
-        assert host.go(5.0) is None
-        assert len(host.diary.when("prepare")) == number
         host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
-    assert host.diary.when("prepare") == near(3.0, 13.0)
+    assert host.diary.order("start", "prepare") == ["start", "prepare"] * 2
 
 
 def test_workers_that_are_no_forks_are_told_of_once(host: SupervisedHost) -> None:
     for number, unforked in ((1, ""), (2, "2 threads"), (3, "2 threads"), (4, "")):
         host.run_workers(generation(number, "ab"))
-        write_answer(host.folder_of(number) / ANSWER_NAME, AgentAnswer(unforked=unforked))
+        host.workers.unforked = unforked
         assert host.go(0.5) is None
         # Nobody knows before the workers have begun.
         assert len(host.sentences("2 threads")) == (number > 2)
@@ -642,8 +637,7 @@ def test_a_host_that_was_stopped_by_another_says_in_its_line_what_is_committed(h
 
 def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ba"))
-    host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "a peer is gone"))
-    write_answer(host.folder_of(1) / ANSWER_NAME, AgentAnswer({0: -9}))
+    host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "a peer is gone"), codes={0: -9})
     assert host.go(0.5) is None
     (post,) = host.registry.posts
     assert isinstance(post, End)
@@ -738,7 +732,7 @@ def test_it_makes_way_where_it_is_to_wait_for_a_run_that_was_faster(tmp_path: Pa
         "close heartbeat",
     ]
     # Nothing was to be saved, and what waits to run workers is needed again.
-    assert host.diary.order("ask to flush", "close torchrun") == []
+    assert host.diary.order("ask to flush", "close workers") == []
 
 
 def test_one_that_was_replaced_leaves_although_it_is_to_wait(tmp_path: Path) -> None:
@@ -752,7 +746,7 @@ def test_it_ends_its_workers_where_a_run_without_a_launcher_has_taken_over(host:
     host.run_workers(generation(1, "a"))
     host.learn(elsewhere(2))
     assert host.go(5.0) == 75
-    assert not host.torchrun.running
+    assert not host.workers.running
 
 
 def test_the_folder_of_a_generation_goes_with_it(host: SupervisedHost) -> None:

@@ -1,0 +1,292 @@
+"""The process that a host's workers are forked from: it has imported what they need, so that a start waits for no import.
+
+The launcher starts it ahead of time. Over a socket, its standard input, it is told which workers to start, and tells their
+process ids and how they end. A fork is what a worker is, but for how it began: its command line is the server's, and its name
+is its rank. It inherits nothing that it could not have: the server has one thread, and no store or device of its own.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
+from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
+from elastictrain.fault.reasons import NO_RANK, Reason, leave_reason
+from elastictrain.fault.stop import STOP_SIGNALS
+from elastictrain.identity import FOLDER
+from elastictrain.liveness.progress import Phase
+from elastictrain.torch_private import COMPILER
+
+_AHEAD = (
+    COMPILER,
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "elastictrain.config.load",
+    "elastictrain.train.worker",
+)
+_MODULE = "elastictrain.run"
+_NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+_DEVICES = ("/dev/nvidia", "/dev/kfd")
+_EXIT_FAILED = 1
+_LOOK_EVERY_S = 0.05
+_LONGEST = 400
+_LOOPBACK = "127.0.0.1"
+_READY = b"ready"
+
+
+@dataclass(slots=True)
+class _Worker:
+    order: int
+    local_rank: int
+    pid: int
+    process: Process | None
+    popen: "subprocess.Popen[bytes] | None" = None
+    """Where it is no fork. Kept, for a later Popen would ask for the end of one that nobody refers to."""
+
+    told: bool = False
+    """Whether the launcher knows how it ended."""
+
+
+class ForkServer:
+    """One generation's workers after the other, and the store that they meet through where this is the first host."""
+
+    def __init__(self, launcher: socket.socket, *, unfit: str = "") -> None:
+        """`unfit`: why no worker can be started here."""
+        self._launcher = launcher
+        self._unfit = unfit
+        self._workers: list[_Worker] = []
+        self._folder = ""
+        """Of the generation, for what this process says of itself."""
+
+        self._store_pid = 0
+
+    def serve(self) -> int:
+        """Until the launcher closes its end of the socket; returns the exit code. Workers that run end with this process."""
+        received = b""
+        while True:
+            if select.select([self._launcher], [], [], _LOOK_EVERY_S if self._workers else None)[0]:
+                data = self._launcher.recv(1 << 16)
+                if not data:
+                    return EXIT_OK
+                received += data
+                if received.endswith(b"\n"):
+                    order, received = json.loads(received), b""
+                    self._folder = order["environments"][0][FOLDER]
+                    if (reason := self._start(**order)) is not None:
+                        return self._complain(reason)
+            if self._workers:
+                self._look_after_workers()
+            if self._store_pid and os.waitpid(self._store_pid, os.WNOHANG)[0]:
+                # The launcher ends the workers, which cannot go on without it.
+                return self._complain(_reason(EXIT_BUG, "the store that the workers meet through has ended"))
+
+    def _start(
+        self, *, order: int, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], store_port: int
+    ) -> Reason | None:
+        """Why they cannot be started; None if they are. `store_port`: 0 where the store is another host's."""
+        if self._unfit:
+            return _reason(EXIT_UNFIT, self._unfit)
+        try:
+            unforked = why_no_fork()
+            # Collecting garbage would write to, and so copy, pages that all of them share.
+            gc.freeze()
+            if store_port and (problem := self._start_store(store_port)):
+                where = f"the store that the workers meet through cannot be opened at port {store_port}"
+                return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
+            started = []
+            for local_rank, environment in enumerate(environments):
+                popen = _start_program(arguments, environment) if unforked else None
+                pid = self._fork(partial(_become_worker, arguments, environment)) if popen is None else popen.pid
+                started.append(_Worker(order, local_rank, pid, identify(pid), popen))
+        except OSError as error:
+            return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
+        self._workers += started
+        self._tell({"order": order, "pids": [worker.pid for worker in started], "unforked": unforked})
+        return None
+
+    def _start_store(self, port: int) -> str:
+        """Why it does not answer; empty if it does. The one of the generation before goes."""
+        if self._store_pid:
+            os.kill(self._store_pid, signal.SIGKILL)
+            os.waitpid(self._store_pid, 0)
+            self._store_pid = 0
+        reader, writer = os.pipe()
+        with open(reader, "rb") as answers:  # noqa: PTH123
+            try:
+                pid = self._fork(partial(_become_store, port, writer))
+            finally:
+                os.close(writer)
+            answer = answers.readline()
+        if answer == _READY:
+            self._store_pid = pid
+            return ""
+        os.waitpid(pid, 0)
+        return answer.decode() or "its process has ended"
+
+    def _fork(self, become: Callable[[], NoReturn]) -> int:
+        """A process that ends with this one, in a session of its own: workers are ended by process group."""
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            self._launcher.close()
+            os.setsid()
+            if follow_parent(server, with_signal=signal.SIGKILL):
+                become()
+        except BaseException:  # noqa: BLE001  # the edge of a process that must not go on as another server
+            traceback.print_exc()
+        finally:
+            os._exit(_EXIT_FAILED)
+
+    def _look_after_workers(self) -> None:
+        """Tell of ends as soon as nothing of a worker runs any more: what it holds it may hold for seconds after that."""
+        codes: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for worker in [*self._workers]:
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if pid else None
+            if pid:
+                self._workers.remove(worker)
+            elif worker.process is not None:
+                code = early_exit_code(worker.process, parent=os.getpid())
+            if code is not None and not worker.told:
+                worker.told = True
+                codes[worker.order].append((worker.local_rank, code))
+        for order, ended in codes.items():
+            self._tell({"order": order, "codes": ended})
+
+    def _complain(self, reason: Reason) -> int:
+        leave_reason(self._folder, reason)
+        sys.stderr.write(f"elastictrain: {reason.sentence}\n")
+        return _EXIT_FAILED
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        # A launcher that is gone is noticed where it is listened to.
+        with suppress(OSError):
+            self._launcher.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _start_program(arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    command = (sys.executable, "-u", "-m", _MODULE, *arguments)
+    return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)  # noqa: S603  # our own
+
+
+def _become_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    os.environ.update(environment)
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
+    # All forks would draw the same numbers from numpy's own generator, as interpreters of their own would not.
+    import numpy as np
+
+    np.random.seed()
+    sys.argv = [_MODULE, *arguments]
+    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+    os._exit(EXIT_OK)
+
+
+def _become_store(port: int, writer: int) -> NoReturn:
+    """Outlives the workers: what one of them left there others can read after its end."""
+    import torch.distributed as dist
+
+    try:
+        # Over the loopback: which address the other hosts use does not matter here.
+        store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False)
+    except Exception as error:  # noqa: BLE001  # told to the launcher
+        os.write(writer, _summary(error).encode())
+        os._exit(_EXIT_FAILED)
+    os.write(writer, _READY)
+    os.close(writer)
+    while store:
+        signal.pause()
+    os._exit(EXIT_OK)
+
+
+def import_ahead(modules: Sequence[str] = _AHEAD) -> str:
+    """Import what workers import; returns why this host is unfit, if torch cannot be imported.
+
+    Where another import fails workers are left to find it out, and to say it.
+    """
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
+        return f"torch cannot be imported: {_summary(error)}; install it anew"
+    # Threads that start when numpy is imported would keep this process from forking.
+    ours = _NUMPY_THREADS not in os.environ
+    os.environ.setdefault(_NUMPY_THREADS, "1")
+    with suppress(Exception):
+        for name in modules:
+            importlib.import_module(name)
+    if ours:
+        del os.environ[_NUMPY_THREADS]
+    return ""
+
+
+def why_no_fork(process: Path = Path("/proc/self")) -> str:
+    """Why a fork cannot use all that this process has: a lock held by a thread that it lacks, a device of its parent's.
+
+    Empty if it can.
+    """
+    try:
+        threads = list((process / "task").iterdir())
+        files = list((process / "fd").iterdir())
+    except OSError as error:
+        return f"threads and open files of the fork server cannot be read: {error.strerror}"
+    if len(threads) != 1:
+        return f"the fork server has {len(threads)} threads where its imports should have left one"
+    devices = set()
+    for file in files:
+        # The folder's own is closed by now.
+        with suppress(OSError):
+            if (target := str(file.readlink())).startswith(_DEVICES):
+                devices.add(target)
+    return f"the fork server has opened {', '.join(sorted(devices))} while it imported what workers need" if devices else ""
+
+
+def _summary(error: Exception) -> str:
+    """What it is and its first line, which with errors of C++ is followed by a stack."""
+    first = next(iter(str(error).splitlines()), "")
+    kind = type(error).__name__
+    return f"{kind}: {first}"[:_LONGEST] if first else kind
+
+
+def _reason(exit_code: int, sentence: str, phase: Phase = Phase.START) -> Reason:
+    return Reason(NO_RANK, exit_code, str(phase), 0, sentence)
+
+
+def main() -> int:
+    """Import ahead, then serve; returns the exit code."""
+    # Where it is ignored, which a program inherits, nobody is told how a worker ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Schedulers send their signals to every process. The launcher asks the workers to stop. They inherit the mask, and lift it
+    # once they listen: what came before that is not lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGHUP))
+    # The workers follow with a SIGTERM of their own, and save.
+    if not follow_parent(os.getppid(), with_signal=signal.SIGKILL):
+        return _EXIT_FAILED
+    launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    return ForkServer(launcher, unfit=import_ahead()).serve()
+
+
+if __name__ == "__main__":
+    # To take torch apart takes a tenth of a second, for which the launcher would wait.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

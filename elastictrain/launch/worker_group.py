@@ -1,0 +1,369 @@
+"""One host's workers, one generation after the other."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
+from elastictrain.fault.stop import STOP_FILE_VARIABLE
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, PREDECESSORS, RESTARTED, STORE_HOST
+from elastictrain.launch.membership.records import Generation
+
+logger = logging.getLogger(__name__)
+
+STOP_NAME = "stop.json"
+_LOOPBACK = "127.0.0.1"
+
+# Its forks print as workers do, whose output is not held back.
+_SERVER = (sys.executable, "-u", "-m", "elastictrain.launch.fork_server")
+
+_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))
+"""Modules of processes that workers start, and that end by themselves with nothing left behind."""
+
+_DEFAULTS = {
+    # As torchrun sets it for several workers; `run.num_threads` is what counts.
+    "OMP_NUM_THREADS": "1",
+    # Otherwise torch tells of a dead launcher by the frames of its C++ code.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # It counts the GPUs at each start. To ask the driver itself, and not its tools, takes up to half a second.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+"""Of the environment: read when torch is imported, or later."""
+
+_BY_THEMSELVES_S = 0.5
+"""How long workers that have lost one have before they are asked to end: they notice it, and say what they know of it."""
+
+_ASKED_S = 30.0
+"""How long they have after that, as with torchrun."""
+
+_CLOSE_WITHIN_S = 5.0
+_PAUSE_S = 0.02
+_EXIT_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """The workers of one generation on one host."""
+
+    arguments: tuple[str, ...]
+    """Of `elastictrain.run`."""
+
+    environments: tuple[Mapping[str, str], ...]
+    """What is set for each worker in addition to the launcher's own."""
+
+    store_port: int
+    """Of the store that the workers of all hosts meet through; 0 where another host has it."""
+
+
+def plan_workers(
+    generation: Generation, host: str, *, folder: str, pid: int, run_arguments: tuple[str, ...], restarted: bool
+) -> WorkerOrder:
+    """The workers of a member, with what torchrun would set for them.
+
+    `folder` is for what the launcher and the workers of one generation tell each other; `pid` is the launcher's.
+    """
+    members = generation.members
+    index = next(place for place, member in enumerate(members) if member.host == host)
+    first_rank, count = generation.first_rank(host), members[index].processes
+    common = {
+        "WORLD_SIZE": str(generation.world_size),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": str(index),
+        "GROUP_WORLD_SIZE": str(len(members)),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(generation.world_size),
+        # A single host needs no network, not even its own address.
+        "MASTER_ADDR": _LOOPBACK if len(members) == 1 else members[0].address,
+        "MASTER_PORT": str(generation.master_port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHER: str(pid),
+        GENERATION: str(generation.number),
+        RESTARTED: "1" if restarted else "0",
+        FOLDER: folder,
+        STORE_HOST: members[0].name,
+        STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
+    }
+    ranks = [(str(first_rank + local_rank), str(local_rank)) for local_rank in range(count)]
+    environments = tuple({**common, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local} for rank, local in ranks)
+    return WorkerOrder(run_arguments, environments, generation.master_port if index == 0 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersEnd:
+    """How the workers of a host ended."""
+
+    code: int
+    """0: all of them well. Negative: the fork server was ended by this signal, or the workers were killed."""
+
+    codes: Mapping[int, int]
+    """By local rank, of those that failed first; negative for a signal."""
+
+
+class WorkerGroup:
+    """At most one generation's workers run. The process that they are forked from waits for the next ones."""
+
+    def __init__(self, *, program: Sequence[str] = _SERVER, clock: Callable[[], float] = time.monotonic) -> None:
+        self._program = program
+        self._clock = clock
+        self._server: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._received = b""
+        self._order = 0
+        """The number of the newest order: workers that were killed may be told of when the next ones run."""
+
+        self.running = False
+        self.unforked = ""
+        """Why the newest workers are no forks; empty if they are."""
+
+        self._num_workers: int | None = None
+        """None until the server has started them."""
+
+        self._workers: dict[int, psutil.Process] = {}
+        """By local rank; without those that had ended before they could be looked at."""
+
+        self.codes: dict[int, int] = {}
+        """By local rank, of those that have ended."""
+
+        self._failed: dict[int, int] = {}
+        """The codes of those that failed first."""
+
+        self._ask_s = self._kill_s = float("inf")
+        self._killed_s: float | None = None
+        self._killed: list[psutil.Process] = []
+        self._leaving: set[Process] = set()
+        """Of this generation and those before: what may hold devices and memory after its end."""
+
+    def prepare(self) -> None:
+        """Start the process that workers are forked from, unless it is there already."""
+        if self._server is not None and self._server.poll() is None:
+            return
+        self._drop_server()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._server = subprocess.Popen(  # noqa: S603  # our own module
+                self._program,
+                stdin=theirs.fileno(),
+                env={**_DEFAULTS, **os.environ},
+                # Ctrl-C is for the launcher, which then asks the workers.
+                start_new_session=True,
+            )
+        self._channel, self._received = ours, b""
+
+    def start(self, order: WorkerOrder) -> None:
+        """Run workers; those before must have ended. They wait for what is left of them, as soon as they have to."""
+        assert not self.running  # noqa: S101
+        self.prepare()
+        assert self._channel is not None  # noqa: S101
+        self.running, self.unforked, self._num_workers = True, "", None
+        self._workers, self.codes, self._failed, self._killed = {}, {}, {}, []
+        self._ask_s = self._kill_s = float("inf")
+        self._killed_s = None
+        predecessors = {PREDECESSORS: encode(self._still_there())}
+        environments = [{**environment, **predecessors} for environment in order.environments]
+        self._order += 1
+        message = {
+            "order": self._order,
+            "arguments": order.arguments,
+            "environments": environments,
+            "store_port": order.store_port,
+        }
+        with suppress(OSError):
+            # If the server has died meanwhile, `poll` says so.
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def poll(self) -> WorkersEnd | None:
+        """How they ended; None while they may still do something.
+
+        After an answer there is none any more.
+        """
+        assert self.running  # noqa: S101
+        assert self._server is not None  # noqa: S101
+        # In this order: what the server has told before its end is received.
+        server_code, now_s = self._server.poll(), self._clock()
+        self._receive()
+        self._reap()
+        if self._killed_s is None:
+            if server_code is not None:
+                # Workers would go on to save, and hold their devices meanwhile.
+                self._kill(self._workers.values())
+            elif len(self.codes) != self._num_workers:
+                if now_s >= self._kill_s:
+                    self._kill(self._living())
+                elif now_s >= self._ask_s:
+                    self._ask_s = float("inf")
+                    self._signal_groups()
+                return None
+        left = self._left()
+        if left and self._killed_s is not None and now_s < self._killed_s + PREVIOUS_EXIT_TIMEOUT_S:
+            return None
+        code = server_code or -signal.SIGKILL if self._killed_s is not None else 0
+        end = WorkersEnd(_EXIT_FAILED if self._failed else code, self._failed)
+        self._give_up(left)
+        return end
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to each worker, as often as this is called."""
+        self._receive()
+        for process in self._living():
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the workers and what they started, but neither saver nor monitor; `poll` says when they are gone."""
+        if not self.running or self._killed_s is not None:
+            return
+        self._receive()
+        if self._num_workers is not None:
+            self._kill(self._living())
+            return
+        assert self._server is not None  # noqa: S101
+        # Stopped, it starts nobody between our look and its end.
+        self._server.send_signal(signal.SIGSTOP)
+        with suppress(psutil.Error):
+            self._workers = dict(enumerate(psutil.Process(self._server.pid).children()))
+        self._server.kill()
+        self._kill(self._workers.values())
+
+    def close(self) -> None:
+        """End everything that was started here, and wait a few seconds at most until nothing of it can do anything."""
+        self.kill()
+        until_s = self._clock() + _CLOSE_WITHIN_S
+        while self.running and self.poll() is None:
+            if self._clock() >= until_s:
+                self._give_up(self._left())
+                break
+            time.sleep(_PAUSE_S)
+        self._drop_server()
+
+    def wait_until_gone(self, limit_s: float) -> None:
+        """Until nothing of what was started here holds anything: who comes next on this host knows nothing of it."""
+        wait_until_gone(self._still_there(), limit_s=limit_s, clock=self._clock)
+        self._reap()
+
+    def _receive(self) -> None:
+        """What the server has told."""
+        assert self._channel is not None  # noqa: S101
+        with suppress(OSError):
+            while data := self._channel.recv(1 << 16, socket.MSG_DONTWAIT):
+                self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            self._note(**json.loads(line))
+
+    def _note(
+        self, *, order: int, pids: Sequence[int] | None = None, unforked: str = "", codes: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        if order != self._order:
+            return
+        if pids is not None:
+            self._num_workers, self.unforked = len(pids), unforked
+            self._leaving.update(known for pid in pids if (known := identify(pid)) is not None)
+            for local_rank, pid in enumerate(pids):
+                with suppress(psutil.Error):
+                    self._workers[local_rank] = psutil.Process(pid)
+        self.codes |= dict(codes)
+        failed = {local_rank: code for local_rank, code in codes if code}
+        if failed and not self._failed:
+            # Those that fail later may do so because of these.
+            self._failed = failed
+            self._ask_s = self._clock() + _BY_THEMSELVES_S
+            self._kill_s = self._ask_s + _ASKED_S
+
+    def _living(self) -> list[psutil.Process]:
+        return [one for local_rank, one in self._workers.items() if local_rank not in self.codes and one.is_running()]
+
+    def _signal_groups(self) -> None:
+        """SIGTERM to workers and what they started, as with torchrun: one of them has failed."""
+        for process in self._living():
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+    def _kill(self, workers: Iterable[psutil.Process]) -> None:
+        """SIGKILL to these, and to all that they have started."""
+        self._killed_s = self._clock()
+        self._killed = [one for one in _with_children(workers) if not _outlives(one)]
+        self._leaving.update(known for one in self._killed if (known := identify(one.pid)) is not None and one.is_running())
+        for one in self._killed:
+            with suppress(psutil.Error):
+                one.kill()
+
+    def _left(self) -> list[int]:
+        """Processes that were killed, and may still do something: what waits for a device dies only when that has answered."""
+        killed_server = self._num_workers is None and self._server is not None and self._server.poll() is None
+        server = [self._server.pid] if self._server is not None and killed_server else []
+        return server + [one.pid for one in self._killed if one.is_running() and runs(one.pid)]
+
+    def _still_there(self) -> list[Process]:
+        """Without who still runs: that one was waited for, and named."""
+        return [one for one in self._leaving if is_there(one) and not runs(one.pid)]
+
+    def _reap(self) -> None:
+        """Ask how those ended that hold nothing any more: as the first process of a container this one is their parent."""
+        for one in [one for one in self._leaving if not is_there(one)]:
+            if identify(one.pid) == one:
+                with suppress(ChildProcessError):
+                    os.waitpid(one.pid, os.WNOHANG)
+            self._leaving.discard(one)
+
+    def _give_up(self, left: Sequence[int]) -> None:
+        if left and self._killed_s is not None:
+            logger.warning(
+                "killed, but still there after %.0f s: process(es) %s; they may hold devices that the next workers need",
+                self._clock() - self._killed_s,
+                ", ".join(map(str, left)),
+            )
+        self.running = False
+
+    def _drop_server(self) -> None:
+        """Without workers it holds nothing that anybody needs."""
+        server, self._server = self._server, None
+        if server is not None and self._channel is not None:
+            self._channel.close()
+            server.kill()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(_CLOSE_WITHIN_S)
+
+
+def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The same and all that they have started, in one pass over the host's processes."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            children.setdefault(process.ppid(), []).append(process)
+    found = {one.pid: one for one in family if one.is_running()}
+    to_do = [*found]
+    while to_do:
+        started = [child for child in children.get(to_do.pop(), ()) if child.pid not in found]
+        found |= {child.pid: child for child in started}
+        to_do += [child.pid for child in started]
+    return [*found.values()]
+
+
+def _outlives(process: psutil.Process) -> bool:
+    """Whether it is not to end with the workers."""
+    try:
+        return not _OUTLIVE_WORKERS.isdisjoint(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now, on any address."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,316 @@
+"""Workers that are forked and not started: what they are like, and what is told where that is not possible."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from test_worker_group import hold, is_gone, lives
+from torchruns import environment, free_port, rendezvous_arguments, wait_until
+
+from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, EXIT_UNFIT
+from elastictrain.fault.reasons import Reason, read_reasons
+from elastictrain.identity import FOLDER
+from elastictrain.launch.membership.records import GenerationMember
+from elastictrain.launch.worker_group import WorkerGroup, WorkerOrder, WorkersEnd, plan_workers
+from tests.unit.launch.membership.made import generation
+
+PROGRAM = """
+import os, sys
+from elastictrain.launch import fork_server as module
+# Of interest is what comes after it.
+module.import_ahead = lambda: ""
+{program}
+os._exit(module.main())
+"""
+SLEEPS = "import time; time.sleep(600)"
+FAILED = WorkersEnd(1, {})
+
+
+def python(program: str, *, limit_s: float = 60) -> str:
+    """What a program prints that must end well."""
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", program], capture_output=True, text=True, timeout=limit_s, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Server:
+    """A fork server and its launcher's side, with what the workers are to do instead of training."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        for name, value in environment().items():
+            monkeypatch.setenv(name, value)
+        self.group = WorkerGroup()
+
+    def start(
+        self, *arguments: str, program: str = "", worker: str = "", count: int = 1, store_port: int = 0, ignored: bool = False
+    ) -> psutil.Process:
+        """Workers of a new server; `program` runs in it first, `worker` in each worker instead of ours. `ignored`: it is
+        started by somebody who ignores the ends of processes."""
+        if worker:
+            (self.folder / "made_up_worker.py").write_text(worker)
+            program += f"\nsys.path.insert(0, {str(self.folder)!r})\nmodule._MODULE = 'made_up_worker'\n"
+        self.group = WorkerGroup(program=[sys.executable, "-u", "-c", PROGRAM.format(program=program)])
+        others = set(psutil.Process().children())
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN) if ignored else None
+        try:
+            self.group.prepare()
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGCHLD, before)
+        (server,) = set(psutil.Process().children()) - others
+        self.again(*arguments, count=count, store_port=store_port)
+        return server
+
+    def again(self, *arguments: str, count: int = 1, store_port: int = 0) -> None:
+        """The next workers of the same server."""
+        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), FOLDER: str(self.folder)}
+        environments = tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
+        self.group.start(WorkerOrder(arguments, environments, store_port))
+
+    def end(self, *, timeout_s: float = 60) -> WorkersEnd:
+        found: list[WorkersEnd] = []
+
+        def ended() -> bool:
+            found.extend(filter(None, [self.group.poll()]))
+            return bool(found)
+
+        wait_until(ended, timeout_s=timeout_s, what="the end of the workers")
+        return found[0]
+
+    def workers(self, server: psutil.Process, count: int) -> list[psutil.Process]:
+        """When all of them are what they are to be."""
+
+        def named() -> list[psutil.Process]:
+            return [one for one in server.children() if one.name().startswith("rank ")]
+
+        wait_until(lambda: len(named()) == count, timeout_s=30, what="the workers")
+        assert self.group.poll() is None
+        return sorted(named(), key=psutil.Process.name)
+
+    @property
+    def reason(self) -> Reason:
+        (found,) = read_reasons(str(self.folder))
+        return found
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    made = Server(tmp_path, monkeypatch)
+    yield made
+    made.group.close()
+
+
+def test_a_fork_is_the_program_in_its_environment(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    process = server.start("--help", count=2)
+    assert server.end() == WorkersEnd(0, {})
+    # Only the first rank prints it.
+    assert capfd.readouterr().out.count("python -m elastictrain.run") == 1
+    # The next ones are forked from the same process.
+    server.again("recipe=none", count=2)
+    ended = server.end()
+    assert ended.code == 1
+    assert set(ended.codes.values()) == {78}
+    assert server.group.unforked == ""
+    assert lives(process)
+
+
+ANOTHER_THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+
+
+def test_a_process_with_threads_starts_workers_anew(server: Server) -> None:
+    server.start("recipe=none", program=ANOTHER_THREAD)
+    assert server.end() == WorkersEnd(1, {0: 78})
+    assert "2 threads" in server.group.unforked
+
+
+def test_a_process_that_has_touched_a_device_starts_workers_anew(server: Server, tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.touch()
+    server.start("recipe=none", program=f"module._DEVICES = ({str(device)!r},); file = open({str(device)!r})")
+    assert server.end() == WorkersEnd(1, {0: 78})
+    assert str(device) in server.group.unforked
+
+
+def test_what_is_imported_ahead_leaves_one_thread_and_no_device() -> None:
+    program = """
+import sys
+from elastictrain.launch.fork_server import import_ahead, why_no_fork
+print(not import_ahead(), not why_no_fork(), "elastictrain.train.worker" in sys.modules)
+import torch
+print(torch.cuda.is_initialized())
+"""
+    assert python(program, limit_s=120).split() == ["True", "True", "True", "False"]
+
+
+def test_modules_that_cannot_be_imported_are_for_workers_to_tell_of() -> None:
+    program = """
+import os, sys, types
+from elastictrain.launch.fork_server import import_ahead
+sys.modules["torch"] = types.ModuleType("torch")
+print(import_ahead(["no.such.module"]) == "", os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+    assert python(program).split() == ["True", "None"]
+
+
+def test_a_torch_that_cannot_be_imported_makes_the_host_unfit(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open it')")
+    program = f"import importlib; importlib.reload(module); sys.path.insert(0, {str(tmp_path)!r})"
+    server.start(program=program)
+    assert server.end() == FAILED
+    assert server.reason.exit_code == EXIT_UNFIT
+    assert "libcudart.so" in server.reason.sentence
+
+
+def test_a_port_that_is_taken_is_nobodys_fault(server: Server) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server.start("--help", store_port=port)
+        assert server.end() == FAILED
+    assert server.reason.exit_code == EXIT_TRANSPORT
+    assert str(port) in server.reason.sentence
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_store_outlives_the_workers_until_the_next_ones_start(server: Server) -> None:
+    first, second = free_port(), free_port()
+    process = server.start(store_port=first)
+    assert server.end().code != 0
+    assert answers(first)
+    server.again("--help", store_port=second)
+    assert server.end() == WorkersEnd(0, {})
+    assert (answers(first), answers(second)) == (False, True)
+    process.kill()
+    wait_until(lambda: not answers(second), timeout_s=20, what="the end of the store")
+
+
+def test_workers_whose_store_has_ended_cannot_go_on(server: Server) -> None:
+    process = server.start(worker=SLEEPS, count=2, store_port=free_port())
+    workers = server.workers(process, 2)
+    (store,) = set(process.children()) - set(workers)
+    store.kill()
+    assert server.end() == FAILED
+    assert server.reason.exit_code == EXIT_BUG
+    assert all(map(is_gone, workers))
+
+
+def test_where_there_is_no_room_for_all_forks_there_is_none(server: Server) -> None:
+    program = """
+fork, made = os.fork, []
+def fork_two():
+    if len(made) == 2:
+        raise OSError(11, "no room")
+    made.append(1)
+    return fork()
+os.fork = fork_two
+"""
+    process = server.start(program=program, worker=SLEEPS, count=4)
+    assert server.end() == FAILED
+    assert server.reason.exit_code == EXIT_BUG
+    assert "no room" in server.reason.sentence
+    assert is_gone(process)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        'def refuse(): raise PermissionError(1, "no session")\nos.setsid = refuse',
+        "module.follow_parent = lambda parent, **how: parent != main",
+    ],
+    ids=["no session", "no parent"],
+)
+def test_a_fork_that_cannot_be_a_worker_does_not_go_on_as_another_server(program: str, server: Server) -> None:
+    process = server.start(program=f"main = os.getpid()\n{program}", worker=SLEEPS, count=2)
+    ended = server.end()
+    assert (ended.code, set(ended.codes.values())) == (1, {1})
+    assert process.children() == []
+    assert lives(process)
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_workers_end_with_their_server(end: str, server: Server) -> None:
+    process = server.start(worker=SLEEPS, count=2)
+    workers = server.workers(process, 2)
+    assert [os.getsid(one.pid) for one in workers] == [one.pid for one in workers]
+    if end == "kill":
+        process.kill()
+    else:
+        server.group.close()
+    wait_until(lambda: all(map(is_gone, workers)), timeout_s=20, what="the end of the workers")
+
+
+def test_a_server_ends_with_its_launcher(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from elastictrain.launch.worker_group import WorkerGroup
+group = WorkerGroup(program=[sys.executable, "-u", "-c", {PROGRAM.format(program="")!r}])
+group.prepare()
+print("there", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment()) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        (server,) = psutil.Process(launcher.pid).children()
+        launcher.kill()
+    wait_until(lambda: is_gone(server), timeout_s=20, what="the end of the server")
+
+
+def test_ends_are_told_where_whoever_started_the_launcher_ignores_them(server: Server) -> None:
+    server.start("recipe=none", ignored=True)
+    assert server.end() == WorkersEnd(1, {0: 78})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes a namespace of processes, which needs root")
+def test_the_end_of_a_worker_is_told_before_the_kernel_is_done_with_it(server: Server) -> None:
+    # The first process of a namespace, when killed, is there as long as any other of it is.
+    program = """
+import ctypes
+module.follow_parent = lambda *told, **how: True
+serve = module.ForkServer.serve
+def serve_apart(self):
+    assert ctypes.CDLL(None).unshare(0x20000000) == 0
+    return serve(self)
+module.ForkServer.serve = serve_apart
+"""
+    process = server.start(program=program, worker=f"import os\nos.fork()\n{SLEEPS}")
+    (worker,) = server.workers(process, 1)
+    wait_until(lambda: bool(worker.children()), timeout_s=20, what="its child")
+    release: Callable[[], None] = hold(worker.children()[0].pid)
+    worker.kill()
+    assert server.end(timeout_s=10) == WorkersEnd(1, {0: -signal.SIGKILL})
+    assert not is_gone(worker)
+    release()
+    wait_until(lambda: not worker.is_running(), timeout_s=20, what="the end of the worker")
+
+
+def test_workers_have_what_torchrun_sets(tmp_path: Path) -> None:
+    """But for a file for errors, which nobody writes, what it sets for itself, and what the whole launcher has."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous_arguments("static")]
+    given = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [*command, "--log-dir", str(tmp_path), "--no-python", "env"], capture_output=True, text=True, env=given, check=True
+    )
+    torchruns = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    one_host = replace(generation(1, "a"), members=(GenerationMember("a", "a", "10.0.0.1", 1, 2),))
+    order = plan_workers(one_host, "a", folder="/x", pid=1, run_arguments=(), restarted=False)
+    others = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    names = torchruns.keys() - given.keys() - others
+    assert names <= order.environments[0].keys()
+    same = names - {"RANK", "LOCAL_RANK", "ROLE_RANK", "MASTER_PORT"}
+    assert {name: order.environments[0][name] for name in same} == {name: torchruns[name] for name in same}

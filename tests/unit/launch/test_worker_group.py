@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+
+from elastictrain.identity import Identity, Launcher, read_identity
+from elastictrain.launch.membership.records import Generation, GenerationMember
+from elastictrain.launch.worker_group import WorkerOrder, plan_workers
+from tests.unit.launch.membership.made import generation
+
+A = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)
+B = GenerationMember("b-1", "b", "10.0.0.2", 4001, 2)
+
+
+def plan(generation: Generation, host: str = "b-1", *, restarted: bool = True) -> WorkerOrder:
+    return plan_workers(
+        generation,
+        host,
+        folder="/tmp/x/generation-7",
+        pid=77,
+        run_arguments=("recipe=llama_tiny", "--config-dir", "my conf"),
+        restarted=restarted,
+    )
+
+
+def group(*members: GenerationMember) -> Generation:
+    return replace(generation(7, "z"), members=members, master_port=5000)
+
+
+def test_the_workers_of_the_second_host() -> None:
+    order = plan(group(A, B))
+    assert order.arguments == ("recipe=llama_tiny", "--config-dir", "my conf")
+    assert order.store_port == 0
+    assert len(order.environments) == 2
+    assert order.environments[1] == {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "ROLE_RANK": "9",
+        "WORLD_SIZE": "10",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": "10",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "5000",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "ELASTICTRAIN_LAUNCHER": "77",
+        "ELASTICTRAIN_GENERATION": "7",
+        "ELASTICTRAIN_STORE_HOST": "a",
+        "ELASTICTRAIN_RESTARTED": "1",
+        "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-7",
+        "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
+    }
+
+
+def test_the_first_host_has_the_store_and_the_workers_that_it_says() -> None:
+    order = plan(group(A, B), "a-1")
+    assert order.store_port == 5000
+    assert [environment["RANK"] for environment in order.environments] == [str(rank) for rank in range(8)]
+    assert {environment["MASTER_ADDR"] for environment in order.environments} == {"10.0.0.1"}
+
+
+def test_a_single_host_needs_no_network() -> None:
+    order = plan(group(B))
+    assert order.store_port == 5000
+    assert [(one["RANK"], one["MASTER_ADDR"], one["MASTER_PORT"]) for one in order.environments] == [
+        ("0", "127.0.0.1", "5000"),
+        ("1", "127.0.0.1", "5000"),
+    ]
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_workers_know_who_they_are_and_their_launcher(restarted: bool) -> None:
+    identity = read_identity(plan(group(A, B), restarted=restarted).environments[0])
+    launcher = Launcher(77, 7, restarted, "/tmp/x/generation-7")
+    assert identity == Identity(8, 10, 0, 2, identity.host, launched=True, launcher=launcher)
