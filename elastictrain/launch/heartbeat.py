@@ -195,6 +195,10 @@ class HeartbeatMesh:
     def close(self) -> None:
         """Fall silent."""
         self._closed = True
+        # Who receives is woken by a datagram that says nothing.
+        own = "::1" if self._socket.family == socket.AF_INET6 else "127.0.0.1"
+        with suppress(OSError):
+            self._socket.sendto(b"", (own, self.port))
         self._thread.join(timeout=1.0)
         self._socket.close()
 

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.unit.sources import nodes
+
 PACKAGE = Path(__file__).parents[2] / "elastictrain"
 
 CLASSES = """
@@ -23,7 +25,7 @@ FILES = ["guilty", "kept", "meaning", "meeting", "pets", "predecessors", "sight"
 
 def _definitions() -> Iterator[tuple[Path, ast.AST]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             yield path, node
 
 

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import elastictrain
+from tests.unit.sources import nodes
 
 ROOT = Path(elastictrain.__file__).parent
 PARSERS = {
@@ -36,7 +37,7 @@ OWN = {
 
 
 def parsing_calls(path: Path) -> set[str]:
-    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    calls = (node for node in nodes(path) if isinstance(node, ast.Call))
     return {name for call in calls if (name := ast.unparse(call.func)) in PARSERS}
 
 

@@ -1,7 +1,7 @@
 import ast
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from elastictrain.torch_private import (
     set_group_timeout,
     timeout_names,
 )
+from tests.unit.sources import nodes
 
 REPOSITORY = Path(__file__).parents[2]
 HERE = "elastictrain/torch_private.py"
@@ -160,11 +161,10 @@ def dotted(node: ast.expr) -> list[str]:
     return []
 
 
-def private_uses(source: str) -> list[str]:
+def private_uses(tree: Sequence[ast.AST]) -> list[str]:
     """Imports from, and chains of attributes that begin at, torch and lead through a private name; and such names as text."""
     found, ours = [], set()
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import):
             names = [(one.name, one.asname) for one in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -175,7 +175,7 @@ def private_uses(source: str) -> list[str]:
             if name.split(".")[0] == "torch":
                 ours.add(known_as or "torch")
                 found += [name] if any(map(is_private, name.split("."))) else []
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Attribute):
             front, *rest = dotted(node) or [""]
             found += [".".join([front, *rest])] if front in ours and any(map(is_private, rest)) else []
@@ -196,15 +196,16 @@ def private_uses(source: str) -> list[str]:
     ],
 )
 def test_private_names_are_seen(source: str) -> None:
-    assert private_uses(source)
+    assert private_uses([*ast.walk(ast.parse(source))])
 
 
 def test_public_names_are_not_taken_for_private() -> None:
-    assert private_uses("import torch\nfrom torch import nn\ntorch.__version__\nself._x\nnn.Linear\nimport os\nos._exit") == []
+    source = "import torch\nfrom torch import nn\ntorch.__version__\nself._x\nnn.Linear\nimport os\nos._exit"
+    assert private_uses([*ast.walk(ast.parse(source))]) == []
 
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
     files = [file for package in ("elastictrain", "recipes") for file in (REPOSITORY / package).rglob("*.py")]
-    uses = {str(file.relative_to(REPOSITORY)): private_uses(file.read_text()) for file in files}
+    uses = {str(file.relative_to(REPOSITORY)): private_uses(nodes(file)) for file in files}
     assert uses.pop(HERE)
     assert {file: found for file, found in uses.items() if found} == {}

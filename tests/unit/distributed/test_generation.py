@@ -1,6 +1,7 @@
 import json
 import re
 from dataclasses import asdict, replace
+from functools import cache
 
 import pytest
 import torch.distributed as dist
@@ -36,6 +37,11 @@ def names(actors: list[Actor]) -> set[str]:
 
 def leftovers(*world_sizes: int) -> dict[str, bytes]:
     """The shared store after groups of these sizes, one after another."""
+    return dict(_store_after(world_sizes))
+
+
+@cache
+def _store_after(world_sizes: tuple[int, ...]) -> dict[str, bytes]:
     data: dict[str, bytes] = {}
     for world_size in world_sizes:
         stage = Stage(0, data=data)

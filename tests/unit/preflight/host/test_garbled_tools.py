@@ -1,5 +1,6 @@
 """Every recording cut anywhere and with noise in it: parsed or unknown, judged, and never a crash."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 
 from elastictrain.preflight.host.kernel_log import judge_xids, parse_kernel_log
 from elastictrain.preflight.host.nvidia import parse_nvidia
-from elastictrain.preflight.host_checks import OwnChecks, own_checks, run_checks
+from elastictrain.preflight.host_checks import OwnChecks, own_checks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from elastictrain.preflight.verdict import Verdict
 from tests.unit.examples import examples
 from tests.unit.preflight.made import OF_DEVICES
 
@@ -18,7 +20,11 @@ RECORDED = Path(__file__).parent / "recorded"
 NAMES = sorted(path.name for path in RECORDED.iterdir())
 NOWHERE = Path(__file__).parent / "there-is-no-such-root"
 
-noise = st.lists(st.tuples(st.integers(0, 2**20), st.binary(min_size=1, max_size=4)), max_size=12)
+
+def noise(seed: int) -> list[tuple[int, bytes]]:
+    """Where which bytes are wrong."""
+    chance = random.Random(seed)
+    return [(chance.randrange(2**20), chance.randbytes(chance.randint(1, 4))) for _ in range(chance.randint(0, 12))]
 
 
 class OneAnswer:
@@ -43,18 +49,18 @@ def damaged(name: str, cut: float, bytes_: list[tuple[int, bytes]]) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(25))
-@given(cut=st.floats(0, 1), wrong=noise, code=st.sampled_from([0, 1, 15]))
-def test_no_damage_breaks_a_check(name: str, cut: float, wrong: list[tuple[int, bytes]], code: int) -> None:
-    text = damaged(name, cut, wrong)
+@given(cut=st.floats(0, 1), seed=st.integers(0, 2**32), code=st.sampled_from([0, 1, 15]))
+def test_no_damage_breaks_a_check(name: str, cut: float, seed: int, code: int) -> None:
+    text = damaged(name, cut, noise(seed))
     answer = ToolOutput(code, text, text[:200])
     environment = {"CUDA_VISIBLE_DEVICES": "0,x", "XDG_STATE_HOME": str(NOWHERE)}
     surroundings = Surroundings(host="h1", root=NOWHERE, environment=environment, tools=OneAnswer(answer))
     for check in own_checks(surroundings, OwnChecks(level=Level.FULL, local_world_size=2)):
         if check.name not in OF_DEVICES:
             continue
-        for verdict in run_checks([check], subject="h1"):
-            assert verdict.check == check.name
-            assert "report it as a bug" not in verdict.remedy
+        # Here and now: a crash is seen as it is, not as a verdict.
+        found = check.run()
+        assert {verdict.check for verdict in ([found] if isinstance(found, Verdict) else found)} <= {check.name}
     judge_xids(parse_kernel_log(text), None, host="h1")
 
 
