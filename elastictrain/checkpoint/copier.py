@@ -89,8 +89,19 @@ class Arena:
         if self._device.type != "cuda":
             return
         before = len(self._registered)
+        torch.cuda.set_device(self._device)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         try:
-            self._register(mapped)
+            for begin in range(0, len(mapped), SEGMENT_BYTES):
+                if self._stopped:
+                    return
+                began = time.monotonic()
+                code = int(runtime.cudaHostRegister(base + begin, min(SEGMENT_BYTES, len(mapped) - begin), 0))
+                if code != 0:
+                    raise RuntimeError(f"CUDA error {code}")
+                self._registered.append(base + begin)
+                time.sleep(_REST * (time.monotonic() - began))
         except RuntimeError as error:
             # A copy must not cross from locked memory to memory that is not.
             self._unregister(self._registered[before:])
@@ -100,20 +111,6 @@ class Arena:
     def _unregister(self, addresses: Sequence[int]) -> None:
         for address in addresses:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-    def _register(self, mapped: mmap.mmap) -> None:
-        torch.cuda.set_device(self._device)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        for begin in range(0, len(mapped), SEGMENT_BYTES):
-            if self._stopped:
-                return
-            began = time.monotonic()
-            code = int(runtime.cudaHostRegister(base + begin, min(SEGMENT_BYTES, len(mapped) - begin), 0))
-            if code != 0:
-                raise RuntimeError(f"CUDA error {code}")
-            self._registered.append(base + begin)
-            time.sleep(_REST * (time.monotonic() - began))
 
 
 def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tuple[list[int], list[int]]:
@@ -234,7 +231,11 @@ class Copier:
 
         Another thread calls what is returned: it copies, and returns the seconds that this took.
         """
-        sources = [self._source(name, sizes, parts) for name, sizes in zip(self._names, self._sizes, strict=True)]
+        sources = []
+        for name, sizes in zip(self._names, self._sizes, strict=True):
+            part = parts[name]
+            assert tuple(part.shape) == sizes, f"{name} has the shape {tuple(part.shape)}, but was planned as {sizes}"  # noqa: S101
+            sources.append((part.clone() if name in self._changing else part).contiguous().reshape(-1).view(torch.uint8))
         target = torch.frombuffer(slot.map, dtype=torch.uint8)[HEADER_BYTES:]
         issued = self._issued = threading.Event()
         ready = None
@@ -270,13 +271,6 @@ class Copier:
         if self._arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived)
 
-    def _source(self, name: str, sizes: tuple[int, ...], parts: Mapping[str, Tensor]) -> Tensor:
-        part = parts[name]
-        assert tuple(part.shape) == sizes, f"{name} has the shape {tuple(part.shape)}, but was planned as {sizes}"  # noqa: S101
-        if name in self._changing:
-            part = part.clone()
-        return part.contiguous().reshape(-1).view(torch.uint8)
-
     def _copy_on_host(self, sources: Sequence[Tensor], target: Tensor) -> None:
         for move in self._moves:
             start = move.start
@@ -297,19 +291,14 @@ class Copier:
             stream.wait_event(ready)
             begun.record(stream)
             for move in self._moves:
-                source = self._gathered(move, sources)
+                source = sources[move.tensors[0]]
+                if len(move.tensors) > 1 and self._staging is not None:
+                    # One staging area is enough: the stream keeps the order of gathering and copying.
+                    source = self._staging[: move.size_bytes]
+                    torch.cat([sources[index] for index in move.tensors], out=source)
                 # Registration is counted from the beginning of the slot, its header included.
                 for begin, end in cut(move.start + HEADER_BYTES, move.size_bytes, segment_bytes=SEGMENT_BYTES):
                     first, last = begin - HEADER_BYTES, end - HEADER_BYTES
                     target[first:last].copy_(source[first - move.start : last - move.start], non_blocking=True)
             arrived.record(stream)
         return begun
-
-    def _gathered(self, move: Move, sources: Sequence[Tensor]) -> Tensor:
-        if len(move.tensors) == 1:
-            return sources[move.tensors[0]]
-        assert self._staging is not None  # noqa: S101
-        # One staging area is enough: the stream keeps the order of gathering and copying.
-        gathered = self._staging[: move.size_bytes]
-        torch.cat([sources[index] for index in move.tensors], out=gathered)
-        return gathered

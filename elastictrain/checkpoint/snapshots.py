@@ -33,17 +33,6 @@ class _Taking:
     state: Mapping[str, JsonValue] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SlotStatus:
-    """What this rank says of one of its slots."""
-
-    busy: bool
-    """It cannot be written now."""
-
-    torn: bool
-    """It holds no whole snapshot."""
-
-
 @dataclass
 class Snapshots:
     """The slots of this rank and what is in them. All methods but the internal ones are called by the training thread."""
@@ -84,9 +73,11 @@ class Snapshots:
             if step in self._spared:
                 self._let_go(place)
 
-    def status(self, *, due: bool, none_had: bool = False) -> tuple[SlotStatus, ...]:
-        """Of each slot. A slot that is not busy is locked for this rank, and stays so through the next call at least: what is
-        said with one step is acted upon in the next.
+    def status(self, *, due: bool, none_had: bool = False) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which slots are busy, so that they cannot be written now, and which are torn: they hold no whole snapshot.
+
+        A slot that is not busy is locked for this rank, and stays so through the next call at least: what is said with one step
+        is acted upon in the next.
 
         `due`: whether a snapshot may come soon; only then the newest one is given up, if nothing else can be had. `none_had`:
         the group has found no slot. A copy that fails on one rank leaves it another newest than the others: each would keep
@@ -102,10 +93,8 @@ class Snapshots:
                 self._let_go(protected)
         self._told_free = list(free)
         with self._changed:
-            return tuple(
-                SlotStatus(busy=not free[place], torn=place in self._taking or step is None)
-                for place, step in enumerate(self.steps)
-            )
+            torn = tuple(place in self._taking or step is None for place, step in enumerate(self.steps))
+            return tuple(not one for one in free), torn
 
     def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
         """Take a snapshot of `parts` into a slot that is not busy. Its counters follow by `deliver`.
@@ -171,12 +160,8 @@ class Snapshots:
         slot = self.arena.slot(place)
         with self._changed:
             step = self.steps[place]
-            if (
-                slot is None
-                or place in self._taking
-                or step in self._spared
-                or (step is not None and self.link.needs(self._index(place), step))
-            ):
+            needed = step is not None and self.link.needs(self.arena.names[place].index, step)
+            if slot is None or place in self._taking or step in self._spared or needed:
                 return False
         if not slot.is_current():
             # Somebody has emptied the folder: nobody would ever find what we put there.
@@ -194,9 +179,6 @@ class Snapshots:
         with self._changed:
             if slot is not None and slot.locked and place not in self._taking:
                 slot.unlock()
-
-    def _index(self, place: int) -> int:
-        return self.arena.names[place].index
 
     def _take(self, taking: _Taking, copy: Callable[[], float]) -> None:
         try:
@@ -220,27 +202,21 @@ class Snapshots:
             self._forget(taking)
 
     def _complete(self, taking: _Taking, state: Mapping[str, JsonValue], *, seconds: float) -> None:
+        index = self.arena.names[taking.place].index
         # A step that is not repeated after a restart must have left its records behind.
         self.flush_records()
         facts = replace(self.facts, step=taking.step, created=time.time(), reason=taking.reason, state=state)
         taking.slot.complete(facts)
         # The saver locks it as soon as it hears of it; until then the place counts as taken, and nobody seizes it.
         taking.slot.unlock()
-        self.link.announce(self._index(taking.place), taking.step, durable=bool(taking.reason))
+        self.link.announce(index, taking.step, durable=bool(taking.reason))
         with self._changed:
             self.steps[taking.place] = taking.step
             del self._taking[taking.place]
             self._changed.notify_all()
         if self.record is not None:
-            self.record(
-                Snapshot(
-                    step=taking.step,
-                    slot=self._index(taking.place),
-                    bytes=self.copier.size_bytes,
-                    copy_s=seconds,
-                    stall_s=taking.stall_s,
-                )
-            )
+            size_bytes, stall_s = self.copier.size_bytes, taking.stall_s
+            self.record(Snapshot(step=taking.step, slot=index, bytes=size_bytes, copy_s=seconds, stall_s=stall_s))
 
     def _forget(self, taking: _Taking) -> None:
         with self._changed:
@@ -248,4 +224,4 @@ class Snapshots:
             self._changed.notify_all()
         if missed and taking.reason and not taking.awaited:
             # The saver finds nothing whole and gives the step up. Without a word it would hold the slots of the other ranks.
-            self.link.announce(self._index(taking.place), taking.step, durable=True)
+            self.link.announce(self.arena.names[taking.place].index, taking.step, durable=True)

@@ -53,19 +53,17 @@ class SnapshotSaving:
     ) -> None:
         """`slots`: their numbers on this rank. `steps`: of the snapshots that all ranks hold in them already. `unusable`: why
         this rank can take no snapshots, if so."""
-        config = synchronous.context.config
         self._synchronous = synchronous
+        self._context = synchronous.context
         self._snapshots = snapshots
         self._link = link
         self._slots = slots
         self._unusable = unusable
         self._clock = clock
-        self._first = synchronous.context.identity.rank == 0
-        self._group = synchronous.context.group.control
-        self._tracker = synchronous.context.tracker
-        self._snapshot_every_steps = config.checkpoint.snapshot_every_steps
-        self._max_failed_saves = config.checkpoint.max_failed_saves
-        self._save_timeout_s = config.fault.save_timeout_s
+        self._first = self._context.identity.rank == 0
+        self._group = self._context.group.control
+        self._options = self._context.config.checkpoint
+        self._save_timeout_s = self._context.config.fault.save_timeout_s
         self._finished_s = clock()
         self._book = SlotBook(steps)
         self._rounds = Rounds() if link.replicates else None
@@ -106,10 +104,9 @@ class SnapshotSaving:
     def flags(self, step: int) -> StepFlags:
         if self._fallen_back:
             return StepFlags()
-        due = self._pending_reason is not None or (
-            self._snapshot_every_steps > 0 and (step + 1) % self._snapshot_every_steps <= 1
-        )
-        status = self._snapshots.status(due=due, none_had=self._none_had)
+        every = self._options.snapshot_every_steps
+        due = self._pending_reason is not None or (every > 0 and (step + 1) % every <= 1)
+        busy, torn = self._snapshots.status(due=due, none_had=self._none_had)
         self._take_news()
         sending, unsent = self._link.sending()
         return StepFlags(
@@ -118,8 +115,8 @@ class SnapshotSaving:
             sending=sending,
             unsent=unsent,
             failed_saves=self._told_failures,
-            busy=tuple(one.busy for one in status),
-            torn=tuple(one.torn for one in status),
+            busy=busy,
+            torn=torn,
         )
 
     def on_flags(self, step: int, flags: StepFlags) -> None:
@@ -129,7 +126,7 @@ class SnapshotSaving:
         if self._rounds is not None:
             self._rounds.update(step, sending=flags.sending, failed=flags.unsent)
         self._failed_saves = flags.failed_saves
-        if self._failed_saves >= self._max_failed_saves:
+        if self._failed_saves >= self._options.max_failed_saves:
             error = from_first(self._last_error.encode, group=self._group).decode()
             self._check_failures(CheckpointError(error), kept_step=self._book.newest_whole())
         if flags.unusable:
@@ -143,11 +140,18 @@ class SnapshotSaving:
             reason, self._pending_reason = self._pending_reason or reason, None
             self._synchronous.snapshot(step, reason=reason)
             return
-        self._replicate(step)
+        if self._rounds is not None:
+            # The next round of replicas, when the last one is over on all hosts. All ranks know alike which slots it protects,
+            # and count on them no more.
+            wanted = self._rounds.next(self._book.newest_whole(), at=step)
+            self._snapshots.spare(self._rounds.protected)
+            if wanted is not None:
+                self._link.send(wanted)
         if self._pending_reason is None:
             self._pending_since_s = self._clock()
         self._pending_reason = reason or self._pending_reason
-        if self._pending_reason is None and not (self._snapshot_every_steps and step % self._snapshot_every_steps == 0):
+        every = self._options.snapshot_every_steps
+        if self._pending_reason is None and not (every and step % every == 0):
             return
         place = self._book.choose(protected=self._rounds.protected if self._rounds is not None else ())
         self._none_had = place is None
@@ -175,7 +179,7 @@ class SnapshotSaving:
         self._snapshots.before_update()
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
-        self._tracker.set_phase(Phase.SAVE, step=step)
+        self._context.tracker.set_phase(Phase.SAVE, step=step)
         # What is being sent holds its slot, and this step is newer.
         self._link.replicate(on=False)
         self._snapshots.spare(())
@@ -194,7 +198,7 @@ class SnapshotSaving:
             self._failed_saves += 1
             if self._first:
                 self._synchronous.tell_failure(step, error=decision.error, in_a_row=self._failed_saves)
-            if held is not None and decision.limited and self._failed_saves >= self._max_failed_saves:
+            if held is not None and decision.limited and self._failed_saves >= self._options.max_failed_saves:
                 # Storage is of no use now. Memory has the step, and its saver tries once more when we are gone.
                 return held
             self._check_failures(CheckpointError(decision.error), kept_step=held.step if held is not None else None)
@@ -203,19 +207,9 @@ class SnapshotSaving:
     def close(self, *, finished: bool) -> None:
         self._snapshots.close()
         if finished:
-            self._link.finish(self._synchronous.context.config.fault.close_s)
+            self._link.finish(self._context.config.fault.close_s)
         else:
             self._link.close()
-
-    def _replicate(self, step: int) -> None:
-        """Have the next round of replicas sent, when the last one is over on all hosts."""
-        if self._rounds is None:
-            return
-        wanted = self._rounds.next(self._book.newest_whole(), at=step)
-        # All ranks know this alike, so none of them counts on these slots any more.
-        self._snapshots.spare(self._rounds.protected)
-        if wanted is not None:
-            self._link.send(wanted)
 
     def _begin(self, place: int, step: int, reason: SaveReason | None, *, awaited: bool = False) -> None:
         # What is found is known when the step is finished, and its snapshot is not whole before.
@@ -259,11 +253,11 @@ class SnapshotSaving:
     def _note_saved(self, news: Sequence[News]) -> None:
         if steps := [one.step for one in news if isinstance(one, Saved)]:
             self._saved_step = max(self._saved_step, *steps)
-            self._synchronous.context.job.committed(self._saved_step)
+            self._context.job.committed(self._saved_step)
 
     def _save_through(self, place: int, step: int, reason: SaveReason) -> LeaveDecision:
         """Take a snapshot into a slot and wait for its save as long as there is time. Collective: yes."""
-        self._tracker.set_phase(Phase.SAVE, step=step)
+        self._context.tracker.set_phase(Phase.SAVE, step=step)
         self._begin(place, step, reason, awaited=True)
         self._snapshots.before_update()
         self._synchronous.comparison.check(step)
@@ -271,17 +265,17 @@ class SnapshotSaving:
         # The watchdog takes the copy and the wait for storage for one phase, so they have one limit.
         limit_s = _SHARE * self._save_timeout_s
         deadline_s = self._clock() + limit_s
-        error, left_s = "", self._left_s()
+        error, left_s = "", self._context.left_s()
         try:
             self._snapshots.wait(step, timeout_s=copy_limit_s(left_s, most_s=limit_s))
         except CheckpointError as exception:
             error = str(exception)
-        told = self._tell_all(SaveStatus(left_s, error=error))
+        told = gather_records(SaveStatus(left_s, error=error), group=self._group)
         if errors := [one.error for one in told if one.error]:
             decision = LeaveDecision("nothing", least([one.left_s for one in told]) is not None, errors[0])
         else:
             decision = self._wait_until_safe(step, deadline_s=deadline_s)
-        self._tracker.set_phase(Phase.SAVE, step=step)
+        self._context.tracker.set_phase(Phase.SAVE, step=step)
         return decision
 
     def _wait_until_safe(self, step: int, *, deadline_s: float) -> LeaveDecision:
@@ -292,7 +286,7 @@ class SnapshotSaving:
         replicating = False
         notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
-            told = self._tell_all(self._save_status(step, deadline_s=deadline_s))
+            told = gather_records(self._save_status(step, deadline_s=deadline_s), group=self._group)
             decision = judge(told, replicating=replicating)
             if decision is not None:
                 return decision
@@ -323,7 +317,7 @@ class SnapshotSaving:
                 self._synchronous.tell_failure(failure.step, error=failure.error, in_a_row=self._failed_saves + 1)
             if not saved and not error and self._clock() >= deadline_s:
                 error = f"it was not durable within {self._save_timeout_s:g} s"
-        return SaveStatus(self._left_s(), sending, unsent, saved, error)
+        return SaveStatus(self._context.left_s(), sending, unsent, saved, error)
 
     def _wait_for_slot(self) -> int | Reached | None:
         """The slot for a snapshot that cannot be put off; where this run has to go, what it has reached; None where no more
@@ -333,17 +327,14 @@ class SnapshotSaving:
         safe = (self._rounds.safe,) if self._rounds is not None else ()
         notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
-            status = self._snapshots.status(due=True, none_had=self._none_had)
+            busy, torn = self._snapshots.status(due=True, none_had=self._none_had)
             error = self._unusable() or ("no slot is free" if self._clock() > deadline_s else "")
-            busy, torn = tuple(one.busy for one in status), tuple(one.torn for one in status)
-            told = self._tell_all(SaveStatus(self._left_s(), error=error, busy=busy, torn=torn))
+            told = gather_records(SaveStatus(self._context.left_s(), error=error, busy=busy, torn=torn), group=self._group)
             if any(one.error for one in told):
                 return None
-            self._book.update(
-                _NOW,
-                busy=[any(of_slot) for of_slot in zip(*(one.busy for one in told), strict=True)],
-                torn=[any(of_slot) for of_slot in zip(*(one.torn for one in told), strict=True)],
-            )
+            busy = tuple(map(any, zip(*(one.busy for one in told), strict=True)))
+            torn = tuple(map(any, zip(*(one.torn for one in told), strict=True)))
+            self._book.update(_NOW, busy=busy, torn=torn)
             place = self._book.choose(protected=safe)
             place = self._book.choose() if place is None else place
             self._none_had = place is None
@@ -351,23 +342,14 @@ class SnapshotSaving:
                 return place
             left_s = least([one.left_s for one in told])
             if left_s is not None and left_s <= 0:
-                return self._reached_before()
+                # All slots hold what is still being written, and no more than that will be had.
+                in_memory = self._book.newest_whole()
+                if in_memory is None:
+                    return Reached(max(0, self._saved_step), "storage" if self._saved_step >= 0 else "nothing")
+                return Reached(in_memory, "storage" if self._saved_step >= in_memory else "memory")
             if self._first:
                 notice.tell(lambda: f"{self._saver()} to free host memory", until_s=deadline_s)
             time.sleep(_PAUSE_S)
-
-    def _reached_before(self) -> Reached:
-        """Of the steps before: all slots hold what is still being written, and no more than that will be had."""
-        in_memory = self._book.newest_whole()
-        if in_memory is None:
-            return Reached(max(0, self._saved_step), "storage" if self._saved_step >= 0 else "nothing")
-        return Reached(in_memory, "storage" if self._saved_step >= in_memory else "memory")
-
-    def _tell_all(self, own: SaveStatus) -> list[SaveStatus]:
-        return gather_records(own, group=self._group)
-
-    def _left_s(self) -> float | None:
-        return self._synchronous.context.left_s()
 
     def _saver(self) -> str:
         return f"the saver ({describe_process(self._link.pid)})"
@@ -376,10 +358,10 @@ class SnapshotSaving:
         """`kept_step`: the newest that is whole in host memory. Raises: SavesFailingError."""
         kept = ""
         if kept_step is not None:
-            config, identity = self._synchronous.context.config, self._synchronous.context.identity
+            identity, folder = self._context.identity, run_folder(self._options.memory_dir, self._context.config.run.dir)
             host = f"host {identity.host}" if identity.only_host else "the hosts"
             kept = (
-                f"step {kept_step} is in the memory of {host} ({run_folder(config.checkpoint.memory_dir, config.run.dir)}), "
+                f"step {kept_step} is in the memory of {host} ({folder}), "
                 f"where the saver keeps it for up to {KEPT_S / 3600:g} h and goes on trying to write it; the same command on "
                 "the same hosts goes on from there"
             )

@@ -118,8 +118,8 @@ def test_a_copy_that_fails_on_some_ranks_ends_neither_snapshots_nor_the_last_who
             book.update(said[0], busy=said[1], torn=said[2])
         said = (
             step,
-            [any(note[place].busy for note in notes) for place in range(count)],
-            [any(note[place].torn for note in notes) for place in range(count)],
+            [any(busy[place] for busy, _ in notes) for place in range(count)],
+            [any(torn[place] for _, torn in notes) for place in range(count)],
         )
         if step % every:
             continue

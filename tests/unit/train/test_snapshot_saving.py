@@ -13,7 +13,7 @@ from torch import Tensor
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.saver.link import News, SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
-from elastictrain.checkpoint.snapshots import SlotStatus, Snapshots
+from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.exits import FIRST_S
@@ -70,10 +70,11 @@ class FakeSnapshots:
     spared: list[tuple[int | None, ...]] = field(default_factory=list)
     delivered: list[int] = field(default_factory=list)
 
-    def status(self, *, due: bool, none_had: bool = False) -> tuple[SlotStatus, ...]:
+    def status(self, *, due: bool, none_had: bool = False) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         self.none_had.append(none_had)
         copied = {place for place, *_ in self.began} if self.slow else set()
-        return tuple(SlotStatus(busy=self.busy or place in copied, torn=place in copied) for place in range(self.slots))
+        torn = tuple(place in copied for place in range(self.slots))
+        return tuple(self.busy or one for one in torn), torn
 
     def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
         self.began.append((place, step, reason))
