@@ -62,6 +62,11 @@ class Snapshots:
         self._closing = False
         self._threads: list[threading.Thread] = []
 
+    @property
+    def unusable(self) -> str:
+        """Why this rank can take no snapshots; empty if it can."""
+        return self.link.broken or self.arena.broken
+
     def make_room(self) -> None:
         """Begin to make the slots, once the first step is through: until then the device has other things to do."""
         self.arena.start()

@@ -4,13 +4,11 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.copier import Arena, Copier, free_indices, slot_indices
@@ -128,8 +126,7 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
     told = gather_json([error, identity.host, _address(identity), port, identity.local_rank], group=group)
     rows = as_record(told, list[tuple[str, str, str, int, int]])
     trouble = next((row[0] for row in rows if row[0]), "")
-    roster = _roster(rows)
-    own = identity.host_ranks.start
+    own, roster = identity.host_ranks.start, _roster(rows)
     token = from_first(lambda: secrets.token_hex(32).encode(), group=group).decode()
     others: OtherHosts | None = None
     kept: tuple[int, ...] = ()
@@ -138,7 +135,11 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
         sources = (one for peer in roster if peer.number == own for one in replica_sources_of(peer, roster))
         kept = tuple(rank for one in sources for rank in one.ranks)
         if link is not None and identity.local_rank == 0:
-            error = _send_roster(link, SaverRoster(roster, own, token))
+            try:
+                link.send_roster(SaverRoster(roster, own, token))
+                error = link.broken
+            except CheckpointError as exception:
+                error = str(exception)
         # The others must not wait in vain for a rank whose saver took no note.
         trouble = next((str(one) for one in gather_json(error, group=group) if one), "")
     if trouble and identity.is_log_rank:
@@ -153,15 +154,6 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
         names=[row[1] for row in rows],
     )
     return SnapshotMemory(link, restore, others, trouble, kept)
-
-
-def _send_roster(link: SaverLink, roster: SaverRoster) -> str:
-    """Why the saver did not take note of the others; empty if it did."""
-    try:
-        link.send_roster(roster)
-    except CheckpointError as error:
-        return str(error)
-    return link.broken
 
 
 def _address(identity: Identity) -> str:
@@ -200,7 +192,12 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
         own_items(tensors, rank=identity.rank, world_size=identity.world_size),
         shard_bytes=int(config.checkpoint.shard_mb * 2**20),
     )
-    _check_alike(tensors, group=group)
+    # Each rank decides by itself what it writes, so all must have the same names.
+    shapes = sorted((name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items())
+    told = gather_json(digest_of(repr(shapes).encode()), group=group)
+    for rank, digest in enumerate(told):
+        if digest != told[0]:
+            raise CheckpointError(f"rank {rank} has other tensors than rank 0, so what they save would not fit together")
     buffers = _agree_on_buffers(memory, layout, context)
     if buffers.shortage and identity.is_log_rank:
         message = describe(buffers)
@@ -216,9 +213,8 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
     restored = None if in_storage else memory.restore.best()
     steps = _agree_on_steps(memory, indices, synchronous, restored=restored, layout=layout.digest)
     device = context.group.device
-    arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
     snapshots = Snapshots(
-        arena,
+        Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device),
         Copier(layout, changing=state.changed_by_forward(), device=device),
         link,
         facts=SnapshotFacts(
@@ -234,13 +230,11 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
             reason="",
             state={},
         ),
-        steps=list(steps),
+        steps=steps,
         flush_records=synchronous.flush_records,
         record=context.journal.record if identity.is_log_rank else None,
     )
-    return SnapshotSaving(
-        synchronous, snapshots, link, slots=indices, steps=steps, unusable=lambda: link.broken or arena.broken
-    )
+    return SnapshotSaving(synchronous, snapshots, link)
 
 
 def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in_storage: bool) -> SynchronousSaving:
@@ -259,17 +253,8 @@ def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, i
     return synchronous
 
 
-def _check_alike(tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> None:
-    """Each rank decides by itself what it writes, so all must have the same names. Raises: CheckpointError."""
-    facts = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
-    told = gather_json(digest_of(repr(sorted(facts, key=str)).encode()), group=group)
-    for rank, digest in enumerate(told):
-        if digest != told[0]:
-            raise CheckpointError(f"rank {rank} has other tensors than rank 0, so what they save would not fit together")
-
-
 def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: TrainContext) -> Buffers:
-    """What all hosts have room for. Collective: yes."""
+    """What all hosts have room for; slots that are there already are used again. Collective: yes."""
     options, identity, group = context.config.checkpoint, context.identity, context.group.control
     replicate = options.replicate and memory.others is not None
     most = most_buffers(options.buffers, replicate=replicate)
@@ -281,7 +266,10 @@ def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: Train
     for rank, (its_host, size_bytes, there) in enumerate(rows):
         sizes[its_host] = sizes.get(its_host, 0) + size_bytes
         held += size_bytes * there if its_host == host else 0
-        held_replicas += size_bytes * _replicas_held(memory, rank=rank, size_bytes=size_bytes)
+        for index in range(REPLICA_SLOTS) if rank in memory.kept else ():
+            with suppress(OSError):
+                path = f"{memory.folder}/{SlotName('replica', rank, index)}"
+                held_replicas += size_bytes * (os.stat(path).st_size == size_bytes)  # noqa: PTH116
     choice = decide_buffers(
         memory_of(memory.folder, held_bytes=held, held_replica_bytes=held_replicas),
         wanted=options.buffers,
@@ -303,17 +291,6 @@ def _choose_slots(
     return indices[: min(as_record(gather_json(len(indices), group=context.group.control), list[int]))]
 
 
-def _replicas_held(memory: SnapshotMemory, *, rank: int, size_bytes: int) -> int:
-    """How many slots for replicas of a rank this host has already and uses again."""
-    if rank not in memory.kept:
-        return 0
-    held = 0
-    for index in range(REPLICA_SLOTS):
-        with suppress(OSError):
-            held += os.stat(f"{memory.folder}/{SlotName('replica', rank, index)}").st_size == size_bytes  # noqa: PTH116
-    return held
-
-
 def _agree_on_steps(
     memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, restored: SnapshotSet | None, layout: str
 ) -> list[int | None]:
@@ -321,11 +298,14 @@ def _agree_on_steps(
 
     Two incarnations may have come to one step, and a slot may have the size of another layout. Collective: yes.
     """
-    context, step, whole = synchronous.context, synchronous.state.step, list[JsonValue]()
+    context, step = synchronous.context, synchronous.state.step
     wanted = (restored.incarnation, restored.world_size, step, layout) if restored is not None else None
-    held = {one.slot: one.facts for one in look(memory.folder, host=0) if one.facts.run == memory.restore.run}
-    for index in indices:
-        facts = held.get(str(SlotName("own", context.identity.rank, index)))
-        whole.append(facts is not None and (facts.incarnation, facts.world_size, facts.step, facts.layout) == wanted)
+    held = {
+        one.slot: (one.facts.incarnation, one.facts.world_size, one.facts.step, one.facts.layout)
+        for one in look(memory.folder, host=0)
+        if one.facts.run == memory.restore.run
+    }
+    slots = [str(SlotName("own", context.identity.rank, index)) for index in indices]
+    whole: list[JsonValue] = [slot in held and held[slot] == wanted for slot in slots]
     rows = as_record(gather_json(whole, group=context.group.control), list[list[bool]])
     return [step if all(row[place] for row in rows) else None for place in range(len(indices))]

@@ -46,26 +46,19 @@ class SnapshotSaving:
         snapshots: Snapshots,
         link: SaverLink,
         *,
-        slots: Sequence[int],
-        steps: Sequence[int | None],
-        unusable: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slots`: their numbers on this rank. `steps`: of the snapshots that all ranks hold in them already. `unusable`: why
-        this rank can take no snapshots, if so."""
         self._synchronous = synchronous
         self._context = synchronous.context
         self._snapshots = snapshots
         self._link = link
-        self._slots = slots
-        self._unusable = unusable
         self._clock = clock
         self._first = self._context.identity.rank == 0
         self._group = self._context.group.control
         self._options = self._context.config.checkpoint
         self._save_timeout_s = self._context.config.fault.save_timeout_s
         self._finished_s = clock()
-        self._book = SlotBook(steps)
+        self._book = SlotBook(snapshots.steps)
         self._rounds = Rounds() if link.replicates else None
         self._failed_saves = 0
         """In a row, as the ranks agree on it."""
@@ -166,7 +159,7 @@ class SnapshotSaving:
                 return
             # One of this generation is whole on all ranks and stays until the next one is: older ones are of no use.
             self._dropped_old = True
-            self._link.send_message(OldSlots(sum(1 << slot for slot in self._slots)))
+            self._link.send_message(OldSlots(sum(1 << name.index for name in self._snapshots.arena.names)))
 
     def step_finished(self, step: int) -> None:
         now_s = self._clock()
@@ -229,7 +222,7 @@ class SnapshotSaving:
         """Why this rank can take no snapshots; empty if it can."""
         if self._pending_reason is not None and self._clock() - self._pending_since_s > self._save_timeout_s:
             return f"no slot was free for {self._save_timeout_s:g} s"
-        return self._unusable()
+        return self._snapshots.unusable
 
     def _take_news(self) -> None:
         """What has become of saves since this was asked before: rank 0 alone knows, and tells."""
@@ -328,7 +321,7 @@ class SnapshotSaving:
         notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
             busy, torn = self._snapshots.status(due=True, none_had=self._none_had)
-            error = self._unusable() or ("no slot is free" if self._clock() > deadline_s else "")
+            error = self._snapshots.unusable or ("no slot is free" if self._clock() > deadline_s else "")
             told = gather_records(SaveStatus(self._context.left_s(), error=error, busy=busy, torn=torn), group=self._group)
             if any(one.error for one in told):
                 return None

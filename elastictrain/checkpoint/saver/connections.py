@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, ToSaver, ToWorker, WorkerRefused, encode
-from elastictrain.checkpoint.saver.process import SOCKET_NAME
+from elastictrain.checkpoint.saver.process import SOCKET_NAME, through_folder
 from elastictrain.net.server import PendingConnections, PendingLimits
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,15 @@ class WorkerConnections:
         self._connections: list[WorkerConnection] = []
         self._pending: PendingConnections[WorkerConnection] = PendingConnections(PendingLimits())
         self._agents: set[int] = set()
-        self._listener = self._listen()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{folder}/{SOCKET_NAME}")  # noqa: PTH108  # of a saver that was killed: we hold the lock
+        through_folder(folder, self._listener.bind)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda: os.read(self._wake_reader, 4096))
 
     @property
     def connections(self) -> list[WorkerConnection]:
@@ -78,7 +83,7 @@ class WorkerConnections:
 
     def wake(self) -> None:
         """End the wait of `turn`; from any thread."""
-        with suppress(BlockingIOError, OSError):
+        with suppress(OSError):
             os.write(self._wake_writer, b"x")
 
     def watch(self, pid: int) -> None:
@@ -90,21 +95,20 @@ class WorkerConnections:
     def when_ended(self, pid: int, then: Callable[[], None]) -> None:
         """Call back once a process is gone; now, if it is gone already, or about to."""
         descriptor = -1
-        # A number that can be no process's overflows.
-        with suppress(OSError, OverflowError):
-            descriptor = os.pidfd_open(pid)
-        if descriptor < 0 or is_exiting(pid):
-            if descriptor >= 0:
-                os.close(descriptor)
-            then()
-            return
 
         def ended() -> None:
             self._selector.unregister(descriptor)
             os.close(descriptor)
             then()
 
-        self._selector.register(descriptor, selectors.EVENT_READ, ended)
+        # A number that can be no process's overflows.
+        with suppress(OSError, OverflowError):
+            descriptor = os.pidfd_open(pid)
+            self._selector.register(descriptor, selectors.EVENT_READ, ended)
+        if descriptor < 0:
+            then()
+        elif is_exiting(pid):
+            ended()
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something to happen, and deal with it."""
@@ -137,25 +141,10 @@ class WorkerConnections:
 
     def close(self) -> None:
         """Hang up."""
-        for one in list(self._connections):
+        for one in self._connections:
             one.socket.close()
         self._connections.clear()
         self._selector.close()
-
-    def _listen(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        path = f"{self._folder}/{SOCKET_NAME}"
-        with suppress(FileNotFoundError):
-            os.unlink(path)  # noqa: PTH108  # of a saver that was killed: the lock says that we are the only one
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # An address has at most 107 characters, however deep the folder lies.
-            listener.bind(f"/proc/self/fd/{folder}/{SOCKET_NAME}")
-        finally:
-            os.close(folder)
-        listener.listen(64)
-        listener.setblocking(False)
-        return listener
 
     def _accept(self) -> None:
         try:
@@ -201,10 +190,6 @@ class WorkerConnections:
             one.socket.close()
             if one.rank >= 0:
                 self._on_gone(one)
-
-    def _woken(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._wake_reader, 4096)
 
 
 def is_exiting(pid: int) -> bool:

@@ -46,7 +46,7 @@ class SaverClients:
     age_s: float
     saving: bool
     finished: bool
-    """Whether a worker has reported that the run is complete."""
+    """Whether the run is complete."""
 
     flushed: bool
     """Whether what was only in memory has been written, or cannot be now."""
@@ -240,27 +240,48 @@ class FinalSaveLoop:
         if self._clock() >= self._next_s:
             self._begin_round()
 
+    def _begin_round(self) -> None:
+        self._tried.clear()
+        self._refused = ""
+        self.over = self.unsaved = False
+
     def look(self, host_ranks: HostRanks | None, held: Sequence[Held]) -> None:
         """Begin to look for what is to be saved of what this host holds."""
-        if host_ranks is None:
-            # A saver was killed with its workers, and none has come to this one: what lies there tells whose it is.
-            host_ranks = last_host_ranks(held, run=self._config.run)
-        if host_ranks is None:
+        # A saver was killed with its workers, and none has come to this one: what lies there tells whose it is.
+        whose = host_ranks or last_host_ranks(held, run=self._config.run)
+        if whose is None:
             self.over = True
             return
         since_s = self._since_s = self._clock() if self._since_s is None else self._since_s
         own = [one for one in held if not one.replica and one.facts.run == self._config.run]
         own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
-        self.busy = True
-        done = {step for incarnation, step in self._tried if incarnation == host_ranks.incarnation}
+        done = {step for incarnation, step in self._tried if incarnation == whose.incarnation}
         pause_s, self._pause_s = self._pause_s, 0.0
-        arguments = (host_ranks, own, done, since_s, pause_s)
-        threading.Thread(target=self._choose, args=arguments, name="flush", daemon=True).start()
+        self.busy = True
 
-    def _begin_round(self) -> None:
-        self._tried.clear()
-        self._refused = ""
-        self.over = self.unsaved = False
+        def choose() -> None:
+            found: tuple[Held, ...] = ()
+            refused = ""
+            time.sleep(pause_s)
+            try:
+                if self._run_folder.is_there():
+                    found = choose_final_save(
+                        self._store,
+                        whose,
+                        own,
+                        done=done,
+                        config=self._config,
+                        needed_no_more=lambda: self._since_s != since_s,
+                    )
+            except Exception as error:
+                # The edge of the thread.
+                if not isinstance(error, ElasticTrainError):
+                    logger.exception("what is in memory only cannot be saved")
+                logger.warning("snapshots in host memory cannot be saved: %s", error)
+                refused = str(error) if cause_of(error) is not Cause.OTHER else ""
+            self._later(lambda: self._on_found(found, since_s, refused))
+
+        threading.Thread(target=choose, name="flush", daemon=True).start()
 
     def failed(self, incarnation: str, step: int, *, cause: Cause, error: str = "") -> None:
         """A step could not be saved."""
@@ -271,44 +292,16 @@ class FinalSaveLoop:
         elif cause is not Cause.OTHER:
             self._refused = error or self._refused
 
-    def _choose(
-        self, host_ranks: HostRanks, own: Sequence[Held], done: Collection[int], since_s: float, pause_s: float
-    ) -> None:
-        """The thread."""
-        found: tuple[Held, ...] = ()
-        refused = ""
-        time.sleep(pause_s)
-        try:
-            if self._run_folder.is_there():
-                found = choose_final_save(
-                    self._store,
-                    host_ranks,
-                    own,
-                    done=done,
-                    config=self._config,
-                    needed_no_more=lambda: self._since_s != since_s,
-                )
-        except Exception as error:
-            # The edge of the thread.
-            if not isinstance(error, ElasticTrainError):
-                logger.exception("what is in memory only cannot be saved")
-            logger.warning("snapshots in host memory cannot be saved: %s", error)
-            refused = str(error) if cause_of(error) is not Cause.OTHER else ""
-        self._later(lambda: self._on_found(found, since_s, refused))
-
     def _on_found(self, found: Sequence[Held], since_s: float, refused: str) -> None:
         self.busy = False
         if self._since_s != since_s:
             return
         self._refused = refused or self._refused
-        if not found:
-            self._end_round(since_s)
+        if found:
+            self._tried.add((found[0].facts.incarnation, found[0].facts.step))
+            self._save(found)
             return
-        self._tried.add((found[0].facts.incarnation, found[0].facts.step))
-        self._save(found)
-
-    def _end_round(self, since_s: float) -> None:
-        """All steps were tried. What storage refused stays in memory for a while: it is nowhere else."""
+        # All steps were tried. What storage refused stays in memory for a while: it is nowhere else.
         self.over = True
         left_s = since_s + KEPT_S - self._clock()
         self.unsaved = bool(self._refused) and left_s > 0
@@ -321,32 +314,25 @@ class FinalSaveLoop:
     def _save(self, chosen: Sequence[Held]) -> None:
         """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
         leased: list[LeasedSnapshot] = []
-        readable = True
+        # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
+        cause = Cause.PASSING
         for held in chosen:
             try:
-                one = self._lease_soon(held)
+                # A worker that is being killed hangs up a moment before it lets go of its slots.
+                one = self._leases.lease(held.slot, wait_s=_LETTING_GO_S)
+                if one is None:
+                    break
+                leased.append(one)
+                if one.facts != held.facts:
+                    raise InvalidCheckpointError(f"{held.slot} holds another snapshot now")
             except (OSError, InvalidCheckpointError) as error:
                 logger.warning("%s cannot be read: %s", held.slot, error)
-                one, readable = None, False
-            if one is None:
+                cause = Cause.OTHER
                 break
-            leased.append(one)
-        if len(leased) < len(chosen):
-            for one in leased:
-                one.release()
-            # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
-            self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, cause=Cause.PASSING if readable else Cause.OTHER)
+        else:
+            logger.warning("all workers have exited: saving step %d from host memory", chosen[0].facts.step)
+            self._begin(tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased))
             return
-        logger.warning("all workers have exited: saving step %d from host memory", chosen[0].facts.step)
-        self._begin(tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased))
-
-    def _lease_soon(self, held: Held) -> LeasedSnapshot | None:
-        """A worker that is being killed hangs up a moment before it lets go of its slots; None if it does not.
-
-        Raises: OSError, InvalidCheckpointError if that snapshot is not there, or cannot be read.
-        """
-        leased = self._leases.lease(held.slot, wait_s=_LETTING_GO_S)
-        if leased is not None and leased.facts != held.facts:
-            leased.release()
-            raise InvalidCheckpointError(f"{held.slot} holds another snapshot now")
-        return leased
+        for one in leased:
+            one.release()
+        self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, cause=cause)

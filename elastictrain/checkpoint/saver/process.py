@@ -109,15 +109,20 @@ def knock(folder: str) -> socket.socket:
     """A connection to the saver of a folder. Raises: OSError if nobody answers."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            connection.connect(f"/proc/self/fd/{descriptor}/{SOCKET_NAME}")
-        finally:
-            os.close(descriptor)
+        through_folder(folder, connection.connect)
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def through_folder(folder: str, use: Callable[[str], None]) -> None:
+    """Bind or connect the saver's socket. An address has at most 107 characters, however deep the folder lies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        use(f"/proc/self/fd/{descriptor}/{SOCKET_NAME}")
+    finally:
+        os.close(descriptor)
 
 
 def log_tail(folder: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.memory.folder import SlotName
 from elastictrain.checkpoint.saver.link import News, SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
 from elastictrain.checkpoint.snapshots import Snapshots
@@ -56,6 +57,8 @@ class FakeSnapshots:
     """Slots that are free and whole, unless told otherwise."""
 
     slots: int
+    steps: list[int | None]
+    unusable: str = ""
     busy: bool = False
     slow: bool = False
     """Copies do not end."""
@@ -69,6 +72,10 @@ class FakeSnapshots:
 
     spared: list[tuple[int | None, ...]] = field(default_factory=list)
     delivered: list[int] = field(default_factory=list)
+
+    @property
+    def arena(self) -> object:
+        return SimpleNamespace(names=[SlotName("own", 0, index) for index in range(self.slots)])
 
     def status(self, *, due: bool, none_had: bool = False) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         self.none_had.append(none_had)
@@ -149,7 +156,6 @@ class Stage:
     said: list[str]
     events: list[Event]
     clock: list[float]
-    unusable: list[str]
     left: list[float | None]
     """Seconds that are left to save in."""
 
@@ -179,10 +185,11 @@ def stage(
     max_failed_saves: int = 2,
     rank: int = 0,
 ) -> Stage:
-    snapshots, link, checkpointer = FakeSnapshots(slots), FakeLink(replicates=replicates), FakeCheckpointer()
+    snapshots = FakeSnapshots(slots, steps or [None] * slots)
+    link, checkpointer = FakeLink(replicates=replicates), FakeCheckpointer()
     said: list[str] = []
     events: list[Event] = []
-    clock, unusable = [0.0], [""]
+    clock = [0.0]
     left: list[float | None] = [None]
     comparison = FakeComparison()
     plain = config(steps=100, max_failed_saves=max_failed_saves)
@@ -208,12 +215,9 @@ def stage(
         synchronous,
         cast(Snapshots, snapshots),
         cast(SaverLink, link),
-        slots=range(slots),
-        steps=steps or [None] * slots,
-        unusable=lambda: unusable[0],
         clock=lambda: clock[0],
     )
-    return Stage(saving, snapshots, link, checkpointer, said, events, clock, unusable, left, comparison)
+    return Stage(saving, snapshots, link, checkpointer, said, events, clock, left, comparison)
 
 
 def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
@@ -307,7 +311,7 @@ def test_a_save_that_goes_down_with_the_saver_is_pending(saved: bool, failed: bo
     assert one.snapshots.began == [(0, 4, "interval")]
     one.link.saved = [Saved(4, "step-4", 8)] if saved else []
     one.link.failures = [SaveFailure(4, "gone")] if failed and not saved else []
-    one.unusable[0] = "gone"
+    one.snapshots.unusable = "gone"
     one.saving.on_flags(6, one.saving.flags(6))
     assert (one.saving.requires_finished_step, one.saving.save_pending) == (True, not saved)
     one.saving.snapshot(6, reason=None)
@@ -318,7 +322,7 @@ def test_a_save_that_goes_down_with_the_saver_is_pending(saved: bool, failed: bo
 def test_a_save_that_began_after_trouble_was_noted_is_pending() -> None:
     one = stage(snapshot_every_steps=0)
     one.step(3)
-    one.unusable[0] = "gone"
+    one.snapshots.unusable = "gone"
     flags = one.saving.flags(4)
     # What was said when step 4 began is heard when it is settled, and then its snapshot has begun already.
     one.saving.snapshot(4, reason=INTERVAL)
@@ -330,7 +334,7 @@ def test_a_save_that_began_after_trouble_was_noted_is_pending() -> None:
 def test_a_saver_that_is_gone_for_good_does_not_end_saving() -> None:
     one = stage()
     one.step(2)
-    one.unusable[0] = "the saver of this host does not run"
+    one.snapshots.unusable = "the saver of this host does not run"
     one.step(3)
     one.step(4, reason=INTERVAL)
     one.saving.save_now(5, INTERVAL)
@@ -539,7 +543,7 @@ def test_the_step_that_is_whole_on_two_hosts_stays_where_another_slot_can_be_had
 
 def test_training_that_waits_for_its_save_does_not_try_again_when_time_is_up() -> None:
     one = stage()
-    one.unusable[0] = "gone"
+    one.snapshots.unusable = "gone"
     one.checkpointer.fails = 1
     assert one.saving.save_now(8, STOP) == Reached(8, "storage")
     one.checkpointer.fails, one.left[0] = 1, -1.0
@@ -602,7 +606,7 @@ def test_the_last_snapshot_is_not_completed_where_replicas_differ() -> None:
 
 def test_without_memory_nothing_is_written_where_replicas_differ() -> None:
     one = stage()
-    one.unusable[0] = "the folder is gone"
+    one.snapshots.unusable = "the folder is gone"
     one.step(1)
     one.comparison.diverge_at = 2
     with pytest.raises(ReplicasDivergedError):
