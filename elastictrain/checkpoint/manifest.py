@@ -106,10 +106,7 @@ class StateCounters:
 
 
 def counters_of(state: Mapping[str, JsonValue], *, step: int) -> StateCounters:
-    """The counters in the state of a checkpoint of `step`.
-
-    Raises: ValueError naming the one that is wrong.
-    """
+    """The counters in the state of a checkpoint of `step`. Raises: ValueError naming the one that is wrong."""
     try:
         counters = as_record({"step": step, **state}, StateCounters)
     except ValueError as error:
