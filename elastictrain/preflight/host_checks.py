@@ -190,7 +190,8 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
 
 def uses_rdma(surroundings: Surroundings) -> bool:
     """Whether this host has InfiniBand, RoCE or EFA that will be used."""
-    kinds = kinds_here(read_devices(surroundings), settings=read_settings(surroundings))
+    ports = [port for ports in read_devices(surroundings).values() for port in ports]
+    kinds = kinds_here(ports, settings=read_settings(surroundings))
     return bool(kinds - {Rdma.NONE, Rdma.UNKNOWN})
 
 

@@ -207,7 +207,7 @@ class HostPreflight:
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
         facts = within(_LOOK_UP_S, lambda: self._facts(self.layout.rendezvous)) or self._facts(None)
-        here = kinds_here(facts.devices, settings=facts.settings)
+        here = kinds_here(facts.ports, settings=facts.settings)
         links = LinkReport(()) if self._alone else self._check_links(facts, here)
         kinds = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}
         if links.roster is not None:

@@ -28,32 +28,32 @@ _FASTEST_MBPS = 10_000_000
 
 
 class Kind(StrEnum):
-    """What an interface is."""
+    """What an interface is.
+
+    CONTAINER: a bridge to containers or virtual machines, or the host's end of one of their cables. CARD: a device, a bond, a
+    VLAN or IP over InfiniBand; only these know their speed. OTHER: a tunnel says 10 Mbit/s and a veth 10 Gbit/s, whatever is
+    below them; inside a container its own cable is such a one.
+    """
 
     LOOPBACK = "loopback"
     CONTAINER = "container bridge"
-    """A bridge to containers or virtual machines, or the host's end of one of their cables."""
-
     CARD = "card"
-    """A device, a bond, a VLAN or IP over InfiniBand: only these know their speed."""
-
     OTHER = "other"
-    """A tunnel says 10 Mbit/s and a veth 10 Gbit/s, whatever is below them. Inside a container its own cable is such a one."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkInterface:
-    """One interface; None is unknown. `addresses` are without scope, IPv4 first: gloo and NCCL listen at the first one."""
+    """One interface; None is unknown. `addresses` are without scope, IPv4 first: gloo and NCCL listen at the first one.
+
+    `running`: it is up, and something is at the other end. `speed_gbps`: in 10^9 bits per second. `vendor`: of PCI ("0x15b3").
+    """
 
     name: str
     kind: Kind = Kind.OTHER
     running: bool | None = None
-    """Up, and something is at the other end."""
     mtu_bytes: int | None = None
     speed_gbps: float | None = None
-    """In 10^9 bits per second."""
     vendor: str | None = None
-    """PCI vendor, as in "0x15b3"."""
     addresses: tuple[str, ...] = ()
 
     @property

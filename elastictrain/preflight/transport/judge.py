@@ -5,18 +5,16 @@ from functools import partial
 
 from elastictrain.preflight.transport.infiniband import (
     ACTIVE,
+    ETHERNET,
     GID_INDEX,
     HCA,
+    INFINIBAND,
     NET,
-    NO_LINK,
     Device,
-    LinkLayer,
     Port,
     Rdma,
-    endpoints,
-    kind_of,
+    chosen_ports,
     kinds_here,
-    roce_v2_gids,
     switched_off,
 )
 from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
@@ -26,7 +24,7 @@ from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
 RENDEZVOUS = "the rendezvous"
 
-_ROCE_AND_INFINIBAND = (Rdma.INFINIBAND, Rdma.ROCE)
+_ROCE_AND_INFINIBAND = {Rdma.INFINIBAND, Rdma.ROCE}
 
 _interface = Reporter("interface")
 _infiniband = Reporter("infiniband")
@@ -53,7 +51,12 @@ def _routes(facts: Facts) -> Iterator[Verdict]:
         on_link = partial(_interface, f"{facts.host} -> {name}", scope=Scope.LINK)
         interface = facts.interface(route.interface)
         if route.local is None:
-            yield on_link(Status.FAIL, f"no way to {route.target}: {route.error}", remedy=_lost_remedy(route))
+            remedy = f"getent hosts {route.target}  # if it prints nothing: ADDRESS {route.target} in /etc/hosts"
+            if ":" in route.target or route.target.replace(".", "").isdecimal():
+                remedy = (
+                    f"ip route get {route.target}  # and: ip -brief address, for an interface that is down or has no address"
+                )
+            yield on_link(Status.FAIL, f"no way to {route.target}: {route.error}", remedy=remedy)
         elif interface is None and not is_loopback(route.local):
             remedy = f"ip route get {route.remote}  # and set {NCCL_INTERFACE} and {GLOO_INTERFACE} to the device that it names"
             yield on_link(Status.WARN, f"{route.local} belongs to no interface that is seen here", remedy=remedy)
@@ -82,12 +85,6 @@ def _nowhere(name: str, interface: NetworkInterface | None, route: Route) -> tup
     if name == RENDEZVOUS:
         remedy = "--rdzv-endpoint=ADDRESS:PORT (or --master-addr) with the address by which other hosts reach the store's host"
     return f"{target}{route.remote}, which is loopback: every host reaches itself there", remedy
-
-
-def _lost_remedy(route: Route) -> str:
-    if ":" in route.target or route.target.replace(".", "").isdecimal():
-        return f"ip route get {route.target}  # and: ip -brief address, for an interface that is down or has no address"
-    return f"getent hosts {route.target}  # if it prints nothing: ADDRESS {route.target} in /etc/hosts"
 
 
 def _addresses(facts: Facts) -> Iterator[Verdict]:
@@ -157,13 +154,13 @@ def _gloo_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[st
 def judge_infiniband(facts: Facts) -> list[Verdict]:
     """Devices and ports, then what a person has set; one pass, or skip, where nothing is wrong."""
     on_host = partial(_infiniband, facts.host)
-    found = [verdict for device in facts.devices for verdict in _device(facts.host, device)]
+    found = [verdict for device, ports in facts.devices.items() for verdict in _device(facts.host, device, ports)]
     found += [*_hca_pin(facts), *_gid_pin(facts), *_switches(facts)]
     if found:
         return found
-    here = kinds_here(facts.devices, settings=facts.settings)
-    if here & {*_ROCE_AND_INFINIBAND}:
-        names = [one.name for one in endpoints(facts.devices, facts.settings) if kind_of(one) in here]
+    here = kinds_here(facts.ports, settings=facts.settings)
+    if here & _ROCE_AND_INFINIBAND:
+        names = [port.name for port in chosen_ports(facts.ports, facts.settings) if port.kind in here]
         return [on_host(Status.PASS, ", ".join(names))]
     if Rdma.EFA in here:
         remedy = "NCCL_DEBUG=INFO  # its log names NET/OFI; where it says NET/Socket, install aws-ofi-nccl"
@@ -195,61 +192,63 @@ def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset
     ]
 
 
-def _device(host: str, device: Device) -> Iterator[Verdict]:
-    if device.is_unusable:
+def _device(host: str, device: Device, ports: Sequence[Port]) -> Iterator[Verdict]:
+    if device.is_software or device.node_type == "RNIC":
         return
     warn = partial(_infiniband, host, Status.WARN)
-    if device.can_be_opened is False and any(port.state == ACTIVE for port in device.ports):
+    if device.can_be_opened is False and any(port.state == ACTIVE for port in ports):
         remedy = "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1 ...  # NCCL uses sockets without"
         yield warn(f"{device.name} is ACTIVE, but its device in /dev/infiniband is missing", remedy=remedy)
         return
-    if not device.ports:
+    if not ports:
         remedy = f"ls /sys/class/infiniband/{device.name}/ports"
         yield warn(f"ports of {device.name} cannot be read", remedy=remedy)
-    for port in device.ports:
-        yield from _port(host, device, port)
+    for port in ports:
+        if (problem := _port_problem(port)) is not None:
+            measured, expected, remedy = problem
+            yield warn(measured, expected, remedy)
 
 
-def _port(host: str, device: Device, port: Port) -> Iterator[Verdict]:
-    warn = partial(_infiniband, host, Status.WARN)
-    name = f"{device.name}:{port.number}"
-    files = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
+def _port_problem(port: Port) -> tuple[str, str | None, str] | None:
+    """What is measured, what is expected, and the remedy."""
+    device, name = port.device, port.name
+    files, netdev = f"/sys/class/infiniband/{device.name}/ports/{port.number}", next(iter(device.netdevs), "NETDEV")
     if port.state is None:
-        yield warn(f"state of {name} cannot be read", remedy=f"cat {files}/state")
-    elif port.state != ACTIVE:
-        if port.physical_state is not None and port.physical_state not in NO_LINK:
-            netdev = next(iter(device.netdevs), "NETDEV")
-            remedy = f"ip link set {netdev} up; ethtool {netdev}"
-            if port.link_layer is LinkLayer.INFINIBAND:
-                remedy = (
-                    f"ibstat {device.name} {port.number}; sminfo  # INIT: no subnet manager answers, start opensm on one host"
-                )
-            yield warn(f"{name} is {port.state}, its link {port.physical_state}", ACTIVE, remedy)
-    elif device.driver == "efa":
-        return
-    elif port.link_layer is None:
-        yield warn(f"link layer of {name} cannot be read", remedy=f"cat {files}/link_layer")
-    elif port.link_layer is LinkLayer.ETHERNET and not port.gids_are_known:
-        yield warn(f"GIDs of {name} cannot be read", remedy=f"ls {files}/gids")
-    elif port.link_layer is LinkLayer.ETHERNET and not roce_v2_gids(port):
-        netdev = next((gid.netdev for gid in port.gids if gid.netdev), next(iter(device.netdevs), "NETDEV"))
-        remedy = f"ip address add ADDRESS/PREFIX dev {netdev}  # the GID follows; or {HCA}=^={device.name} to do without"
-        if any(gid.ipv4 for gid in port.gids):
-            remedy = f"cma_roce_mode -d {device.name} -p {port.number} -m 2  # or grep . {files}/gid_attrs/types/*"
-        yield warn(f"{name} has no GID for RoCE v2 over IPv4", "RoCE v2 over IPv4", remedy)
+        return f"state of {name} cannot be read", None, f"cat {files}/state"
+    if port.state != ACTIVE:
+        if port.physical_state in (None, "Polling", "Disabled", "Sleep"):
+            # There is nothing at the other end of the cable.
+            return None
+        remedy = f"ip link set {netdev} up; ethtool {netdev}"
+        if port.link_layer == INFINIBAND:
+            remedy = f"ibstat {device.name} {port.number}; sminfo  # INIT: no subnet manager answers, start opensm on one host"
+        return f"{name} is {port.state}, its link {port.physical_state}", ACTIVE, remedy
+    if device.driver == "efa":
+        return None
+    if port.link_layer is None:
+        return f"link layer of {name} cannot be read", None, f"cat {files}/link_layer"
+    if port.link_layer != ETHERNET or port.roce_v2_gids():
+        return None
+    if not port.gids_are_known:
+        return f"GIDs of {name} cannot be read", None, f"ls {files}/gids"
+    owner = next((gid.netdev for gid in port.gids if gid.netdev), netdev)
+    remedy = f"ip address add ADDRESS/PREFIX dev {owner}  # the GID follows; or {HCA}=^={device.name} to do without"
+    if any(gid.ipv4 for gid in port.gids):
+        remedy = f"cma_roce_mode -d {device.name} -p {port.number} -m 2  # or grep . {files}/gid_attrs/types/*"
+    return f"{name} has no GID for RoCE v2 over IPv4", "RoCE v2 over IPv4", remedy
 
 
 def _hca_pin(facts: Facts) -> Iterator[Verdict]:
     setting = facts.settings.get(HCA)
     if setting is None or switched_off(facts.settings) is not None:
         return
-    good = [one.name for one in endpoints(facts.devices, {}) if kind_of(one) in _ROCE_AND_INFINIBAND]
+    good = [port.name for port in facts.ports if port.kind in _ROCE_AND_INFINIBAND]
     right = f"  # or set {HCA}=={','.join(good)}" if good else ""
     missing = NcclPattern.parse(setting.value).without_match([device.name for device in facts.devices])
-    selected = endpoints(facts.devices, facts.settings)
+    selected = {port.kind for port in chosen_ports(facts.ports, facts.settings)}
     if missing:
         problem = f"there is no {', '.join(missing)}"
-    elif not any(kind_of(one) in (*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN) for one in selected):
+    elif not selected & {*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN}:
         problem = "no port of these is ACTIVE and can be used"
     else:
         return
@@ -261,31 +260,31 @@ def _gid_pin(facts: Facts) -> Iterator[Verdict]:
     setting = facts.settings.get(GID_INDEX)
     if setting is None or setting.number < 0 or switched_off(facts.settings) is not None:
         return
-    for one in endpoints(facts.devices, facts.settings):
-        right = roce_v2_gids(one.port)
-        if kind_of(one) is not Rdma.ROCE or any(gid.index == setting.number for gid in right):
+    for port in chosen_ports(facts.ports, facts.settings):
+        right = port.roce_v2_gids()
+        if port.kind is not Rdma.ROCE or any(gid.index == setting.number for gid in right):
             continue
-        gid = next((gid for gid in one.port.gids if gid.index == setting.number), None)
+        gid = next((gid for gid in port.gids if gid.index == setting.number), None)
         what = "is empty"
         if gid is not None:
             version = "of an unknown type" if gid.roce_version is None else f"RoCE v{gid.roce_version}"
             what = f"is {version}, {gid.ipv4 or gid.address}"
         expected = f"{right[0].index} (RoCE v2, {right[0].ipv4})"
         remedy = f"{setting.undo(GID_INDEX)}  # or set {GID_INDEX}={right[0].index}"
-        measured = f"{GID_INDEX}={setting.value} (set in {setting.origin}): on {one.name} that GID {what}"
+        measured = f"{GID_INDEX}={setting.value} (set in {setting.origin}): on {port.name} that GID {what}"
         # No queue pair can be made with an empty one.
         yield _infiniband(facts.host, Status.WARN if gid else Status.FAIL, measured, expected, remedy)
 
 
 def _switches(facts: Facts) -> Iterator[Verdict]:
-    usable = [one.name for one in endpoints(facts.devices, {}) if kind_of(one) in _ROCE_AND_INFINIBAND]
+    usable = [port.name for port in facts.ports if port.kind in _ROCE_AND_INFINIBAND]
     off = switched_off(facts.settings)
     if off is not None and usable:
         name = off.partition("=")[0]
         measured = f"{off}, but ports are ACTIVE: {', '.join(usable)}"
         yield _infiniband(facts.host, Status.WARN, measured, "InfiniBand or RoCE", facts.settings[name].undo(name))
     net = facts.settings.get(NET)
-    here = kinds_here(facts.devices, settings=facts.settings)
+    here = kinds_here(facts.ports, settings=facts.settings)
     if net is not None and net.value.lower() == "ib" and not here & {*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN}:
         measured = f"{NET}={net.value} (set in {net.origin}), but no port of InfiniBand or RoCE can be used"
         yield _infiniband(facts.host, Status.FAIL, measured, remedy=net.undo(NET))

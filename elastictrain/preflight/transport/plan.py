@@ -12,6 +12,7 @@ from elastictrain.preflight.transport.infiniband import (
     GID_INDEX,
     HCA,
     Device,
+    Port,
     Rdma,
     RdmaPlan,
     decide_rdma,
@@ -43,16 +44,23 @@ _TUNED_BY_NCCL = ("0x1d0f", "0x1ae0")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One host, and its ways to the others. `peers` is by name of host, without this one."""
+    """One host, and its ways to the others. `peers` is by name of host, without this one.
+
+    `alone`: whether this host is the whole world, so that its ranks meet nobody else.
+    """
 
     host: str
     interfaces: tuple[NetworkInterface, ...] = ()
-    devices: tuple[Device, ...] = ()
+    devices: Mapping[Device, tuple[Port, ...]] = field(default_factory=dict)
     rendezvous: Route | None = None
     peers: Mapping[str, Route] = field(default_factory=dict)
     settings: Mapping[str, Setting] = field(default_factory=dict)
     alone: bool = False
-    """Whether this host is the whole world: its ranks meet nobody else."""
+
+    @property
+    def ports(self) -> list[Port]:
+        """Of all devices."""
+        return [port for ports in self.devices.values() for port in ports]
 
     def interface(self, name: str | None) -> NetworkInterface | None:
         """The one of that name."""
@@ -127,36 +135,41 @@ class PlannedVariable:
 
 @dataclass(frozen=True, slots=True)
 class TransportPlan:
-    """What is set on a host. `variables` are to be set; `kept` are a person's, with what would have been planned instead."""
+    """What is set on a host. `variables` are to be set; `kept` are a person's, with what would have been planned instead.
+
+    `interface`: the one that the kernel uses for the peers; None is unknown, or none is fit. `hcas`: DEVICE:PORT of each port
+    that NCCL is to use. `link_gbps`: of all those ports together, or of the interface; None is unknown.
+    """
 
     host: str
     variables: tuple[PlannedVariable, ...]
     kept: tuple[PlannedVariable, ...]
     interface: str | None
-    """The one that the kernel uses for the peers; None is unknown, or none is fit."""
     rdma: Rdma
     hcas: tuple[str, ...]
-    """DEVICE:PORT of each port that NCCL is to use."""
     link_gbps: float | None
-    """Of all those ports together, or of the interface; None is unknown."""
     notes: tuple[str, ...] = ()
 
 
-def decide_transport(facts: Facts, *, agreed: Rdma | None = None, after_failure: bool = False) -> TransportPlan:
-    """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`), None where only this host is known."""
+def decide_transport(facts: Facts, *, agreed: Rdma, after_failure: bool = False) -> TransportPlan:
+    """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`)."""
     choice = choose_interface(facts)
-    rdma = decide_rdma(facts.devices, settings=facts.settings, agreed=agreed)
-    planned = list(_planned(choice, rdma, after_failure=after_failure))
+    rdma = decide_rdma(facts.ports, settings=facts.settings, agreed=agreed)
+    planned, kept = list(_planned(choice, rdma, after_failure=after_failure)), []
+    for one in planned:
+        if (setting := facts.settings.get(one.name)) is not None:
+            same = "as planned" if setting.value == one.value else f"{one.value} was planned: {one.reason}"
+            kept.append(PlannedVariable(one.name, setting.value, f"set in {setting.origin}; {same}"))
     interface = choice.interface
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
     return TransportPlan(
         host=facts.host,
         variables=tuple(one for one in planned if one.name not in facts.settings),
-        kept=tuple(_kept(facts, planned)),
+        kept=tuple(kept),
         interface=interface.name if interface else None,
         rdma=rdma.kind,
-        hcas=tuple(endpoint.name for endpoint in rdma.endpoints),
-        link_gbps=rdma.rate_gbps if rdma.endpoints else (interface.speed_gbps if interface else None),
+        hcas=tuple(port.name for port in rdma.ports),
+        link_gbps=rdma.rate_gbps if rdma.ports else (interface.speed_gbps if interface else None),
         notes=notes,
     )
 
@@ -181,8 +194,8 @@ def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator
             yield PlannedVariable("NCCL_SOCKET_FAMILY", "AF_INET6", reason)
     if rdma.kind is Rdma.NONE:
         yield PlannedVariable(DISABLE, "1", rdma.reason)
-    if rdma.endpoints:
-        yield PlannedVariable(HCA, "=" + ",".join(endpoint.name for endpoint in rdma.endpoints), rdma.reason)
+    if rdma.ports:
+        yield PlannedVariable(HCA, "=" + ",".join(port.name for port in rdma.ports), rdma.reason)
     if rdma.gid_index is not None:
         yield PlannedVariable(GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
     if interface is not None and rdma.kind is Rdma.NONE and interface.vendor not in _TUNED_BY_NCCL:
@@ -195,13 +208,6 @@ def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator
         reason = "the last start failed in its transport"
         yield PlannedVariable("NCCL_DEBUG", "INFO", reason)
         yield PlannedVariable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason)
-
-
-def _kept(facts: Facts, planned: list[PlannedVariable]) -> Iterator[PlannedVariable]:
-    for one in planned:
-        if (setting := facts.settings.get(one.name)) is not None:
-            same = "as planned" if setting.value == one.value else f"{one.value} was planned: {one.reason}"
-            yield PlannedVariable(one.name, setting.value, f"set in {setting.origin}; {same}")
 
 
 def apply(plan: TransportPlan, environment: MutableMapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import (
     Device,
-    LinkLayer,
+    Port,
     Rdma,
     RdmaPlan,
     common,
@@ -26,14 +26,26 @@ def read(host: MadeHost) -> dict[str, Device]:
     return {device.name: device for device in read_devices(host.surroundings())}
 
 
+def read_ports(host: MadeHost, *names: str) -> list[Port]:
+    """Of all devices, or of those."""
+    found = read_devices(host.surroundings())
+    return [port for device, ports in found.items() for port in ports if not names or device.name in names]
+
+
 def test_an_infiniband_port(tmp_path: Path) -> None:
     host = MadeHost(tmp_path)
     host.device("mlx5_0", gids=[("fe80:0000:0000:0000:b859:9f03:00d4:2b1a", "")])
     device = read(host)["mlx5_0"]
     assert (device.node_type, device.driver, device.is_software, device.can_be_opened) == ("CA", "mlx5_core", False, True)
-    (port,) = device.ports
-    assert (port.number, port.state, port.physical_state, port.rate_gbps) == (1, "ACTIVE", "LinkUp", 400.0)
-    assert port.link_layer is LinkLayer.INFINIBAND
+    (port,) = read_ports(host)
+    assert (port.name, port.number, port.state, port.physical_state, port.rate_gbps) == (
+        "mlx5_0:1",
+        1,
+        "ACTIVE",
+        "LinkUp",
+        400.0,
+    )
+    assert port.link_layer == "InfiniBand"
     assert [(gid.index, gid.roce_version, gid.ipv4) for gid in port.gids] == [(0, None, None)]
 
 
@@ -41,8 +53,8 @@ def test_a_roce_port_with_several_gids(tmp_path: Path) -> None:
     host = MadeHost(tmp_path)
     host.roce("mlx5_bond_0", "10.0.0.1", netdev="bond0")
     device = read(host)["mlx5_bond_0"]
-    (port,) = device.ports
-    assert port.link_layer is LinkLayer.ETHERNET
+    (port,) = read_ports(host)
+    assert port.link_layer == "Ethernet"
     assert [(gid.index, gid.roce_version, str(gid.ipv4)) for gid in port.gids] == [
         (0, 1, "None"),
         (1, 2, "None"),
@@ -62,7 +74,7 @@ def test_states_rates_and_layers(tmp_path: Path) -> None:
         "c", state="3: ARMED", physical="7: Phy Test", rate="-1", link_layer="Unknown", driver="efa", node_type="7: RNIC?"
     )
     host.device("d", state="5: ACTIVE_DEFER", physical="0: <unknown>", link_layer="Unspecified")
-    ports = {name: device.ports[0] for name, device in read(host).items()}
+    ports = {port.device.name: port for port in read_ports(host)}
     assert [(one.state, one.physical_state, one.rate_gbps) for one in ports.values()] == [
         ("DOWN", "Disabled", 2.5),
         ("INIT", "PortConfigurationTraining", 100.0),
@@ -70,8 +82,8 @@ def test_states_rates_and_layers(tmp_path: Path) -> None:
         ("ACTIVE_DEFER", None, 400.0),
     ]
     host.device("a", rate="9" * 400 + " Gb/sec")
-    assert read(host)["a"].ports[0].rate_gbps is None
-    assert ports["c"].link_layer is ports["d"].link_layer is LinkLayer.OTHER
+    assert read_ports(host, "a")[0].rate_gbps is None
+    assert (ports["c"].link_layer, ports["d"].link_layer) == ("Unknown", "Unspecified")
     assert read(host)["c"].node_type is None
 
 
@@ -83,7 +95,7 @@ def test_two_ports_and_a_virtual_function_and_software(tmp_path: Path) -> None:
     host.virtual_function("mlx5_2", "mlx4_0")
     host.write("/sys/class/infiniband/rxe0/ports/1/state", "4: ACTIVE\n")
     found = read(host)
-    assert [port.number for port in found["mlx4_0"].ports] == [2, 10]
+    assert [port.number for port in read_ports(host, "mlx4_0")] == [2, 10]
     assert (found["mlx5_2"].physical_function, found["mlx4_0"].physical_function) == ("mlx4_0", None)
     assert [name for name, device in found.items() if device.is_software] == ["rxe0"]
 
@@ -101,15 +113,15 @@ def test_gids_of_another_namespace_are_left_out(tmp_path: Path) -> None:
     types = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/gid_attrs/types"
     (types / "3").unlink()
     (types / "3").mkdir()
-    (port,) = read(host)["mlx5_0"].ports
+    (port,) = read_ports(host)
     assert [(gid.index, gid.roce_version) for gid in port.gids][-1] == (3, None)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert read_devices(Surroundings(root=tmp_path)) == ()
+    assert read_devices(Surroundings(root=tmp_path)) == {}
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    (device,) = read_devices(Surroundings(root=tmp_path))
-    assert (device.ports, device.node_type, device.can_be_opened) == ((), None, None)
+    ((device, ports),) = read_devices(Surroundings(root=tmp_path)).items()
+    assert (ports, device.node_type, device.can_be_opened) == ((), None, None)
 
 
 FILES = ["state", "phys_state", "link_layer", "rate", "gids/0", "gids/3", "gid_attrs/types/3", "gid_attrs/ndevs/3"]
@@ -129,7 +141,7 @@ def test_garbled_files_are_unknown_and_never_stop_anything(
         host.write(f"/sys/class/infiniband/mlx5_0/ports/1/{file}", content)
     facts = host.facts(peers={"h2": "h2"})
     assert [device.name for device in facts.devices] == ["mlx5_0"]
-    assert decide_transport(facts).interface == "eth0"
+    assert decide_transport(facts, agreed=Rdma.UNKNOWN).interface == "eth0"
     assert judge_infiniband(facts)
 
 
@@ -141,11 +153,16 @@ LOCAL = "fe80:0000:0000:0000:0e42:a1ff:fe00:0001"
 
 
 def plan(host: MadeHost, settings: dict[str, Setting] | None = None, *, agreed: Rdma | None = None) -> RdmaPlan:
-    return decide_rdma(read_devices(host.surroundings()), settings=settings or {}, agreed=agreed)
+    ports = read_ports(host)
+    return decide_rdma(ports, settings=settings or {}, agreed=agreed or common({"h1": kinds(host, settings)}))
+
+
+def kinds(host: MadeHost, settings: dict[str, Setting] | None = None) -> frozenset[Rdma]:
+    return kinds_here(read_ports(host), settings=settings or {})
 
 
 def names(found: RdmaPlan) -> list[str]:
-    return [endpoint.name for endpoint in found.endpoints]
+    return [port.name for port in found.ports]
 
 
 def test_infiniband_before_roce(tmp_path: Path) -> None:
@@ -181,7 +198,7 @@ def test_one_index_for_all_ports_or_none(tmp_path: Path) -> None:
     assert plan(host).gid_index == 3
     host.roce("mlx5_2", "10.0.2.1", at=5)
     found = plan(host)
-    assert (found.kind, found.gid_index, len(found.endpoints)) == (Rdma.ROCE, None, 3)
+    assert (found.kind, found.gid_index, len(found.ports)) == (Rdma.ROCE, None, 3)
     assert "mlx5_0:1: 3, mlx5_1:1: 3, mlx5_2:1: 5" in found.notes[0]
 
 
@@ -222,7 +239,7 @@ def test_what_cannot_be_read_is_left_to_nccl(tmp_path: Path) -> None:
     assert plan(host).kind is Rdma.UNKNOWN
     host.device("mlx5_1")
     assert plan(host).kind is Rdma.INFINIBAND
-    assert kinds_here(read_devices(host.surroundings()), settings={}) == {Rdma.INFINIBAND}
+    assert kinds(host) == {Rdma.INFINIBAND}
 
 
 def test_slow_ports_and_virtual_functions_are_left_out(tmp_path: Path) -> None:
@@ -237,7 +254,7 @@ def test_slow_ports_and_virtual_functions_are_left_out(tmp_path: Path) -> None:
     assert names(found) == ["mlx5_0:1", "mlx5_1:1", "mlx5_4:1"]
     assert found.rate_gbps is None
     assert len(found.notes) == 2
-    assert len(plan(host, set_by_hand(NCCL_IB_HCA="mlx5")).endpoints) == 5
+    assert len(plan(host, set_by_hand(NCCL_IB_HCA="mlx5")).ports) == 5
 
 
 def test_in_a_container_with_a_virtual_function_that_one_is_used(tmp_path: Path) -> None:
@@ -258,7 +275,7 @@ def test_a_person_chooses_or_switches_off(tmp_path: Path) -> None:
     for off in ({"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "Socket"}):
         settings = set_by_hand(**off)
         assert plan(host, settings).kind is Rdma.NONE
-        assert kinds_here(read_devices(host.surroundings()), settings=settings) == frozenset()
+        assert kinds(host, settings) == frozenset()
     assert plan(host, set_by_hand(NCCL_IB_DISABLE="0", NCCL_NET="IB")).kind is Rdma.INFINIBAND
 
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.infiniband import Rdma
-from elastictrain.preflight.transport.plan import PlannedVariable, TransportPlan, apply, decide_transport, describe
+from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
+from elastictrain.preflight.transport.plan import Facts, PlannedVariable, TransportPlan, apply, decide_transport, describe
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, read_settings
 from tests.unit.preflight.transport.made import AWS, GOOGLE, MadeHost
 
@@ -22,12 +22,18 @@ def plain(root: Path, *, speed: str = "10000", vendor: str = "0x15b3") -> MadeHo
     return host
 
 
+def decide(facts: Facts, *, after_failure: bool = False) -> TransportPlan:
+    """The plan of a host among its like."""
+    agreed = common({"h1": kinds_here(facts.ports, settings=facts.settings)})
+    return decide_transport(facts, agreed=agreed, after_failure=after_failure)
+
+
 def values(plan: TransportPlan) -> dict[str, str]:
     return {one.name: one.value for one in plan.variables}
 
 
 def test_a_plain_host(tmp_path: Path) -> None:
-    plan = decide_transport(plain(tmp_path).facts(rendezvous="10.0.0.1", peers=PEERS))
+    plan = decide(plain(tmp_path).facts(rendezvous="10.0.0.1", peers=PEERS))
     assert values(plan) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}
     assert plan.variables[0].reason == "the kernel reaches the rendezvous and 2 of 2 peers through eth0 (10.0.0.1)"
     assert (plan.interface, plan.link_gbps) == ("eth0", 10.0)
@@ -39,7 +45,7 @@ def test_docker_on_the_host_changes_nothing(tmp_path: Path) -> None:
     host = plain(tmp_path)
     host.docker()
     host.interface("veth12ab34c")
-    assert decide_transport(host.facts(rendezvous="10.0.0.2", peers=PEERS)).interface == "eth0"
+    assert decide(host.facts(rendezvous="10.0.0.2", peers=PEERS)).interface == "eth0"
 
 
 def test_an_overlay_beside_the_interface_to_the_internet(tmp_path: Path) -> None:
@@ -49,7 +55,7 @@ def test_an_overlay_beside_the_interface_to_the_internet(tmp_path: Path) -> None
         "tailscale0", ("100.64.0.1",), type="65534", tun_flags="0x1", operstate="unknown", speed="10", flags="0x10d1"
     )
     host.way("100.64.0.2", "100.64.0.1")
-    plan = decide_transport(host.facts(rendezvous="100.64.0.2", peers={"h2": "100.64.0.2"}))
+    plan = decide(host.facts(rendezvous="100.64.0.2", peers={"h2": "100.64.0.2"}))
     assert (plan.interface, plan.link_gbps) == ("tailscale0", None)
 
 
@@ -59,7 +65,7 @@ def test_a_bond_over_two_cards(tmp_path: Path) -> None:
     host.card("ens2")
     host.interface("bond0", ("10.0.0.1",), devtype="bond", bonding__mode="802.3ad 4", speed="50000")
     host.way("10.0.0.2", "10.0.0.1")
-    plan = decide_transport(host.facts(peers={"h2": "10.0.0.2"}))
+    plan = decide(host.facts(peers={"h2": "10.0.0.2"}))
     assert (plan.interface, plan.link_gbps) == ("bond0", 50.0)
 
 
@@ -67,10 +73,10 @@ def test_ipv6_only_and_ipv6_beside_ipv4(tmp_path: Path) -> None:
     host = MadeHost(tmp_path)
     host.card("eth0", ("fd00::1", "fe80::1"))
     host.way("fd00::2", "fd00::1")
-    plan = decide_transport(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}))
+    plan = decide(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}))
     assert values(plan).keys() == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE"} | socket_names(25)
     host.addresses["eth0"] = ("192.168.7.1", "fd00::1", "fe80::1")
-    plan = decide_transport(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}))
+    plan = decide(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}))
     assert values(plan)["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
@@ -85,18 +91,18 @@ def test_two_rails_the_one_that_reaches_most_peers(tmp_path: Path) -> None:
     host.way("10.0.0.2", "10.0.0.1")
     for address in ("10.1.0.2", "10.1.0.3"):
         host.way(address, "10.1.0.1")
-    plan = decide_transport(host.facts(rendezvous="10.0.0.2", peers={"h2": "10.1.0.2", "h3": "10.1.0.3"}))
+    plan = decide(host.facts(rendezvous="10.0.0.2", peers={"h2": "10.1.0.2", "h3": "10.1.0.3"}))
     assert plan.interface == "rail0"
     # As many peers here as there: the rendezvous decides, and without one the faster.
     split = {"h2": "10.0.0.2", "h3": "10.1.0.2"}
-    assert decide_transport(host.facts(rendezvous="10.0.0.2", peers=split)).interface == "mgmt"
-    assert decide_transport(host.facts(peers=split)).interface == "rail0"
+    assert decide(host.facts(rendezvous="10.0.0.2", peers=split)).interface == "mgmt"
+    assert decide(host.facts(peers=split)).interface == "rail0"
 
 
 def test_before_peers_are_known_the_rendezvous_decides(tmp_path: Path) -> None:
-    assert decide_transport(plain(tmp_path).facts(rendezvous="10.0.0.2")).interface == "eth0"
+    assert decide(plain(tmp_path).facts(rendezvous="10.0.0.2")).interface == "eth0"
     # On the host that holds the store the kernel answers with its own address.
-    assert decide_transport(plain(tmp_path).facts(rendezvous="10.0.0.1")).interface == "eth0"
+    assert decide(plain(tmp_path).facts(rendezvous="10.0.0.1")).interface == "eth0"
 
 
 @pytest.mark.parametrize("local", ["172.17.0.1", "127.0.0.1", "127.0.1.1", "192.0.2.99"])
@@ -104,7 +110,7 @@ def test_nothing_is_set_where_no_interface_is_fit(tmp_path: Path, local: str) ->
     host = plain(tmp_path)
     host.docker()
     host.way("h2", local, remote="172.17.0.2")
-    plan = decide_transport(host.facts(rendezvous="h2", peers={"h2": "h2"}))
+    plan = decide(host.facts(rendezvous="h2", peers={"h2": "h2"}))
     assert plan.interface is None
     assert values(plan) == {"NCCL_IB_DISABLE": "1"}
     assert plan.notes[0].startswith("no interface is set")
@@ -112,10 +118,10 @@ def test_nothing_is_set_where_no_interface_is_fit(tmp_path: Path, local: str) ->
 
 def test_one_host_meets_over_loopback(tmp_path: Path) -> None:
     host = plain(tmp_path, speed="100000")
-    plan = decide_transport(host.facts(alone=True))
+    plan = decide(host.facts(alone=True))
     assert values(plan) == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     host.addresses["lo"] = ("::1",)
-    assert decide_transport(host.facts(alone=True)).interface is None
+    assert decide(host.facts(alone=True)).interface is None
 
 
 @pytest.mark.parametrize(
@@ -130,20 +136,20 @@ def test_one_host_meets_over_loopback(tmp_path: Path) -> None:
     ],
 )
 def test_socket_threads_by_speed(tmp_path: Path, speed: str, threads: str | None, sockets: str | None) -> None:
-    found = values(decide_transport(plain(tmp_path, speed=speed).facts(peers=PEERS)))
+    found = values(decide(plain(tmp_path, speed=speed).facts(peers=PEERS)))
     assert (found.get("NCCL_SOCKET_NTHREADS"), found.get("NCCL_NSOCKS_PERTHREAD")) == (threads, sockets)
 
 
 @pytest.mark.parametrize("vendor", [AWS, GOOGLE])
 def test_nccl_knows_the_cards_of_some_clouds(tmp_path: Path, vendor: str) -> None:
-    found = values(decide_transport(plain(tmp_path, speed="100000", vendor=vendor).facts(peers=PEERS)))
+    found = values(decide(plain(tmp_path, speed="100000", vendor=vendor).facts(peers=PEERS)))
     assert "NCCL_SOCKET_NTHREADS" not in found
 
 
 def test_debug_only_after_a_failure(tmp_path: Path) -> None:
     facts = plain(tmp_path).facts(peers=PEERS)
-    assert "NCCL_DEBUG" not in values(decide_transport(facts))
-    assert values(decide_transport(facts, after_failure=True))["NCCL_DEBUG"] == "INFO"
+    assert "NCCL_DEBUG" not in values(decide(facts))
+    assert values(decide(facts, after_failure=True))["NCCL_DEBUG"] == "INFO"
 
 
 def test_infiniband(tmp_path: Path) -> None:
@@ -151,7 +157,7 @@ def test_infiniband(tmp_path: Path) -> None:
     for number in range(3):
         host.device(f"mlx5_{number}")
     host.device("mlx5_3", state="1: DOWN", physical="2: Polling")
-    plan = decide_transport(host.facts(peers=PEERS))
+    plan = decide(host.facts(peers=PEERS))
     assert values(plan) == {
         "NCCL_SOCKET_IFNAME": "=eth0",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -163,7 +169,7 @@ def test_infiniband(tmp_path: Path) -> None:
 def test_roce(tmp_path: Path) -> None:
     host = plain(tmp_path)
     host.roce("mlx5_bond_0", "10.0.0.1")
-    plan = decide_transport(host.facts(peers=PEERS))
+    plan = decide(host.facts(peers=PEERS))
     assert (values(plan)["NCCL_IB_HCA"], values(plan)["NCCL_IB_GID_INDEX"]) == ("=mlx5_bond_0:1", "3")
     assert (plan.rdma, plan.link_gbps) == (Rdma.ROCE, 100.0)
 
@@ -172,7 +178,7 @@ def test_what_a_person_has_set_is_kept(tmp_path: Path) -> None:
     host = plain(tmp_path)
     host.card("eth1", ("10.1.0.1",))
     host.environment |= {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
-    plan = decide_transport(host.facts(peers=PEERS), after_failure=True)
+    plan = decide(host.facts(peers=PEERS), after_failure=True)
     assert values(plan).keys() == {"NCCL_IB_DISABLE", "NCCL_DEBUG_SUBSYS"}
     kept = {one.name: (one.value, one.reason) for one in plan.kept}
     assert kept["GLOO_SOCKET_IFNAME"] == ("eth0", "set in the environment; as planned")
