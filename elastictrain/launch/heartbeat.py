@@ -3,6 +3,7 @@
 Datagrams are signed with the run's token.
 """
 
+import hmac
 import ipaddress
 import socket
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
 from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord, known_record
-from elastictrain.net.channel import SIGNATURE_BYTES, is_signed, signature
+from elastictrain.net.channel import SIGNATURE_BYTES, signature
 
 _LARGEST_BYTES = 512
 """Fits into the smallest frame that any network has: a path that swallows large ones must not silence this."""
@@ -78,7 +79,7 @@ def shortened(record: HostRecord) -> HostRecord | None:
 def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
     """The sign of life in a datagram; None if it is of another run, or none at all."""
     body = data[SIGNATURE_BYTES:]
-    if len(data) > _LARGEST_WITH_RECORD_BYTES or not is_signed(body, data[:SIGNATURE_BYTES], token):
+    if len(data) > _LARGEST_WITH_RECORD_BYTES or not hmac.compare_digest(data[:SIGNATURE_BYTES], signature(body, token)):
         return None
     try:
         fields = as_record(parse_json(body), list[Any])

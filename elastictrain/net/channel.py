@@ -257,8 +257,3 @@ class Handshake:
 def signature(data: bytes, token: bytes) -> bytes:
     """Of a datagram, `SIGNATURE_BYTES` long."""
     return hmac.digest(token, data, "sha256")[:SIGNATURE_BYTES]
-
-
-def is_signed(data: bytes, found: bytes, token: bytes) -> bool:
-    """Whether `found` is the signature of `data`."""
-    return hmac.compare_digest(found, signature(data, token))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import zip_longest
 
 
 class Status(StrEnum):
@@ -158,7 +159,7 @@ def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything:
         return summary(verdicts)
     rows = [_HEADINGS, *(_row(verdict) for verdict in listed)]
     widths = [min(_WIDEST, max(len(row[column]) for row in rows)) for column in range(len(_HEADINGS))]
-    lines = [_line(rows[0], widths)]
+    lines = _wrapped(rows[0], widths)
     for verdict, row in zip(listed, rows[1:], strict=True):
         lines += _wrapped(row, widths, colour=_COLOURS[verdict.status] if colour else "")
         if verdict.remedy:
@@ -198,16 +199,12 @@ def _row(verdict: Verdict) -> tuple[str, ...]:
     return (verdict.status.value, verdict.check, verdict.subject, measured, expected, f"{verdict.seconds:.2f}")
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _wrapped(row: Sequence[str], widths: Sequence[int], *, colour: str) -> list[str]:
+def _wrapped(row: Sequence[str], widths: Sequence[int], *, colour: str = "") -> list[str]:
     cells = [textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell, width in zip(row, widths, strict=True)]
-    lines = []
-    for number in range(max(map(len, cells))):
-        line = _line([cell[number] if number < len(cell) else "" for cell in cells], widths)
-        if colour and number == 0 and row[0]:
-            line = f"\033[{colour}m{line[: len(row[0])]}\033[0m{line[len(row[0]) :]}"
-        lines.append(line)
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in zip_longest(*cells, fillvalue="")
+    ]
+    if colour:
+        lines[0] = f"\033[{colour}m{row[0]}\033[0m{lines[0][len(row[0]) :]}"
     return lines

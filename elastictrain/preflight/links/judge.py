@@ -1,7 +1,7 @@
 """All verdicts about hosts and links; here latency and bandwidth, by a host's best link against the median of all. Pure."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elastictrain.config.preflight import PreflightThresholds
@@ -21,6 +21,9 @@ from elastictrain.preflight.verdict import Status, Verdict
 LATE_FLOOR_S = 0.005
 """More than `late_factor` says, latency must be this much above the median: less is what a busy processor adds."""
 
+_MILLISECONDS = -1000.0
+"""Figures of latency are negative seconds."""
+
 
 def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> set[Link]:
     """What is to be tried a second time before anybody is blamed."""
@@ -29,12 +32,12 @@ def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: Preflig
     return {
         link
         for link, contact in contacts.items()
-        if contact.blocked or contact.loses_large or contact.is_silent or link in links or hosts & set(link)
+        if contact.blocked or contact.loses_large or contact.largest == 0 or link in links or hosts & set(link)
     }
 
 
 def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> LinkBlame:
-    """Who is to blame for latency; figures are negative seconds."""
+    """Who is to blame for latency."""
 
     def too_late(figure: float, typical: float) -> bool:
         return figure < thresholds.late_factor * typical and figure < typical - LATE_FLOOR_S
@@ -48,19 +51,19 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, threshold
     report = LinkReporter("latency", roster)
     found = late_blame(contacts, thresholds=thresholds)
     if found.typical is None:
-        return [report.nothing_known()]
+        return report.nothing_known()
     late = {one.subject for one in found.links}
     # A round trip is one of both directions.
     once = tuple(one for one in found.links if one.subject[::-1] not in late or one.subject[0] < one.subject[1])
     verdicts = _blamed(
         report,
         replace(found, links=once),
-        shown=_milliseconds,
+        scale=_MILLISECONDS,
         unit="ms",
         fatal_below=math.inf if len(roster.hosts) == 2 else -math.inf,
         hint="place it near the others (same zone or rack); ",
     )
-    return list(verdicts) or [report(None, Status.PASS, _milliseconds(found.typical), unit="ms")]
+    return list(verdicts) or [report(None, Status.PASS, _shown(found.typical, _MILLISECONDS), unit="ms")]
 
 
 def flow_blame(
@@ -68,18 +71,17 @@ def flow_blame(
 ) -> tuple[LinkBlame, LinkBlame]:
     """Who is to blame for bandwidth one way, and who while bytes flow both ways.
 
-    `second`: what was measured of suspects again, and counts if it is better; None before that. The threshold is measured with
-    3 and 4 hosts: right for 100 Mbit/s in either or both directions, +20 ms and 2 % loss.
+    `second`: what was measured of suspects again, and counts if it is better; None before that. A link is excused by what it
+    might have been, had there been processors all the time. The threshold is measured with 3 and 4 hosts: right for 100 Mbit/s
+    in either or both directions, +20 ms and 2 % loss.
     """
 
-    def too_slow(figure: float, typical: float) -> bool:
-        return figure < thresholds.slow_ratio * typical
-
     def blamed(*, both: bool) -> LinkBlame:
+        again = [flow for flow in second or () if flow.both is both]
         return blame(
-            [(flow.link, flow.gbps) for flow in (*first, *(second or ())) if flow.both is both],
-            too_bad=too_slow,
-            excused=None if second is None else [(flow.link, flow.excused_gbps()) for flow in second if flow.both is both],
+            [(flow.link, flow.gbps) for flow in (*first, *again) if flow.both is both],
+            too_bad=lambda figure, typical: figure < thresholds.slow_ratio * typical,
+            excused=None if second is None else [(flow.link, flow.gbps / max(1.0 - flow.waited, 0.02)) for flow in again],
         )
 
     return blamed(both=False), blamed(both=True)
@@ -121,30 +123,23 @@ def judge_bandwidth(
     verdicts: list[Verdict] = []
     for blamed, words in ((one_way, ""), (both_ways, " while sending and receiving")):
         # A link between two good hosts that has less than a tenth of what others have drags the whole group down.
-        hopeless = 0.1 * (blamed.typical or 0.0)
-        verdicts += _blamed(
-            report,
-            blamed,
-            shown=_gbps,
-            unit="Gbit/s",
-            words=words,
-            fatal_below=math.inf if len(roster.hosts) == 2 else hopeless,
-        )
-    return verdicts or [report(None, Status.PASS, _gbps(typical), unit="Gbit/s")]
+        fatal_below = math.inf if len(roster.hosts) == 2 else 0.1 * (blamed.typical or 0.0)
+        verdicts += _blamed(report, blamed, scale=1.0, unit="Gbit/s", words=words, fatal_below=fatal_below)
+    return verdicts or [report(None, Status.PASS, _shown(typical, 1.0), unit="Gbit/s")]
 
 
 def _blamed(
     report: LinkReporter,
     found: LinkBlame,
     *,
-    shown: Callable[[float], float],
+    scale: float,
     unit: str,
     words: str = "",
     fatal_below: float,
     hint: str = "",
 ) -> Iterator[Verdict]:
     """`fatal_below`: from where on a bad link is a failure, as a bad host is. Nobody fails by one measurement."""
-    typical = shown(found.typical or 0.0)
+    typical = _shown(found.typical or 0.0, scale)
     # There was no room for a second measurement, or no processor.
     doubts = {True: "", False: " (not confirmed: repeat when processors are idle)"}
     for one in found.hosts:
@@ -155,7 +150,9 @@ def _blamed(
         remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
         way = "" if one.way is Way.BOTH else f" {one.way}"
         status = Status.FAIL if one.confirmed else Status.WARN
-        yield report(one.subject, status, shown(one.figure), typical, remedy, unit=f"{unit}{way}{words}{doubts[one.confirmed]}")
+        yield report(
+            one.subject, status, _shown(one.figure, scale), typical, remedy, unit=f"{unit}{way}{words}{doubts[one.confirmed]}"
+        )
     for bad in found.links:
         source, target = map(report.label, bad.subject)
         remedy = (
@@ -163,15 +160,13 @@ def _blamed(
             f"other); or run without one of them"
         )
         status = Status.FAIL if bad.confirmed and bad.figure < fatal_below else Status.WARN
-        yield report(bad.subject, status, shown(bad.figure), typical, remedy, unit=f"{unit}{words}{doubts[bad.confirmed]}")
+        yield report(
+            bad.subject, status, _shown(bad.figure, scale), typical, remedy, unit=f"{unit}{words}{doubts[bad.confirmed]}"
+        )
 
 
-def _milliseconds(negative_s: float) -> float:
-    return float(f"{-1000 * negative_s:.3g}")
-
-
-def _gbps(figure: float) -> float:
-    return float(f"{figure:.3g}")
+def _shown(figure: float, scale: float) -> float:
+    return float(f"{scale * figure:.3g}")
 
 
 def judge_links(

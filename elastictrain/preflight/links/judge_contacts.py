@@ -16,7 +16,8 @@ _ON_ROSTER = Reporter("roster")
 
 @dataclass(frozen=True, slots=True)
 class LinkReporter:
-    """Makes the verdicts of one check, with the names of the hosts."""
+    """Makes the verdicts of one check about a host (its place), a link ("h3 -> h1"), several hosts by their names, or the whole
+    group (None)."""
 
     check: str
     roster: Roster
@@ -32,10 +33,8 @@ class LinkReporter:
         measured: Figure,
         expected: Figure = None,
         remedy: str = "",
-        *,
         unit: str = "",
     ) -> Verdict:
-        """About a host (its place), a link ("h3 -> h1"), several hosts by their names, or the whole group (None)."""
         scope, name = Scope.GROUP, subject if isinstance(subject, str) else "all"
         if isinstance(subject, int):
             scope, name = Scope.HOST, self.label(subject)
@@ -43,9 +42,9 @@ class LinkReporter:
             scope, name = Scope.LINK, " -> ".join(map(self.label, subject))
         return Reporter(self.check)(name, status, measured, expected, remedy, unit=unit, scope=scope)
 
-    def nothing_known(self) -> Verdict:
+    def nothing_known(self) -> list[Verdict]:
         """Of the whole group."""
-        return self(None, Status.SKIP, "nothing known of any link", remedy="see what check `reachable` says, and repeat")
+        return [self(None, Status.SKIP, "nothing known of any link", remedy="see what check `reachable` says, and repeat")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +161,15 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
     report = LinkReporter("mtu", roster)
     tried = {link: contact for link, contact in contacts.items() if contact.largest is not None}
     if not tried:
-        return [report.nothing_known()]
-    found = [*_vanishing(report, tried), *_unanswered(report, tried)]
+        return report.nothing_known()
+    found = list(_vanishing(report, tried))
+    silent = [link for link, contact in tried.items() if contact.largest == 0]
+    measured = "no UDP frame was acknowledged, so nothing is known"
+    remedy = (
+        "let hosts send each other UDP (any port), in firewalls and security group, and repeat; or preflight.checks.mtu=off"
+    )
+    for one in find_broken(silent, tried=tried):
+        found.append(report(one.subject, Status.WARN, measured, "an answer", remedy))
     least = min(contact.intended or 0 for contact in tried.values())
     return found or [report(None, Status.PASS, least, least, unit="bytes")]
 
@@ -171,33 +177,21 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
 def _vanishing(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
     bad = {link: contact for link, contact in tried.items() if contact.loses_large}
     hosts = report.roster.hosts
-    for one in find_broken(bad, tried={link for link, contact in tried.items() if not contact.is_silent}):
+    for one in find_broken(bad, tried={link for link, contact in tried.items() if contact.largest}):
         passing = min(bad[link].largest or 0 for link in one.links)
         intended = max(bad[link].intended or 0 for link in one.links)
         whose = range(len(hosts)) if one.subject is None else (one.subject,) if isinstance(one.subject, int) else one.subject
         by_interface: dict[str, list[str]] = defaultdict(list)
         for place in whose:
             by_interface[hosts[place].interface].append(report.label(place))
-        commands = [
-            f"`ip link set dev {interface} mtu {passing}` on {_listed(labels)}"
-            for interface, labels in sorted(by_interface.items())
-        ]
-        remedy = (
-            f"set the interface's MTU to {passing} ({'; '.join(commands)}), or that of the switch or bridge between them to "
-            f"{intended}"
+        commands = "; ".join(
+            f"`ip link set dev {name} mtu {passing}` on {_listed(labels)}" for name, labels in sorted(by_interface.items())
         )
+        between = f"that of the switch or bridge between them to {intended}"
+        remedy = f"set the interface's MTU to {passing} ({commands}), or {between}"
         which = {Way.OUT: "that it sends ", Way.IN: "that it should receive "}.get(one.way, "")
         measured = f"large frames {which}vanish above {passing} bytes"
         yield report(one.subject, Status.FAIL, measured, f"{intended} bytes", remedy)
-
-
-def _unanswered(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
-    remedy = (
-        "let hosts send each other UDP (any port), in firewalls and security group, and repeat; or preflight.checks.mtu=off"
-    )
-    measured = "no UDP frame was acknowledged, so nothing is known"
-    for one in find_broken([link for link, contact in tried.items() if contact.is_silent], tried=tried):
-        yield report(one.subject, Status.WARN, measured, "an answer", remedy)
 
 
 def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
@@ -205,7 +199,7 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
     report = LinkReporter("clock", roster)
     ahead = offsets_from_group({link: one.offset_s for link, one in contacts.items() if one.offset_s is not None})
     if not ahead:
-        return [report.nothing_known()]
+        return report.nothing_known()
     expected, is_pair = f"within {thresholds.clock_warn_s:g}", len(ahead) == 2
     found = []
     for place, offset_s in ahead.items():

@@ -1,5 +1,6 @@
 """What hosts tell each other about links, and the orders of the first host: records of JSON."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -56,13 +57,8 @@ class Contact:
 
     @property
     def loses_large(self) -> bool:
-        """Whether small frames pass, and larger ones that should do not."""
+        """Whether small frames pass, and larger ones that should do not. With 0 no frame of any size was acknowledged."""
         return bool(self.largest and self.intended and self.largest < self.intended)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether no frame of any size was acknowledged."""
-        return self.largest == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +72,6 @@ class Flow:
     gbps: float
     both: bool = False
     waited: float = 0.0
-
-    def excused_gbps(self) -> float:
-        """What it might have been, had there been processors all the time."""
-        return self.gbps / max(1.0 - self.waited, 0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +102,19 @@ class Roster:
 def merged(contacts: Iterable[Contact]) -> dict[Link, Contact]:
     """One contact per link: the best of what was found, so that a second probe clears what a first one missed by chance."""
     found: dict[Link, Contact] = {}
-    for contact in contacts:
-        before = found.get(contact.link)
-        found[contact.link] = contact if before is None else _better(before, contact)
+    for other in contacts:
+        one = found.get(other.link, other)
+        ports = {port for port, _ in one.blocked}
+        fastest = min(one, other, key=lambda contact: math.inf if contact.latency_s is None else contact.latency_s)
+        found[other.link] = replace(
+            other,
+            blocked=tuple(blocked for blocked in other.blocked if blocked[0] in ports),
+            largest=max((size for size in (one.largest, other.largest) if size is not None), default=None),
+            intended=other.intended or one.intended,
+            latency_s=fastest.latency_s,
+            offset_s=fastest.offset_s,
+        )
     return found
-
-
-def _better(one: Contact, other: Contact) -> Contact:
-    ports = {port for port, _ in one.blocked} & {port for port, _ in other.blocked}
-    sizes = [size for size in (one.largest, other.largest) if size is not None]
-    timed = [contact for contact in (one, other) if contact.latency_s is not None]
-    fastest = min(timed, key=lambda contact: contact.latency_s or 0.0, default=one)
-    return replace(
-        other,
-        blocked=tuple(blocked for blocked in other.blocked if blocked[0] in ports),
-        largest=max(sizes, default=None),
-        intended=other.intended or one.intended,
-        latency_s=fastest.latency_s,
-        offset_s=fastest.offset_s,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,7 @@ def candidates(passing: int, lost: int) -> tuple[int, ...]:
 
 def find_largest_packet(place: tuple[str, int], *, source: str, key: ResponderKey, intended: int, wait_s: float) -> int:
     """Bytes of the largest packet to `place` that arrives, headers of IP and UDP included, `intended` at the most; 0 if none is
-    acknowledged.
-
-    Takes a round trip where all is well, and at most four times `wait_s` otherwise. Raises: OSError without a way there.
-    """
+    acknowledged. Takes a round trip where all is well, and at most four times `wait_s` otherwise. Raises: OSError."""
     top = max(SMALLEST, min(intended, LARGEST))
     family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
@@ -71,8 +68,7 @@ def find_largest_packet(place: tuple[str, int], *, source: str, key: ResponderKe
             return max(passed, default=0)
         passing, lost = SMALLEST, top
         for _ in range(_MOST_SEARCHES):
-            sizes = candidates(passing, lost)
-            if not sizes:
+            if not (sizes := candidates(passing, lost)):
                 break
             passed = _acknowledged(datagrams, key, sizes, wait_s=wait_s / 2)
             passing = max([passing, *passed])
@@ -110,29 +106,23 @@ def _acknowledged(datagrams: socket.socket, key: ResponderKey, sizes: Sequence[i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
-    """Thresholds and deadlines of the link checks. Times in seconds; the defaults fit hosts of one data centre."""
+    """Thresholds and deadlines of the link checks. Times in seconds; the defaults fit hosts of one data centre.
+
+    `roster_s`: how long the first host waits for the others to introduce themselves. `grace_s`: how much later than its own
+    limit a host's report may come before the host counts as silent. `take_s`: until a host that has nothing else to do has
+    taken up an order. `connect_s`: of a TCP connection; a first packet that is lost is sent again after one second, and is not
+    waited for, for what failed is tried again. `answer_s`: one answer of a host that is connected. `mtu_wait_s`: until a large
+    frame that was not acknowledged counts as lost; healthy links answer in a millisecond.
+    """
 
     thresholds: PreflightThresholds = field(default_factory=PreflightThresholds)
     limits: PreflightLimits = field(default_factory=PreflightLimits)
-
     roster_s: float = 60.0
-    """How long the first host waits for the others to introduce themselves."""
-
     grace_s: float = 1.0
-    """How much later than its own limit a host's report may come before the host counts as silent."""
-
     take_s: float = 2.0
-    """Until a host that has nothing else to do has taken up an order."""
-
     connect_s: float = 1.0
-    """Setting up a TCP connection: a first packet that is lost is sent again after one second, and is not waited for; what
-    failed is tried a second time."""
-
     answer_s: float = 1.0
-    """One answer of a host that is connected."""
-
     mtu_wait_s: float = 0.45
-    """Until a large frame that was not acknowledged counts as lost. Healthy links answer in a millisecond."""
 
     def limit_s(self, *, measure: bool) -> float:
         """When all must have carried out an order. Each stream of a pair takes connecting, a handshake and a receipt."""
@@ -154,8 +144,7 @@ class PeerProbe:
     token: bytes
     options: LinkOptions
     wall: Callable[[], float] = time.time
-    _port: int = 0
-    """For streams: the first one that contact has found open."""
+    _port: int = 0  # For streams: the first one that contact has found open.
 
     def contact(self) -> Contact:
         """Reach, latency, clock and MTU of the way there. Never raises for what the network does."""
@@ -168,10 +157,19 @@ class PeerProbe:
         latency_s, offset_s = min(timed.values(), default=(None, None))
         known = [mtu for mtu in (self.source.mtu, self.target.mtu) if mtu is not None]
         intended = min([*known, LARGEST]) if known else _DEFAULT_MTU
+        largest = None
+        if timed:
+            place, wait_s = (self.target.address, self.target.udp_port), self.options.mtu_wait_s
+            try:
+                largest = find_largest_packet(
+                    place, source=self.source.address, key=self._key, intended=intended, wait_s=wait_s
+                )
+            except OSError:
+                largest = 0
         return Contact(
             link=self.link,
             blocked=tuple(sorted((port, result) for port, result in found.items() if isinstance(result, str))),
-            largest=self._largest(intended) if timed else None,
+            largest=largest,
             intended=intended,
             latency_s=latency_s,
             offset_s=offset_s,
@@ -209,13 +207,6 @@ class PeerProbe:
                 break
         return statistics.median(took_s for took_s, _ in found), min(found)[1]
 
-    def _largest(self, intended: int) -> int:
-        place, source = (self.target.address, self.target.udp_port), self.source.address
-        try:
-            return find_largest_packet(place, source=source, key=self._key(), intended=intended, wait_s=self.options.mtu_wait_s)
-        except OSError:
-            return 0
-
     def _flow(self, ask: Callable[..., StreamResult], *, both: bool) -> Flow:
         result = StreamResult(0, 0.0, 0.0)
         with suppress(ChannelError), self._connected(self._port) as channel:
@@ -223,14 +214,14 @@ class PeerProbe:
         link = self.link if ask is ask_to_take else self.link[::-1]
         return Flow(link=link, gbps=8e-9 * result.best_bytes_per_s, both=both, waited=round(result.waited, 3))
 
+    @property
     def _key(self) -> ResponderKey:
         return ResponderKey(self.token, bytes.fromhex(self.target.nonce))
 
     @contextmanager
     def _connected(self, port: int) -> Iterator[Channel]:
-        channel = connect(self.target.address, port, source=self.source.address, limit_s=self.options.connect_s)
-        with channel:
-            HANDSHAKE.introduce(channel, self._key().secret, limit_s=self.options.answer_s)
+        with connect(self.target.address, port, source=self.source.address, limit_s=self.options.connect_s) as channel:
+            HANDSHAKE.introduce(channel, self._key.secret, limit_s=self.options.answer_s)
             yield channel
 
 

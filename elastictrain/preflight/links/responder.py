@@ -4,7 +4,9 @@ One responder per host answers whoever has the preflight's token, on real ports 
 shows that the host at an address is the one that introduced itself.
 """
 
+import hmac
 import logging
+import math
 import secrets
 import socket
 import struct
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.errors import HostUnfitError
-from elastictrain.net.channel import SIGNATURE_BYTES, Channel, ChannelError, Handshake, Secret, is_signed, signature
+from elastictrain.net.channel import SIGNATURE_BYTES, Channel, ChannelError, Handshake, Secret, signature
 from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer
 
 logger = logging.getLogger(__name__)
@@ -68,52 +70,42 @@ class ResponderKey:
 
     def answer(self, data: bytes) -> bytes | None:
         """What to answer to a datagram; None for one that is no probe under this token. Never more than came."""
-        found = self._read(_PROBE, data)
-        return None if found is None or found[1] != len(data) else self._frame(_ACK, found[0], len(data))
+        number, size = self._read(_PROBE, data)
+        return self._frame(_ACK, number, size) if number is not None and size == len(data) else None
 
     def acknowledged(self, data: bytes) -> int | None:
         """The number of the probe that arrived; None if this is no answer to one."""
-        found = self._read(_ACK, data)
-        return None if found is None else found[0]
+        return self._read(_ACK, data)[0]
 
     def _frame(self, kind: bytes, number: int, size: int) -> bytes:
         head = _FRAME.pack(_FRAME_MAGIC, kind, number, size)
-        return head + signature(self._context + head, self.token)
+        return head + signature(b"frame|" + self.nonce.hex().encode() + b"|" + head, self.token)
 
-    def _read(self, kind: bytes, data: bytes) -> tuple[int, int] | None:
-        if len(data) < FRAME_BYTES:
-            return None
-        head = data[: _FRAME.size]
-        magic, found, number, size = _FRAME.unpack(head)
-        genuine = is_signed(self._context + head, data[_FRAME.size : FRAME_BYTES], self.token)
-        return (number, size) if genuine and (magic, found) == (_FRAME_MAGIC, kind) else None
-
-    @property
-    def _context(self) -> bytes:
-        return b"frame|" + self.nonce.hex().encode() + b"|"
+    def _read(self, kind: bytes, data: bytes) -> tuple[int | None, int]:
+        """Number and size."""
+        if len(data) >= FRAME_BYTES:
+            _, _, number, size = _FRAME.unpack(data[: _FRAME.size])
+            if hmac.compare_digest(data[:FRAME_BYTES], self._frame(kind, number, size)):
+                return number, size
+        return None, 0
 
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
-Reading = tuple[float, float | None]
-"""A time, and for how long this thread has been ready to run by then and had no processor; None if the kernel does not tell."""
 
-
-def read_waiting() -> Reading:
-    """Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/<pid>/schedstat."""
+def read_waiting() -> tuple[float, float]:
+    """The time, and for how long this thread has been ready to run by then and had no processor; not a number if the kernel
+    does not tell. Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/<pid>/schedstat."""
     try:
-        waited_s = 1e-9 * int(_SCHEDSTAT.read_text().split()[1])
+        return time.monotonic(), 1e-9 * int(_SCHEDSTAT.read_text().split()[1])
     except (OSError, ValueError, IndexError):
-        waited_s = None
-    return time.monotonic(), waited_s
+        return time.monotonic(), math.nan
 
 
-def part_waited(before: Reading, after: Reading) -> float:
+def part_waited(before: tuple[float, float], after: tuple[float, float]) -> float:
     """From 0 to 1: the part of the time that the thread waited for a processor. What is unknown counts as none."""
-    passed_s = after[0] - before[0]
-    if before[1] is None or after[1] is None or passed_s <= 0:
-        return 0.0
-    return min(1.0, max(0.0, (after[1] - before[1]) / passed_s))
+    passed_s, waited_s = after[0] - before[0], after[1] - before[1]
+    return min(1.0, max(0.0, waited_s / passed_s)) if passed_s > 0 and not math.isnan(waited_s) else 0.0
 
 
 LEAST_SLICE_S = 0.08
@@ -121,10 +113,7 @@ LEAST_SLICE_S = 0.08
 
 
 class Meter:
-    """Counts bytes as they come. `tail`: the last few. `waited`: the part of the time that this thread had no processor.
-
-    The best rate is that of the best stretch: a busy processor makes a stretch slower, never faster.
-    """
+    """Counts bytes as they come. `tail`: the last few. `waited`: the part of the time that this thread had no processor."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -140,12 +129,8 @@ class Meter:
             self._marks.append((now_s, self.num_bytes))
         self._last = (now_s, self.num_bytes)
 
-    def seconds(self) -> float:
-        """From the first bytes to the last."""
-        return self._last[0] - self._marks[0][0] if self._marks else 0.0
-
     def best_bytes_per_s(self) -> float:
-        """Over stretches of at least `LEAST_SLICE_S`; 0 if next to nothing came."""
+        """Of the best stretch of at least `LEAST_SLICE_S`: a busy processor makes one slower, never faster."""
         marks = [*self._marks, self._last] if self._marks else []
         best, left = 0.0, 0
         for right in range(1, len(marks)):
@@ -154,8 +139,8 @@ class Meter:
             length_s = marks[right][0] - marks[left][0]
             if length_s >= LEAST_SLICE_S:
                 best = max(best, (marks[right][1] - marks[left][1]) / length_s)
-        if best == 0.0 and self.seconds() > 0:
-            best = (self.num_bytes - self._marks[0][1]) / self.seconds()
+        if best == 0.0 and marks and (seconds := marks[-1][0] - marks[0][0]) > 0:
+            best = (self.num_bytes - marks[0][1]) / seconds
         return best
 
 

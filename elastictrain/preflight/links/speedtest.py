@@ -68,10 +68,7 @@ def measure_speed(
     address: str, *, port: int = PORT, token: str, size_bytes: int, limit_s: float = LIMIT_S
 ) -> tuple[Transfer, Transfer, Transfer, Transfer]:
     """Send `size_bytes` to a listener, get as many back, and then both at once: there, back, there and back at the same time.
-    Memory does not depend on the size.
-
-    Raises: TransportError naming the address, also if not all bytes came within `limit_s`.
-    """
+    Memory does not depend on the size. Raises: TransportError naming the address, also if not all came within `limit_s`."""
 
     def transfer(ask: Callable[..., StreamResult], answer_s: float) -> Transfer:
         try:

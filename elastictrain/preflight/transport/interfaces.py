@@ -98,42 +98,34 @@ def system_addresses() -> dict[str, tuple[str, ...]]:
 
 
 def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> NetworkInterface:
-    folder = f"{_FOLDER}/{name}"
-    kind = _kind(surroundings, name, addresses)
-    flags = _integer(surroundings.read(f"{folder}/flags"), base=16)
-    speed = _integer(surroundings.read(f"{folder}/speed"), least=1) if kind is Kind.CARD else None
+    def integer(file: str, *, base: int = 10, least: int = 0) -> int | None:
+        return _integer(surroundings.read(f"{_FOLDER}/{name}/{file}"), base=base, least=least)
+
+    entries, hardware = set(surroundings.names(f"{_FOLDER}/{name}")), integer("type")
+    uevent = surroundings.read(f"{_FOLDER}/{name}/uevent") or ""
+    knows_speed = "device" in entries or "bonding" in entries or hardware == _IPOIB_TYPE
+    kind = Kind.CARD if knows_speed or re.search(r"^DEVTYPE=(bond|vlan)$", uevent, re.MULTILINE) else Kind.OTHER
+    if hardware == _LOOPBACK_TYPE or name == "lo" or (addresses and all(map(is_loopback, addresses))):
+        kind = Kind.LOOPBACK
+    elif "device" not in entries and _CONTAINER_NAME.match(name):
+        kind = Kind.CONTAINER
+    flags, state = integer("flags", base=16), surroundings.read(f"{_FOLDER}/{name}/operstate")
+    # What the kernel calls IFF_RUNNING, which sysfs does not show; NCCL looks at no interface without it.
+    running = False if state in ("down", "lowerlayerdown", "notpresent", "testing", "dormant") else None
+    if flags is not None and not flags & _UP:
+        running = False
+    elif state == "up" or (state == "unknown" and flags is not None):  # loopback and tunnels do not tell
+        running = True
+    speed = integer("speed", least=1) if kind is Kind.CARD else None
     return NetworkInterface(
         name=name,
         kind=kind,
-        running=_running(flags, surroundings.read(f"{folder}/operstate")),
-        mtu_bytes=_integer(surroundings.read(f"{folder}/mtu"), least=1),
+        running=running,
+        mtu_bytes=integer("mtu", least=1),
         speed_gbps=None if speed is None or speed > _FASTEST_MBPS or speed == 65535 else speed / 1000,
-        vendor=surroundings.read(f"{folder}/device/vendor") or None,
+        vendor=surroundings.read(f"{_FOLDER}/{name}/device/vendor") or None,
         addresses=addresses,
     )
-
-
-def _kind(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> Kind:
-    folder = f"{_FOLDER}/{name}"
-    entries = set(surroundings.names(folder))
-    hardware = _integer(surroundings.read(f"{folder}/type"))
-    device_type = re.search(r"^DEVTYPE=(\S+)$", surroundings.read(f"{folder}/uevent") or "", re.MULTILINE)
-    word = device_type.group(1) if device_type else ""
-    if hardware == _LOOPBACK_TYPE or name == "lo" or (addresses and all(map(is_loopback, addresses))):
-        return Kind.LOOPBACK
-    if "device" not in entries and _CONTAINER_NAME.match(name):
-        return Kind.CONTAINER
-    is_card = "device" in entries or word in ("bond", "vlan") or "bonding" in entries or hardware == _IPOIB_TYPE
-    return Kind.CARD if is_card else Kind.OTHER
-
-
-def _running(flags: int | None, operstate: str | None) -> bool | None:
-    """What the kernel calls IFF_RUNNING, which sysfs does not show; NCCL looks at no interface without it."""
-    if flags is not None and not flags & _UP:
-        return False
-    if operstate == "up" or (operstate == "unknown" and flags is not None):  # loopback and tunnels do not tell
-        return True
-    return False if operstate in ("down", "lowerlayerdown", "notpresent", "testing", "dormant") else None
 
 
 def is_loopback(address: str) -> bool:
