@@ -7,6 +7,7 @@ manifests, quarantines and records. Free of torch.
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from typing import Literal
 
@@ -109,7 +110,6 @@ class CandidateSearch:
 
     def __post_init__(self) -> None:
         self._rejected: list[Reject] = []
-        self._listing: Listing | None = None
         self._lineage = Lineage(self.store)
         self._off_line: frozenset[str] = frozenset()
 
@@ -126,7 +126,7 @@ class CandidateSearch:
 
         Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
-        listing = self._list()
+        listing = self._listing
         while True:
             decision = select_checkpoint(listing, rejected=self._rejected, on_invalid=self.on_invalid)
             folder = decision if isinstance(decision, FolderFacts) else None
@@ -154,8 +154,7 @@ class CandidateSearch:
         """Quarantines a folder: it is kept, and never considered again. Where only the key may be wrong, this walk alone passes
         it over."""
         self._rejected.append(reject)
-        logger.warning("checkpoint rejected: %s", reject)
-        self.record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
+        self._tell([reject], what="rejected")
         if not reject.lasting:
             return
         mark = encode_mark({"reason": reject.reason, "file": reject.file, **self._signed()})
@@ -167,7 +166,7 @@ class CandidateSearch:
 
     def accepted(self, folder: str) -> None:
         """Tells what newer remnants were passed over, once a candidate is loaded."""
-        listing = self._list()
+        listing = self._listing
         newer = takewhile(lambda one: one.name != folder, listing.folders)
         self._tell(_uncommitted(one) for one in newer if not one.has_manifest and not one.quarantined)
         if folder not in self._off_line:
@@ -175,16 +174,15 @@ class CandidateSearch:
             self._tell(Reject(name, None, reason) for name in sorted(self._off_line))
         mark_committed(self.store, listing=listing, note={"checkpoint": folder, **self._signed()})
 
-    def _list(self) -> Listing:
-        if self._listing is None:
-            listing = list_checkpoints(self.store)
-            folders, self._off_line = self._lineage.line_first(listing.folders)
-            self._listing = replace(listing, folders=folders)
-        return self._listing
+    @cached_property
+    def _listing(self) -> Listing:
+        listing = list_checkpoints(self.store)
+        folders, self._off_line = self._lineage.line_first(listing.folders)
+        return replace(listing, folders=folders)
 
     def _refuse_if_lost(self) -> None:
         """A folder without checkpoints looks like that of a new run. Raises: NoValidCheckpointError if it is not."""
-        if self.on_invalid == "fresh" or self._list().begun:
+        if self.on_invalid == "fresh" or self._listing.begun:
             # A person, or an earlier start, has seen that nothing is there to go on from.
             return
         traces = find_traces(self.store, self._lineage, incarnation=self.incarnation)
@@ -206,14 +204,14 @@ class CandidateSearch:
     def _signed(self) -> dict[str, JsonValue]:
         return {"time": self.clock(), "incarnation": self.incarnation}
 
-    def _tell(self, rejects: Iterable[Reject]) -> None:
+    def _tell(self, rejects: Iterable[Reject], *, what: str = "skipped") -> None:
         for reject in rejects:
-            logger.warning("checkpoint skipped: %s", reject)
+            logger.warning("checkpoint %s: %s", what, reject)
             self.record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
 
     def _with_reason(self, reject: Reject) -> Reject:
         """Of a folder that an earlier start quarantined, with the reason it wrote down."""
-        folder = self._list().folder(reject.folder)
+        folder = self._listing.folder(reject.folder)
         if reject in self._rejected or folder is None or not folder.quarantined:
             return reject
         return replace(reject, reason=f"{reject.reason}: {quarantine_reason(self.store, reject.folder)}")

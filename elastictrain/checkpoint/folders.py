@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastictrain.bounded_json import parse_json
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.errors import IrregularFileError, ObjectNotFoundError, StorageError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, exists, read_bounded
 from elastictrain.storage.opening import is_blocked
@@ -120,17 +120,6 @@ def read_listing(infos: Iterable[ObjectInfo]) -> Listing:
             modified = max(info.modified for info in files.values())
             folders.append(FolderFacts(name, int(match[1]), int(match[2] or 1), sizes, modified))
     return Listing(tuple(sorted(folders, key=lambda facts: facts.order, reverse=True)), begun, committed)
-
-
-def missing_files(manifest: Manifest, folder: FolderFacts) -> Reject | None:
-    """The first file of the manifest that the listing does not show, or shows in another size. Pure."""
-    for file in manifest.files:
-        size_bytes = folder.files.get(file.name)
-        if size_bytes is None:
-            return Reject(folder.name, file.name, f"{file.name} is gone")
-        if size_bytes != file.size_bytes:
-            return Reject(folder.name, file.name, f"{file.name} must have {file.size_bytes} bytes, but has {size_bytes}")
-    return None
 
 
 def is_there(store: Store, key: str) -> bool:

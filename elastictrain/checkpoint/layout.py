@@ -104,10 +104,16 @@ def plan_files(
             f"two tensors would both be called {next(key for key in keys if keys.count(key) > 1)!r} in a shard"
         )
     groups = grouped(ordered, [item.size_bytes for item in ordered], most_bytes=shard_bytes)
-    return tuple(
-        _place(group, name=file_name(incarnation, rank=rank, index=index), chunk_bytes=chunk_bytes, metadata=metadata)
-        for index, group in enumerate(groups)
-    )
+    files = []
+    for index, group in enumerate(groups):
+        header = encode_header([(item.key, item.dtype, item.sizes) for item in group], metadata=metadata)
+        starts = list(accumulate((item.size_bytes for item in group), initial=len(header)))
+        placed = tuple(
+            PlacedItem(item, start, split_item(item, chunk_bytes=chunk_bytes))
+            for item, start in zip(group, starts, strict=False)
+        )
+        files.append(ShardFile(file_name(incarnation, rank=rank, index=index), header, placed, starts[-1]))
+    return tuple(files)
 
 
 def grouped(items: Iterable[T], sizes: Iterable[int], *, most_bytes: int) -> list[list[T]]:
@@ -121,15 +127,6 @@ def grouped(items: Iterable[T], sizes: Iterable[int], *, most_bytes: int) -> lis
         groups[-1].append(item)
         filled += size_bytes
     return groups
-
-
-def _place(items: Sequence[Item], *, name: str, chunk_bytes: int, metadata: Mapping[str, str]) -> ShardFile:
-    header = encode_header([(item.key, item.dtype, item.sizes) for item in items], metadata=metadata)
-    starts = list(accumulate((item.size_bytes for item in items), initial=len(header)))
-    placed = tuple(
-        PlacedItem(item, start, split_item(item, chunk_bytes=chunk_bytes)) for item, start in zip(items, starts, strict=False)
-    )
-    return ShardFile(name, header, placed, starts[-1])
 
 
 def split_item(item: Item, *, chunk_bytes: int) -> tuple[Chunk, ...]:
@@ -156,13 +153,15 @@ class PlacedChunk:
     chunk: ChunkRecord
 
 
-def chunks_by_file(manifest: Manifest) -> Mapping[str, tuple[PlacedChunk, ...]]:
+def chunks_by_file(manifest: Manifest) -> Mapping[str, Sequence[PlacedChunk]]:
     """What the manifest places in each file, in the order of the bytes."""
     placed: dict[str, list[PlacedChunk]] = {file.name: [] for file in manifest.files}
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             placed[chunk.file].append(PlacedChunk(name, tensor, chunk))
-    return {file: tuple(sorted(chunks, key=_position)) for file, chunks in placed.items()}
+    for chunks in placed.values():
+        chunks.sort(key=lambda one: (one.chunk.start, one.chunk.size_bytes, one.chunk.offsets))
+    return placed
 
 
 def check_shard_header(head: bytes, *, file: FileRecord, chunks: Sequence[PlacedChunk], where: str) -> None:
@@ -226,7 +225,3 @@ def _item(own: Sequence[PlacedChunk]) -> Item:
     first, tensor = own[0].chunk, own[0].tensor
     sizes = (sum(one.chunk.sizes[0] for one in own), *first.sizes[1:]) if first.sizes else ()
     return Item(own[0].name, tensor.dtype, tensor.shape, first.offsets, sizes)
-
-
-def _position(one: PlacedChunk) -> tuple[int, int, tuple[int, ...]]:
-    return (one.chunk.start, one.chunk.size_bytes, one.chunk.offsets)

@@ -67,12 +67,6 @@ def is_on_line(incarnation: str, step: int, *, newest: ResumeOrigin | None, look
         origin = following
 
 
-def made_by(folder: FolderFacts) -> str | None:
-    """The incarnation whose shard files are in a folder; None if there are none, or of several."""
-    names = {match[1] for file in folder.files if (match := _SHARD.fullmatch(file))}
-    return names.pop() if len(names) == 1 else None
-
-
 class Lineage:
     """The records of one run."""
 
@@ -89,8 +83,9 @@ class Lineage:
         on_line: list[FolderFacts] = []
         off_line: list[FolderFacts] = []
         for folder in folders:
-            name = made_by(folder)
-            there = name is None or self.has(name, folder.step)
+            # Files of several incarnations, or none, tell nothing.
+            made_by = {match[1] for file in folder.files if (match := _SHARD.fullmatch(file))}
+            there = len(made_by) != 1 or self.has(made_by.pop(), folder.step)
             (on_line if there else off_line).append(folder)
         return (*on_line, *off_line), frozenset(folder.name for folder in off_line)
 

@@ -53,8 +53,6 @@ class MemoryRestore:
     """The memory tiers at the start of one incarnation. Methods are collective over `group`."""
 
     folder: str
-    """Of the run, in host memory."""
-
     _: KW_ONLY
     run: str
     host: int
@@ -63,15 +61,12 @@ class MemoryRestore:
     speaks_for_host: bool
     group: dist.ProcessGroup | None
     remote: RemoteReader | None
-    """Reaches the other hosts."""
-
     names: Sequence[str] = ()
     """Of the hosts, by rank."""
 
     def __post_init__(self) -> None:
         self._rank = 0 if self.group is None else dist.get_rank(self.group)
         self._hosts: list[int] = []
-        """Of each rank."""
         self.held: list[Held] = []
         """All snapshots of this run that are not forgotten; the same on all ranks."""
         self._off_line: frozenset[tuple[str, int]] = frozenset()

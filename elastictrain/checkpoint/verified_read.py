@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Event, local
 from typing import TypeVar
 
-from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of, missing_files
+from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest
 from elastictrain.checkpoint.manifest_format import parse_manifest
@@ -143,13 +143,22 @@ def _twice(read: Callable[[], T], *wrong: type[Exception]) -> T:
         return found
 
 
+def wrong_chunks(span: Span, data: memoryview) -> list[ChunkRecord]:
+    """The chunks in `data`, the bytes of `span`, that do not have their digest."""
+    return [
+        chunk
+        for chunk in span.chunks
+        if not has_digest(
+            data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes], chunk.digest, sha256=chunk.sha256
+        )
+    ]
+
+
 def _fill(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
     _read_range(folder, span.file, data, start=span.start)
-    for chunk in span.chunks:
-        begin, end = chunk.start, chunk.start + chunk.size_bytes
-        if not has_digest(data[begin - span.start : end - span.start], chunk.digest, sha256=chunk.sha256):
-            where = f"{folder.url(span.file)}: bytes [{begin}, {end})"
-            raise DamagedFileError(f"{where} do not have their digest", file=span.file)
+    for chunk in wrong_chunks(span, data):
+        where = f"{folder.url(span.file)}: bytes [{chunk.start}, {chunk.start + chunk.size_bytes})"
+        raise DamagedFileError(f"{where} do not have their digest", file=span.file)
 
 
 def _read_range(folder: CheckpointFolder, file: str, data: memoryview, *, start: int) -> None:
@@ -204,18 +213,19 @@ def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = N
 
 
 def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Reject | None:
-    """The first file that neither the listing nor the store, asked for it, has in its size.
-
-    Raises: StorageError.
-    """
-    if missing_files(manifest, folder) is None:
-        return None
-    # A listing can lag behind what was written.
-    sizes: dict[str, int] = {}
+    """The first file that neither the listing nor the store, asked for it, has in its size. Raises: StorageError."""
     for file in manifest.files:
+        if folder.files.get(file.name) == file.size_bytes:
+            continue
+        # A listing can lag behind what was written.
+        size_bytes = None
         with suppress(ObjectNotFoundError, IrregularFileError):
-            sizes[file.name] = store.stat(key_of(folder.name, file.name)).size_bytes
-    return missing_files(manifest, replace(folder, files=sizes))
+            size_bytes = store.stat(key_of(folder.name, file.name)).size_bytes
+        if size_bytes is None:
+            return Reject(folder.name, file.name, f"{file.name} is gone")
+        if size_bytes != file.size_bytes:
+            return Reject(folder.name, file.name, f"{file.name} must have {file.size_bytes} bytes, but has {size_bytes}")
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,17 +93,8 @@ def _of_integers(a: Tensor, b: Tensor) -> Difference:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPair:
-    """A tensor that both have, under one name."""
-
-    name: str
-    a: TensorRecord
-    b: TensorRecord
-
-    @property
-    def same_kind(self) -> bool:
-        return (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
+TensorPair = tuple[TensorRecord, TensorRecord]
+"""A tensor that both have, as it is in A and in B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +103,8 @@ class Overview:
 
     only_a: list[str]
     only_b: list[str]
-    other_kind: list[TensorPair]
-    to_read: list[TensorPair]
+    other_kind: dict[str, TensorPair]
+    to_read: dict[str, TensorPair]
     """All others whose digests do not show that they are equal."""
 
     num_common: int
@@ -122,14 +113,15 @@ class Overview:
 
 def compare_manifests(a: Manifest, b: Manifest) -> Overview:
     """What differs by the manifests alone, and which tensors must be read to know."""
-    pairs = [TensorPair(name, record, b.tensors[name]) for name, record in a.tensors.items() if name in b.tensors]
+    pairs = {name: (record, b.tensors[name]) for name, record in a.tensors.items() if name in b.tensors}
+    same = {name for name, (one, other) in pairs.items() if (one.dtype, one.shape) == (other.dtype, other.shape)}
     flat_a, flat_b = _flatten(a.state, ""), _flatten(b.state, "")
     both = {key: (flat_a.get(key, _ABSENT), flat_b.get(key, _ABSENT)) for key in sorted(flat_a.keys() | flat_b.keys())}
     return Overview(
         only_a=sorted(a.tensors.keys() - b.tensors.keys()),
         only_b=sorted(b.tensors.keys() - a.tensors.keys()),
-        other_kind=[pair for pair in pairs if not pair.same_kind],
-        to_read=[pair for pair in pairs if pair.same_kind and _boxes(pair.a) != _boxes(pair.b)],
+        other_kind={name: pair for name, pair in pairs.items() if name not in same},
+        to_read={name: (one, other) for name, (one, other) in pairs.items() if name in same and _boxes(one) != _boxes(other)},
         num_common=len(pairs),
         state={key: values for key, values in both.items() if not (key in flat_a and key in flat_b and values[0] == values[1])},
     )
@@ -149,36 +141,38 @@ def _boxes(record: TensorRecord) -> set[tuple[tuple[int, ...], tuple[int, ...], 
     return {(chunk.offsets, chunk.sizes, chunk.digest) for chunk in record.chunks}
 
 
-def compare_values(pairs: Sequence[TensorPair], *, a: CheckpointFolder, b: CheckpointFolder) -> dict[str, Difference]:
+def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: CheckpointFolder) -> dict[str, Difference]:
     """Reads the tensors that may differ, chunk by chunk; those that do by name, worst first.
 
     Raises: DamagedFileError, StorageError.
     """
     # At most: of both together.
-    total = sum(chunk.size_bytes for pair in pairs for record in (pair.a, pair.b) for chunk in record.chunks)
+    total = sum(chunk.size_bytes for pair in pairs.values() for record in pair for chunk in record.chunks)
     with (
         progress("comparing", total=total, unit="B") as advance,
         ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool,
     ):
         try:
-            found = list(pool.map(lambda pair: (pair.name, compare_pair(pair, a=a, b=b, advance=advance)), pairs))
+            found = list(pool.map(lambda pair: compare_pair(*pair, a=a, b=b, advance=advance), pairs.values()))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    differing = [(name, one) for name, one in found if one.differing]
+    differing = [(name, one) for name, one in zip(pairs, found, strict=True) if one.differing]
     return dict(sorted(differing, key=lambda item: (-item[1].relative, -item[1].max_abs, item[0])))
 
 
-def compare_pair(pair: TensorPair, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance) -> Difference:
-    """How far one tensor of `a` and `b` is apart. Raises: DamagedFileError, StorageError."""
+def compare_pair(
+    one: TensorRecord, other: TensorRecord, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance
+) -> Difference:
+    """How far a tensor of `b` is apart from that of `a`. Raises: DamagedFileError, StorageError."""
     total = Difference()
-    same_in_b = _boxes(pair.b)
-    for chunk in pair.a.chunks:
+    same_in_b = _boxes(other)
+    for chunk in one.chunks:
         if chunk.size_bytes:
-            values = read_box(a, pair.a, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
+            values = read_box(a, one, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
             # Where B has the same, A is read for its scale alone.
             same = (chunk.offsets, chunk.sizes, chunk.digest) in same_in_b
-            others = values if same else read_box(b, pair.b, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
+            others = values if same else read_box(b, other, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
             total = total.plus(difference(values, others))
             advance(2 * chunk.size_bytes)
     return total
@@ -216,7 +210,7 @@ def _text(overview: Overview, values: Mapping[str, Difference], *, limit: int | 
         (name, f"{one.elements:,}", f"{one.differing:,}", f"{one.max_abs:.3g}", f"{one.relative:.3g}")
         for name, one in values.items()
     ]
-    kinds = [(pair.name, *(f"{one.dtype} {list(one.shape)}" for one in (pair.a, pair.b))) for pair in overview.other_kind]
+    kinds = [(name, *(f"{one.dtype} {list(one.shape)}" for one in pair)) for name, pair in overview.other_kind.items()]
     state = [(key, str(a), str(b)) for key, (a, b) in overview.state.items()]
     sections: list[tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]] = [
         (
@@ -243,30 +237,27 @@ def _text(overview: Overview, values: Mapping[str, Difference], *, limit: int | 
 
 
 def _document(overview: Overview, values: Mapping[str, Difference], *, limit: int | None) -> dict[str, object]:
+    # JSON has no infinity.
+    tensors = [
+        {
+            "name": name,
+            "elements": one.elements,
+            "differing": one.differing,
+            "max_abs": "inf" if one.max_abs == math.inf else one.max_abs,
+            "relative": "inf" if one.relative == math.inf else one.relative,
+        }
+        for name, one in list(values.items())[:limit]
+    ]
+    other_kind = [
+        {"name": name} | {side: {"dtype": one.dtype, "shape": one.shape} for side, one in zip("ab", pair, strict=True)}
+        for name, pair in list(overview.other_kind.items())[:limit]
+    ]
     return {
         "common": overview.num_common,
         "differing": len(values),
-        "tensors": [
-            {
-                "name": name,
-                "elements": one.elements,
-                "differing": one.differing,
-                # JSON has no infinity.
-                **{
-                    key: "inf" if value == math.inf else value
-                    for key, value in (("max_abs", one.max_abs), ("relative", one.relative))
-                },
-            }
-            for name, one in list(values.items())[:limit]
-        ],
-        "other_kind": [
-            {
-                "name": pair.name,
-                **{side: {"dtype": one.dtype, "shape": list(one.shape)} for side, one in (("a", pair.a), ("b", pair.b))},
-            }
-            for pair in overview.other_kind[:limit]
-        ],
+        "tensors": tensors,
+        "other_kind": other_kind,
         "only_a": overview.only_a[:limit],
         "only_b": overview.only_b[:limit],
-        "state": {key: list(both) for key, both in overview.state.items()},
+        "state": overview.state,
     }

@@ -7,6 +7,7 @@ task it inherits from nothing.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -29,7 +30,7 @@ from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.checkpoint.verified_read import DamagedFileError
 from elastictrain.config.task_signature import TARGET, check_call, find_task
 from elastictrain.config.validate import construct
-from elastictrain.errors import EXIT_OK, ConfigError, Problem, UsageError
+from elastictrain.errors import EXIT_OK, ConfigError, UsageError
 from elastictrain.storage.store import Store
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -42,8 +43,6 @@ class StoredModel:
     """The model in a checkpoint."""
 
     url: str
-    """Of the checkpoint, for messages."""
-
     shapes: Mapping[str, tuple[int, ...]]
     """By the model's own names, as in its `state_dict`."""
 
@@ -85,7 +84,7 @@ def export_checkpoint(
     location = locate(url, key_env=key_env)
     write: Callable[[ExportSource, ExportTarget], None]
     if to == "hf":
-        write = _huggingface_writer(exporting_task(location.run, target=task_target))
+        write = partial(write_huggingface, exporting_task(location.run, target=task_target))
         read_by = "transformers.AutoModelForCausalLM.from_pretrained reads it from a local folder"
     else:
         write, read_by = {
@@ -112,19 +111,15 @@ def export_checkpoint(
         return EXIT_OK
 
 
-def _huggingface_writer(task: ExportsHuggingFace) -> Callable[[ExportSource, ExportTarget], None]:
+def write_huggingface(task: ExportsHuggingFace, source: ExportSource, target: ExportTarget) -> None:
     """A folder that `from_pretrained` reads, as the task writes it."""
-
-    def write(source: ExportSource, target: ExportTarget) -> None:
-        tensors = source.manifest.tensors
-        model = StoredModel(
-            url=source.checkpoint.url,
-            shapes={name.removeprefix(MODEL): tensors[name].shape for name in tensors if name.startswith(MODEL)},
-            read=lambda name: source.read(f"{MODEL}{name}"),
-        )
-        task.export_huggingface(model, store=target.store, dtype=source.dtype or torch.bfloat16)
-
-    return write
+    tensors = source.manifest.tensors
+    model = StoredModel(
+        url=source.checkpoint.url,
+        shapes={name.removeprefix(MODEL): tensors[name].shape for name in tensors if name.startswith(MODEL)},
+        read=lambda name: source.read(f"{MODEL}{name}"),
+    )
+    task.export_huggingface(model, store=target.store, dtype=source.dtype or torch.bfloat16)
 
 
 def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
@@ -153,11 +148,11 @@ def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
         note(f"{url} names the task {stored!a}; exporting with {target}")
     options = {str(name): value for name, value in values.items() if name != key}
     call, problems = check_call(cls, options=options, model=model)
-    if call is None:
-        raise _config_error(problems, url=url)
-    task, problems = construct(cast("type[object]", call.cls), arguments=call.arguments, path="task")
-    if problems:
-        raise _config_error(problems, url=url)
+    task: object = None
+    if call is not None:
+        task, problems = construct(cast("type[object]", call.cls), arguments=call.arguments, path="task")
+    if call is None or problems:
+        raise ConfigError([replace(problem, message=f"{problem.message} ({url})") for problem in problems])
     return cast(ExportsHuggingFace, task)
 
 
@@ -167,7 +162,3 @@ def read_run_config(run: Store) -> dict[str, object]:
     if tree is None:
         raise ConfigError(f"{run.url} must be the folder of a run, but has no {CONFIG_NAME}")
     return tree
-
-
-def _config_error(problems: list[Problem], *, url: str) -> ConfigError:
-    return ConfigError([replace(problem, message=f"{problem.message} ({url})") for problem in problems])

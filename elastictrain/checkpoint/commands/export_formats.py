@@ -39,7 +39,6 @@ class ExportSource:
     checkpoint: Checkpoint
     dtype: torch.dtype | None
     advance: Callable[[int], None]
-    """One more tensor is read."""
 
     @property
     def manifest(self) -> Manifest:
@@ -68,8 +67,6 @@ class ExportTarget:
     """A folder (`file` is empty), or one file in it."""
 
     url: str
-    """As the person wrote it."""
-
     store: Store
     file: str = ""
 

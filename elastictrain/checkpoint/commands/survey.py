@@ -10,14 +10,12 @@ from enum import StrEnum
 
 import msgspec
 
-from elastictrain.checkpoint.candidate_search import NoCandidate, select_checkpoint
 from elastictrain.checkpoint.commands.output import age_text, note, result, result_json, size_text, table
 from elastictrain.checkpoint.folders import (
     FOLDER_NAME,
     QUARANTINE_NAME,
     ROOT,
     FolderFacts,
-    Listing,
     Reject,
     is_there,
     key_of,
@@ -108,7 +106,6 @@ class CheckpointState(StrEnum):
     UNCOMMITTED = "uncommitted"
     DAMAGED = "damaged"
     UNTRUSTED = "untrusted"
-    """Not signed with the key that was given."""
 
     UNKNOWN = "unknown format"
     PARTIAL = "partial"
@@ -140,7 +137,6 @@ class Surveyed:
     """Known once all bytes were read."""
 
     gone: bool = False
-    """It was deleted while it was read."""
 
     @property
     def name(self) -> str:
@@ -207,31 +203,33 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
 
     Raises: NoValidCheckpointError; UnknownFormatError; StorageError.
     """
-    run, rejects = location.run, list(rejected)
+    run, rejects = location.run, {reject.folder: reject for reject in rejected}
     while True:
         # Listed anew each time: a run that is still training saves and prunes meanwhile.
-        wanted = tuple(
+        wanted = [
             folder
             for folder in list_checkpoints(run).folders
             if step in (None, folder.step) and location.folder in (None, folder.name)
-        )
-        decision = select_checkpoint(Listing(wanted, begun=False), rejected=rejects, on_invalid="stop")
-        if isinstance(decision, NoCandidate):
-            if decision.fresh:
-                raise NoValidCheckpointError(location.missing_message(step))
+        ]
+        if not wanted:
+            raise NoValidCheckpointError(location.missing_message(step))
+        candidates = [one for one in wanted if one.has_manifest and not one.quarantined and one.name not in rejects]
+        if not candidates:
+            reasons = {one.name: f"{one.name}: {one.state.value}: {one.reason}" for one in survey(location, wanted)}
+            lines = "".join(f"\n  - {rejects.get(name, reason)}" for name, reason in reasons.items())
             which = "" if step is None else f" of step {step}"
-            lines = "\n".join(f"  - {reject}" for reject in decision.rejects)
-            raise NoValidCheckpointError(f"{location.url} has no valid checkpoint{which}:\n{lines}")
+            raise NoValidCheckpointError(f"{location.url} has no valid checkpoint{which}:{lines}")
+        newest = candidates[0]
         try:
-            found = examine(run, decision, signing=location.signing)
+            found = examine(run, newest, signing=location.signing)
         except ObjectNotFoundError as error:
-            rejects.append(Reject(decision.name, MANIFEST_NAME, str(error)))
+            rejects[newest.name] = Reject(newest.name, MANIFEST_NAME, str(error))
             continue
-        if found.reject is None and found.manifest is not None:
-            note_unchecked(found.manifest, name=decision.name, signing=location.signing)
-            return Checkpoint(decision.name, CheckpointFolder(run, f"{ROOT}/{decision.name}/"), found.manifest)
         if found.reject is not None:
-            rejects.append(found.reject)
+            rejects[newest.name] = found.reject
+        elif found.manifest is not None:
+            note_unchecked(found.manifest, name=newest.name, signing=location.signing)
+            return Checkpoint(newest.name, CheckpointFolder(run, f"{ROOT}/{newest.name}/"), found.manifest)
 
 
 def note_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:

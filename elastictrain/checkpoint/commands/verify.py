@@ -23,7 +23,14 @@ from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chun
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.verified_read import READ_THREADS, CheckpointFolder, DamagedFileError, coalesced_reads, read_chunks
+from elastictrain.checkpoint.verified_read import (
+    READ_THREADS,
+    CheckpointFolder,
+    DamagedFileError,
+    coalesced_reads,
+    read_chunks,
+    wrong_chunks,
+)
 from elastictrain.errors import (
     EXIT_OK,
     EXIT_STORAGE,
@@ -171,11 +178,9 @@ def _problems(
         for span in spans:
             if stopped.is_set():
                 return ()
-            data = read(span.start, span.end)
-            for chunk in span.chunks:
-                start, end = chunk.start, chunk.start + chunk.size_bytes
-                if not has_digest(data[start - span.start : end - span.start], chunk.digest, sha256=chunk.sha256):
-                    wrong.append(f"{names[chunk]} in bytes [{start}, {end}) does not have its digest")
+            for chunk in wrong_chunks(span, read(span.start, span.end)):
+                place = f"bytes [{chunk.start}, {chunk.start + chunk.size_bytes})"
+                wrong.append(f"{names[chunk]} in {place} does not have its digest")
         if not wrong:
             check_shard_header(header, file=file, chunks=placed, where="its header")
     except ObjectNotFoundError:

@@ -53,13 +53,18 @@ def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot
     usable = min(memory.available_bytes - int(HEADROOM * memory.total_bytes), memory.folder_free_bytes) + memory.held_bytes
     if not wanted:
         return Buffers(0, replicate=False)
-    asked, wanted = wanted, most_buffers(wanted, replicate=replicate)
     usable_with = usable + memory.held_replica_bytes
-    shortage = _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable_with if replicate else usable)
-    options: list[tuple[int, bool]] = [(wanted, replicate), (asked, False), (1, False)]
+    most = most_buffers(wanted, replicate=replicate)
+    what = f"{most} buffer{'s' if most > 1 else ''} of {snapshot_bytes / 1e9:.2f} GB"
+    what += f" and replicas of {replica_bytes / 1e9:.2f} GB" if replicate else ""
+    needed = most * snapshot_bytes + (REPLICA_SLOTS * replica_bytes if replicate else 0)
+    there = max(0, usable_with if replicate else usable)
+    shortage = f"snapshots need {needed / 1e9:.2f} GB of host memory ({what}), but {there / 1e9:.2f} GB can be used"
+    options: list[tuple[int, bool]] = [(most, replicate), (wanted, False), (1, False)]
     for per_rank, replicas in options:
-        if _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= (usable_with if replicas else usable):
-            return Buffers(per_rank, replicas, "" if (per_rank, replicas) == (wanted, replicate) else shortage)
+        needed = per_rank * snapshot_bytes + (REPLICA_SLOTS * replica_bytes if replicas else 0)
+        if needed <= (usable_with if replicas else usable):
+            return Buffers(per_rank, replicas, "" if (per_rank, replicas) == (most, replicate) else shortage)
     return Buffers(0, False, shortage)
 
 
@@ -73,15 +78,14 @@ def least(choices: Sequence[Buffers]) -> Buffers:
 
 def describe(buffers: Buffers) -> str:
     """What a shortage means for the run, for a person."""
-    if buffers.per_rank == 0:
-        consequence = "checkpoints are synchronous, and nothing is kept in host memory"
-    elif buffers.per_rank == 1:
-        consequence = "one buffer per rank: a worker killed while it is being filled falls back to storage"
-    else:
-        consequence = "no replicas on other hosts"
-    if buffers.per_rank == 1 and not buffers.replicate:
-        consequence += ", and no replicas on other hosts"
-    return f"{buffers.shortage}; {consequence}"
+    consequences = [
+        "checkpoints are synchronous, and nothing is kept in host memory",
+        "one buffer per rank: a worker killed while it is being filled falls back to storage",
+    ]
+    told = consequences[buffers.per_rank : buffers.per_rank + 1]
+    if buffers.per_rank and not (buffers.per_rank == 1 and buffers.replicate):
+        told.append("no replicas on other hosts")
+    return f"{buffers.shortage}; {', and '.join(told)}"
 
 
 def memory_of(folder: str, *, held_bytes: int = 0, held_replica_bytes: int = 0) -> HostMemory:
@@ -126,14 +130,3 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _needed(per_rank: int, replicate: bool, snapshot_bytes: int, replica_bytes: int) -> int:
-    return per_rank * snapshot_bytes + (REPLICA_SLOTS * replica_bytes if replicate else 0)
-
-
-def _shortage(wanted: int, replicate: bool, snapshot_bytes: int, replica_bytes: int, usable: int) -> str:
-    needed = _needed(wanted, replicate, snapshot_bytes, replica_bytes)
-    what = f"{wanted} buffer{'s' if wanted > 1 else ''} of {snapshot_bytes / 1e9:.2f} GB"
-    what += f" and replicas of {replica_bytes / 1e9:.2f} GB" if replicate else ""
-    return f"snapshots need {needed / 1e9:.2f} GB of host memory ({what}), but {max(0, usable) / 1e9:.2f} GB can be used"

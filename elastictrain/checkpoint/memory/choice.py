@@ -1,36 +1,7 @@
 """Which slot the next snapshot goes to. Pure: from what all ranks know alike to the same answer on all of them."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-
-
-@dataclass(frozen=True, slots=True)
-class SlotView:
-    """One slot, as all ranks agree on it."""
-
-    step: int | None
-    """Of the snapshot in it; None if it holds nothing that anybody needs."""
-
-    whole: bool
-    """Whether that snapshot is complete on every rank."""
-
-    busy: bool
-    """Whether it cannot be written now, because some rank or saver is still at work on it."""
-
-
-def choose_slot(slots: Sequence[SlotView]) -> int | None:
-    """The slot for the next snapshot, or None if there is none to be had now.
-
-    A snapshot is only overwritten while another whole one remains, unless there is no other slot; the oldest goes first.
-    """
-    candidates = []
-    for index, slot in enumerate(slots):
-        if slot.busy:
-            continue
-        another = any(other.whole for place, other in enumerate(slots) if place != index)
-        if slot.step is None or another or len(slots) == 1:
-            candidates.append(index)
-    return min(candidates, key=lambda index: (slots[index].step or 0, index), default=None)
+from dataclasses import dataclass
 
 
 class SlotBook:
@@ -49,28 +20,37 @@ class SlotBook:
         self._busy, self._torn = list(busy), list(torn)
 
     def choose(self, *, protected: Collection[int | None] = ()) -> int | None:
-        """The slot for a snapshot now, if there is one; the snapshots of `protected` steps stay."""
-        views = [self._view(index) for index in range(len(self._steps))]
-        return choose_slot([replace(view, busy=view.busy or view.step in set(protected) - {None}) for view in views])
+        """The slot for a snapshot now, if there is one; the snapshots of `protected` steps stay.
+
+        A snapshot is only overwritten while another whole one remains, unless there is no other slot; the oldest goes first.
+        """
+        candidates = []
+        for index, step in enumerate(self._steps):
+            if self._busy[index] or not self._is_known(step):
+                continue
+            others = [place for place in range(len(self._steps)) if place != index]
+            if step is None or self._torn[index]:
+                # What came to nothing on some rank is of no use on any.
+                candidates.append((0, index))
+            elif step not in protected and (not others or any(map(self._is_whole, others))):
+                candidates.append((step, index))
+        return min(candidates)[1] if candidates else None
 
     def newest_whole(self) -> int | None:
         """The newest step that is whole on all ranks."""
-        return max((view.step for view in map(self._view, range(len(self._steps))) if view.whole and view.step), default=None)
+        return max((step for index, step in enumerate(self._steps) if step and self._is_whole(index)), default=None)
 
     def started(self, index: int, step: int) -> None:
         """A snapshot of step `step` is being taken into slot `index` on all ranks."""
         self._steps[index] = step
 
-    def _view(self, index: int) -> SlotView:
+    def _is_known(self, step: int | None) -> bool:
+        """Flags from before a snapshot began tell nothing about it."""
+        return step is None or self._known_step > step
+
+    def _is_whole(self, index: int) -> bool:
         step = self._steps[index]
-        if step is None:
-            return SlotView(None, whole=False, busy=self._busy[index])
-        # Flags from before the snapshot began tell nothing about it.
-        known = self._known_step > step
-        if known and self._torn[index] and not self._busy[index]:
-            # It came to nothing on some rank, so it is of no use on any.
-            return SlotView(None, whole=False, busy=False)
-        return SlotView(step, whole=known and not self._torn[index], busy=not known or self._busy[index])
+        return step is not None and self._is_known(step) and not self._torn[index]
 
 
 @dataclass(slots=True)

@@ -52,15 +52,11 @@ class SnapshotFacts:
 
     version: Literal[1]
     run: str
-    """Name of the run in host memory."""
-
     incarnation: str
     step: Count
     world_size: Count
     rank: Count
     layout: str
-    """Digest of its layout."""
-
     config_digest: str
     created: float
     reason: str
@@ -278,8 +274,6 @@ class SnapshotSource:
     def __init__(self, url: str) -> None:
         self.url = url
         self.resources = ExitStack()
-        """What is let go of at the end."""
-
         self.remote = False
         """Whether anything was read from other hosts."""
 

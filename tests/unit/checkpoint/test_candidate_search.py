@@ -14,10 +14,10 @@ from elastictrain.checkpoint.folders import (
     clear_target,
     folder_name,
     key_of,
-    missing_files,
     read_listing,
 )
 from elastictrain.checkpoint.manifest import FileRecord, Manifest, digest_of
+from elastictrain.checkpoint.verified_read import find_missing
 from elastictrain.events import CheckpointRejected
 from elastictrain.storage.store import ObjectInfo
 from tests.unit.checkpoint.fakes import Bench, FakeStore
@@ -138,14 +138,18 @@ def test_newer_remnants_are_told_when_an_older_checkpoint_is_loaded() -> None:
     assert [(event.checkpoint, event.file) for event in told] == [("step-000000020", "manifest.json")]
 
 
-def test_missing_files() -> None:
+@pytest.mark.parametrize(
+    ("listed", "stored", "missing"),
+    [({"a": 3}, {}, False), ({"a": 2}, {"a": 2}, True), ({}, {}, True), ({"a": 3, "b": 1}, {}, False), ({}, {"a": 3}, False)],
+)
+def test_missing_files(listed: dict[str, int], stored: dict[str, int], missing: bool) -> None:
+    """A listing may lag behind what the store has."""
     digest = digest_of(b"")
     manifest = Manifest(1, 1, "i", 0.0, "c", {}, {}, (FileRecord("a", 3, digest, 0, digest),), {})
-    assert missing_files(manifest, FolderFacts("f", 1, 1, {"a": 3})) is None
-    for files in ({"a": 2}, {}):
-        reject = missing_files(manifest, FolderFacts("f", 1, 1, files))
-        assert reject is not None
-        assert (reject.folder, reject.file, reject.lasting) == ("f", "a", True)
+    store = FakeStore({key_of("f", name): bytes(size_bytes) for name, size_bytes in stored.items()})
+    reject = find_missing(store, manifest, folder=FolderFacts("f", 1, 1, listed))
+    assert (reject is not None) == missing
+    assert reject is None or (reject.folder, reject.file, reject.lasting) == ("f", "a", True)
 
 
 def test_refusal_says_what_to_do() -> None:

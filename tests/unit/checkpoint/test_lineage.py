@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.folders import FolderFacts, folder_name
-from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_on_line, made_by
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_on_line
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 
@@ -122,8 +122,11 @@ def test_a_damaged_record_tells_nothing(damage: bytes, tmp_path: Path) -> None:
     assert not off_line
 
 
-def test_who_made_a_folder_is_told_by_its_files() -> None:
-    assert made_by(folder(10, FIRST)) == FIRST
-    assert made_by(FolderFacts("step-000000010", 10, 1, {"manifest.json": 1})) is None
-    mixed = {**folder(10, FIRST).files, **folder(10, SECOND).files}
-    assert made_by(FolderFacts("step-000000010", 10, 1, mixed)) is None
+def test_files_of_several_incarnations_or_none_put_no_folder_off_the_line(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    Lineage(store).write(ResumeOrigin(1, FIRST, 0, ""))
+    Lineage(store).write(ResumeOrigin(2, SECOND, 20, FIRST))
+    mixed = {**folder(30, FIRST).files, **folder(30, SECOND).files}
+    for files, off_line in (({"manifest.json": 1}, False), (mixed, False), (folder(30, FIRST).files, True)):
+        found = Lineage(store).line_first([FolderFacts("step-000000030", 30, 1, files)])
+        assert bool(found[1]) == off_line

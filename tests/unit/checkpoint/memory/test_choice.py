@@ -5,31 +5,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.memory.choice import SlotBook, SlotView, choose_slot
+from elastictrain.checkpoint.memory.choice import SlotBook
 from tests.unit.examples import examples
 
-VIEWS = [
-    SlotView(step, whole, busy)
-    for step, whole, busy in product((None, 5, 6), (False, True), (False, True))
-    if step or not whole
-]
+SLOTS = [(step, busy, torn) for step in (None, 5, 6, 9) for busy in (False, True) for torn in (False, True)]
+"""With the flags of step 8: nothing is known yet of a snapshot of step 9."""
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_every_combination(count: int) -> None:
-    for slots in product(VIEWS, repeat=count):
-        chosen = choose_slot(slots)
+@pytest.mark.parametrize("protected", [(), (5, None), (6,)])
+def test_every_combination(count: int, protected: tuple[int | None, ...]) -> None:
+    for slots in product(SLOTS, repeat=count):
+        book = SlotBook([step for step, _, _ in slots])
+        book.update(8, busy=[busy for _, busy, _ in slots], torn=[torn for _, _, torn in slots])
+        whole = [step in (5, 6) and not torn for step, _, torn in slots]
+        free = [not busy and (step is None or (step != 9 and torn)) for step, busy, torn in slots]
+        chosen = book.choose(protected=protected)
         if chosen is None:
-            # Nothing was to be had: each slot is busy, or holds what nothing else stands in for.
-            assert all(slot.busy or slot.step is not None for slot in slots)
+            assert not any(free)
             continue
-        assert not slots[chosen].busy
-        others = [slot for place, slot in enumerate(slots) if place != chosen]
-        if slots[chosen].whole and others:
-            assert any(other.whole for other in others)
-        for place, slot in enumerate(slots):
-            if not slot.busy and any(other.whole for at, other in enumerate(slots) if at != place):
-                assert (slots[chosen].step or 0) <= (slot.step or 0)
+        step, busy, _ = slots[chosen]
+        assert not busy
+        assert step != 9
+        if any(free):
+            assert chosen == free.index(True)
+            continue
+        # A whole snapshot goes, the oldest that may: another one stays, unless this is the only slot.
+        assert step not in protected
+        assert sum(whole) > 1 or count == 1
+        assert all(step <= other for other, busy, _ in slots if not busy and other not in (None, 9, *protected))
 
 
 def test_nothing_is_known_of_a_snapshot_before_the_next_word() -> None:
