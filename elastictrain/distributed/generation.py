@@ -246,7 +246,13 @@ class _Participant:
         if decision == "publish":
             name, said = f"{self._number:06d}-{uuid.uuid4().hex[:8]}", [hellos[rank] for rank in range(world_size)]
             nonces, ranks = tuple(one.nonce for one in said), tuple(one.introduction for one in said)
-            self._publish(_NameProposal(name, nonces, ranks))
+            self._proposal, self._acknowledged = _NameProposal(name, nonces, ranks), set()
+            pieces = pack(encode_record(self._proposal).decode())
+            # Each is waited for: on a network that drops large frames this is what must still pass, to find that out.
+            for number, piece in enumerate(pieces):
+                self._set(f"proposal/{name}/{number}", piece)
+                self._has(f"proposal/{name}/{number}")
+            self._set("proposal", encode_record(_Heading(name, len(pieces))).decode())
         elif decision == "go" and proposal is not None:
             self._set(f"go/{proposal.name}", "")
 
@@ -254,9 +260,13 @@ class _Participant:
         """Acknowledge a proposal that names this rank; returns what was agreed once its go is there."""
         # The go is looked for before another proposal is joined: one that comes after it is no business of this group's.
         if not self._may_go() and self._has("proposal"):
-            heading = self._heading()
+            heading, rank = self._heading(), self._identity.rank
             if self._joined is None or self._joined.name != heading.name:
-                self._join(heading)
+                pieces = [self._get(f"proposal/{heading.name}/{number}") for number in range(heading.pieces)]
+                proposal = parse_record(unpack(pieces), _NameProposal, limits=DOCUMENT)
+                if len(proposal.nonces) == self._identity.world_size and proposal.nonces[rank] == self._nonce:
+                    self._joined = AgreedGeneration(proposal.name, proposal.ranks)
+                    self._set(f"ack/{proposal.name}/{rank}", "")
         return self._joined if self._may_go() else None
 
     def find_missing(self) -> tuple[int, ...]:
@@ -277,23 +287,6 @@ class _Participant:
 
     def _may_go(self) -> bool:
         return self._joined is not None and self._has(f"go/{self._joined.name}")
-
-    def _join(self, heading: _Heading) -> None:
-        pieces = [self._get(f"proposal/{heading.name}/{number}") for number in range(heading.pieces)]
-        proposal = parse_record(unpack(pieces), _NameProposal, limits=DOCUMENT)
-        rank = self._identity.rank
-        if len(proposal.nonces) == self._identity.world_size and proposal.nonces[rank] == self._nonce:
-            self._joined = AgreedGeneration(proposal.name, proposal.ranks)
-            self._set(f"ack/{proposal.name}/{rank}", "")
-
-    def _publish(self, proposal: _NameProposal) -> None:
-        """In pieces, each waited for: on a network that drops large frames this is what must still pass, to find that out."""
-        self._proposal, self._acknowledged = proposal, set()
-        pieces = pack(encode_record(proposal).decode())
-        for number, piece in enumerate(pieces):
-            self._set(f"proposal/{proposal.name}/{number}", piece)
-            self._has(f"proposal/{proposal.name}/{number}")
-        self._set("proposal", encode_record(_Heading(proposal.name, len(pieces))).decode())
 
     def _heading(self) -> _Heading:
         return parse_record(self._get("proposal"), _Heading)

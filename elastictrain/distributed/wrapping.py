@@ -116,15 +116,22 @@ def finish(
 ) -> Wrapped:
     """Make a filled model trainable: DDP where asked, and the precision of the forward pass. Collective: yes."""
     if parallel.kind != "ddp":
-        return Wrapped(model, model, shape, world_size, nullcontext, _groups_of(model))
+        meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+        groups = next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
+        return Wrapped(model, model, shape, world_size, nullcontext, groups)
     module: nn.Module = model
     if world_size > 1:
+        # Positional tables and the like are the same everywhere; only buffers that training changes have to be kept equal.
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        # torch 2.13 gave the option a new name, and warns of the old one.
+        new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        option = "forward_sync_buffers" if new_name else "broadcast_buffers"
         ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,
-            **_buffer_option(model),  # type: ignore[arg-type]
+            **{option: any(name not in names for name in model.state_dict())},  # type: ignore[arg-type]
         )
         _settle_buckets(ddp)
         module = ddp
@@ -146,14 +153,6 @@ def accumulation(module: nn.Module, *, last: bool) -> Iterator[None]:
         module.set_is_last_backward(last)
         module.set_reshard_after_backward(last)
     yield
-
-
-def _groups_of(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of the mesh that the parameters are sharded over."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            return tuple(parameter.device_mesh.get_all_groups())
-    return ()
 
 
 def gather_no_more(module: nn.Module) -> None:
@@ -201,27 +200,13 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-def _buffer_option(model: nn.Module) -> dict[str, bool]:
-    """Positional tables and the like are the same everywhere; only buffers that training changes have to be kept equal."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wanted = any(name not in names for name in model.state_dict())
-    # torch 2.13 gave the option a new name, and warns of the old one.
-    new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if new_name else "broadcast_buffers": wanted}
-
-
 def _selective_contexts() -> _Contexts:
-    # The policy counts products, in the forward and in the recomputation, so each pass through a block needs a new one.
-    contexts: _Contexts = create_selective_checkpoint_contexts(_make_policy())  # type: ignore[no-untyped-call]
-    return contexts
-
-
-def _make_policy() -> Callable[..., CheckpointPolicy]:
     """Keep attention and every other matrix product; recompute the rest.
 
     Source: the per-operator policy of Korthikanti et al. 2022, as used widely for Llama; a product costs far more time per byte
     of its result than an elementwise operation.
     """
+    # Products are counted in the forward and in the recomputation, so each pass through a block needs a policy of its own.
     counts = {False: 0, True: 0}
 
     def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -232,4 +217,5 @@ def _make_policy() -> Callable[..., CheckpointPolicy]:
         name = getattr(op, "__name__", "").split(".")[0]
         return CheckpointPolicy.MUST_SAVE if name in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    contexts: _Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts

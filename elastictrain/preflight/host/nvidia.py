@@ -7,6 +7,7 @@ MIG instances, fabric state and recovery action, too. Its price is its size, abo
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
@@ -46,9 +47,7 @@ def read_nvidia(surroundings: Surroundings) -> GpuReport | None:
         others = surroundings.tools.run(_LIST, limit_s=LIMIT_S)
         if others is not None and not others.timed_out:
             gpus, driver = parse_list(others.stdout)
-            return GpuReport(
-                vendor=Vendor.NVIDIA, tool=TOOL, driver=driver, gpus=gpus, lost=report.lost, whole=False, detail=report.detail
-            )
+            return replace(report, driver=driver, gpus=gpus, whole=False)
     return report
 
 
@@ -57,7 +56,12 @@ def parse_nvidia(answer: ToolOutput) -> GpuReport:
     if answer.timed_out:
         return GpuReport(vendor=Vendor.NVIDIA, tool=TOOL, trouble=Trouble.NO_ANSWER, whole=False)
     said = f"{answer.stdout}\n{answer.stderr}"
-    lost = tuple(dict.fromkeys(_which(found["which"]) for found in _LOST.finditer(said)))
+    lost: dict[str, None] = {}
+    for complaint in _LOST.finditer(said):
+        # About a GPU by its PCI address, or its index, or whatever stands there.
+        which = complaint["which"]
+        index = _LOST_INDEX.match(which)
+        lost[bus_id(which) or (index[1] if index else which.strip(" :")) or "unknown"] = None
     gpus: list[Gpu] = []
     texts: dict[str, str | None] = {}
     whole = False
@@ -71,15 +75,16 @@ def parse_nvidia(answer: ToolOutput) -> GpuReport:
     attached = integer(texts.get("attached_gpus"))
     trouble = None
     if not gpus and not lost:
-        trouble = Trouble.NO_DEVICES if whole and attached == 0 else _trouble(said)
+        known = (trouble for words, trouble in _TROUBLES if words in said.lower())
+        trouble = Trouble.NO_DEVICES if whole and attached == 0 else next(known, Trouble.GARBLED)
     return GpuReport(
         vendor=Vendor.NVIDIA,
         tool=TOOL,
         trouble=trouble,
-        detail=_first_line(said) if trouble or lost else "",
+        detail=next((line.strip()[:200] for line in said.splitlines() if line.strip()), "") if trouble or lost else "",
         driver=_version(texts.get("driver_version")),
         gpus=tuple(gpus),
-        lost=lost,
+        lost=tuple(lost),
         whole=whole and attached in {None, len(gpus)},
     )
 
@@ -118,6 +123,20 @@ def _gpu(index: int, element: ET.Element) -> Gpu:
     if remap_pending is None:
         # GPUs before Ampere retire pages instead of remapping rows.
         remap_pending = truth(text("retired_pages/pending_retirement"))
+    # Drivers have counted errors in three ways.
+    counts = [integer(text("ecc_errors/volatile/double_bit/total"))]
+    if counts == [None]:
+        counts = [integer(one.text) for one in element.iterfind("ecc_errors/volatile/*") if "uncorrectable" in one.tag]
+    known = [count for count in counts if count is not None]
+    slowed = None
+    for kind in ("throttle", "event"):
+        texts = {name: text(f"clocks_{kind}_reasons/clocks_{kind}_reason_{key}") for key, name in _SLOWED.items()}
+        states = {name: truth(state) for name, state in texts.items()}
+        if any(state is not None for state in states.values()):
+            slowed = tuple(name for name, state in states.items() if state)
+    recovery = word(text("gpu_recovery_action"))
+    for wanted, name in (("drain_and_reset_recommended", "Drain and Reset"), ("reset_required", "Reset")):
+        recovery = name if truth(text(f"gpu_reset_status/{wanted}")) else recovery
     return Gpu(
         index=index,
         bus=bus_id(element.get("id")) or bus_id(text("pci/pci_bus_id")),
@@ -127,66 +146,16 @@ def _gpu(index: int, element: ET.Element) -> Gpu:
         width=integer(text("pci/pci_gpu_link_info/link_widths/current_link_width")),
         max_width=integer(text("pci/pci_gpu_link_info/link_widths/max_link_width")),
         ecc_on=truth(text("ecc_mode/current_ecc")),
-        uncorrected=_uncorrected(element.find("ecc_errors/volatile")),
+        uncorrected=sum(known) if known else None,
         worn_out=truth(text("ecc_errors/aggregate/sram_threshold_exceeded")),
         remap_pending=remap_pending,
         remap_failed=truth(text("remapped_rows/remapped_row_failure")),
-        slowed=_slowed(element),
+        slowed=slowed,
         mig=truth(text("mig_mode/current_mig")),
         fabric_state=word(text("fabric/state")),
         fabric_status=word(text("fabric/status")),
-        recovery=_recovery(element),
+        recovery=recovery,
     )
-
-
-def _uncorrected(volatile: ET.Element | None) -> int | None:
-    """The sum of uncorrected errors in the three ways in which drivers have counted them; None if they say nothing."""
-    if volatile is None:
-        return None
-    total = integer(volatile.findtext("double_bit/total"))
-    if total is not None:
-        return total
-    counts = [integer(count.text) for count in volatile if "uncorrectable" in count.tag]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
-
-
-def _slowed(element: ET.Element) -> tuple[str, ...] | None:
-    for group, prefix in (
-        ("clocks_event_reasons", "clocks_event_reason_"),
-        ("clocks_throttle_reasons", "clocks_throttle_reason_"),
-    ):
-        reasons = element.find(group)
-        if reasons is not None:
-            states = {name: truth(reasons.findtext(prefix + key)) for key, name in _SLOWED.items()}
-            if any(state is not None for state in states.values()):
-                return tuple(name for name, state in states.items() if state)
-    return None
-
-
-def _recovery(element: ET.Element) -> str | None:
-    if truth(element.findtext("gpu_reset_status/reset_required")):
-        return "Reset"
-    if truth(element.findtext("gpu_reset_status/drain_and_reset_recommended")):
-        return "Drain and Reset"
-    return word(element.findtext("gpu_recovery_action"))
-
-
-def _which(text: str) -> str:
-    """What GPU a complaint is about: its PCI address, or its index, or whatever stands there."""
-    if bus := bus_id(text):
-        return bus
-    index = _LOST_INDEX.match(text)
-    return index[1] if index else text.strip(" :") or "unknown"
-
-
-def _trouble(said: str) -> Trouble:
-    lower = said.lower()
-    return next((trouble for words, trouble in _TROUBLES if words in lower), Trouble.GARBLED)
-
-
-def _first_line(said: str) -> str:
-    return next((line.strip()[:200] for line in said.splitlines() if line.strip()), "")
 
 
 def _version(text: str | None) -> str | None:
