@@ -25,10 +25,7 @@ _AT_ONCE = 64
 
 
 def read_bounded(store: ReadableStore, key: str, *, most_bytes: int = RECORD_BYTES) -> bytes:
-    """The whole object.
-
-    Raises: ObjectTooLargeError if it has more than `most_bytes`; what `Store.read` raises.
-    """
+    """The whole object. Raises: ObjectTooLargeError if it has more than `most_bytes`; what `Store.read` raises."""
     data = store.read(key, end=most_bytes + 1)
     if len(data) > most_bytes:
         raise ObjectTooLargeError(f"{store.url}/{key} must have at most {most_bytes} bytes, but has more")

@@ -224,10 +224,7 @@ class Retrying:
         return replace(self, options=replace(self.options, attempts=1))
 
     def call(self, request: Callable[[], T], *, action: str, url: str) -> T:
-        """What `request` returns.
-
-        Raises: StorageError for whatever the backend raised last.
-        """
+        """What `request` returns. Raises: StorageError for whatever the backend raised last."""
         began = self.clock()
         attempt = 1
         while True:

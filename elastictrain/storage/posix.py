@@ -93,10 +93,7 @@ class Place:
 
 @contextmanager
 def opened_folder(root: str, folder: str) -> Iterator[int]:
-    """Handle of a folder below `root`; '' is `root` itself, which may be a link.
-
-    Raises: OSError; IrregularFileError.
-    """
+    """Handle of a folder below `root`; '' is `root` itself, which may be a link. Raises: OSError; IrregularFileError."""
     handle, path = os.open(root, _FOLDER), root
     try:
         for name in folder.split("/") if folder else ():

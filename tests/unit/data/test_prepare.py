@@ -77,7 +77,7 @@ def test_other_inputs_are_refused(memory_store: Any, folder: Path, finished: boo
     if not finished:
         memory_store.delete("index.json")
     before = dict(memory_store.objects)
-    with pytest.raises(DataError, match=r"memory://tokens holds token files made from other inputs .*--out"):
+    with pytest.raises(DataError, match=r"memory://tokens.*--out"):
         run(memory_store, folder, plan="other")
     assert memory_store.objects == before
 
@@ -89,7 +89,7 @@ def test_of_two_that_start_at_once_one_wins(memory_store: Any, folder: Path, mon
         memory_store.create(key, data)
 
     monkeypatch.setattr(memory_store, "create", create)
-    with pytest.raises(DataError, match="other inputs"):
+    with pytest.raises(DataError, match="memory://tokens"):
         run(memory_store, folder)
     assert set(memory_store.objects) == {"prepare.json"}
 
@@ -145,12 +145,12 @@ def test_a_piece_is_never_empty(data: bytes) -> None:
 @pytest.mark.parametrize("data", [b'{"plan": 1}', b"{", b""])
 def test_damaged_progress_is_refused(memory_store: Any, folder: Path, data: bytes) -> None:
     memory_store.write("prepare.json", data)
-    with pytest.raises(DataError, match=r"prepare\.json is damaged"):
+    with pytest.raises(DataError, match=r"prepare\.json"):
         run(memory_store, folder)
 
 
 def test_an_index_without_progress_is_somebody_elses(memory_store: Any, folder: Path) -> None:
     run(memory_store, folder)
     memory_store.delete("prepare.json")
-    with pytest.raises(DataError, match="other inputs"):
+    with pytest.raises(DataError, match="memory://tokens"):
         run(memory_store, folder)

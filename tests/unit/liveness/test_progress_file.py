@@ -83,14 +83,15 @@ def test_memory_that_is_not_there_is_missed_at_once(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError) as refused:
         pair(tmp_path)
+    assert refused.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_files_are_no_marks(tmp_path: Path) -> None:
     Path(progress_path(str(tmp_path), 3)).write_bytes(b"x" * 4096)
-    with pytest.raises(ValueError, match="holds no marks"):
+    with pytest.raises(ValueError, match=r"r00003\.marks"):
         ProgressFileReader(str(tmp_path), 3)
     with pytest.raises(FileNotFoundError):
         ProgressFileReader(str(tmp_path), 4)

@@ -103,7 +103,8 @@ def test_after_a_stop_a_phase_that_is_known_to_be_long_is_given_twice_its_time(p
     assert judge(mark, now_s=83.9, stop=stop, options=OPTIONS) is None
     overdue = judge(mark, now_s=84.1, stop=stop, options=OPTIONS)
     assert overdue is not None
-    assert overdue.reason == f"asked to stop (SIGTERM), but {mark} did not end within 24 s"
+    assert overdue.exit_code == EXIT_TRANSPORT
+    assert "24 s" in overdue.reason
 
 
 @pytest.mark.parametrize("phase", [Phase.RENDEZVOUS, *BEFORE, *STEP_PHASES])
@@ -138,7 +139,7 @@ def test_a_real_thread_ends_a_stuck_process_once() -> None:
     threading.Event().wait(0.05)
     watchdog.close()
     assert [call.exit_code for call in ended.calls] == [EXIT_TRANSPORT]
-    assert "reduce of step 9" in ended.calls[0].reason
+    assert str(tracker.mark) in ended.calls[0].reason
 
 
 def test_a_stop_request_that_comes_later_is_seen() -> None:
@@ -177,9 +178,10 @@ def test_a_process_does_not_wait_for_one_that_is_gone(phase: Phase) -> None:
     mark, lost = mark_of(phase), LostPeer("rank 1 of this host", 5.0)
     assert judge(mark, now_s=5.0 + LOST_PATIENCE_S, stop=None, options=OPTIONS, others=Others(lost)) is None
     overdue = judge(mark, now_s=5.1 + LOST_PATIENCE_S, stop=None, options=OPTIONS, others=Others(lost))
-    assert overdue == Overdue(
-        EXIT_TRANSPORT, f"rank 1 of this host is gone, and {mark} cannot end without it", show_stacks=False
-    )
+    assert overdue is not None
+    assert (overdue.exit_code, overdue.show_stacks, overdue.hangs) == (EXIT_TRANSPORT, False, False)
+    assert lost.name in overdue.reason
+    assert str(mark) in overdue.reason
 
 
 def test_where_no_collective_notices_it_nobody_is_waited_for() -> None:
@@ -248,7 +250,8 @@ def test_a_silence_in_vain_is_ended_at_the_learned_bound() -> None:
     overdue = judge(mark, now_s=15.1, stop=None, options=OPTIONS, others=Others(in_vain=True))
     assert overdue is not None
     assert overdue.hangs
-    assert overdue.reason == "no progress for 15.1 s in reduce of step 3 (limit 15 s)"
+    assert overdue.exit_code == EXIT_TRANSPORT
+    assert ["15.1 s" in overdue.reason, "15 s)" in overdue.reason, str(mark) in overdue.reason] == [True] * 3
     lost = judge(mark, now_s=15.1, stop=None, options=OPTIONS, others=Others(LostPeer("rank 1", 0.0)))
     assert lost is not None
     assert not lost.hangs

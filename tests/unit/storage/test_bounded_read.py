@@ -15,7 +15,7 @@ def test_a_file_that_claims_30_gb_costs_no_memory(tmp_path: Path) -> None:
     store, began = open_store(str(tmp_path)), time.monotonic()
     tracemalloc.start()
     try:
-        with pytest.raises(ObjectTooLargeError, match=r"mark\.json must have at most"):
+        with pytest.raises(ObjectTooLargeError, match=r"mark\.json"):
             read_bounded(store, "mark.json")
         assert tracemalloc.get_traced_memory()[1] < 4 * RECORD_BYTES
     finally:

@@ -1,4 +1,5 @@
 import errno
+import os
 from enum import Enum
 
 import pytest
@@ -129,6 +130,6 @@ def test_error_says_what_to_do(fault: Fault, kind: type[Exception], remedy: str)
 
 
 def test_reason_is_one_line() -> None:
-    assert reason_of(OSError(errno.ENOSPC, "No space left on device", "/x")) == "No space left on device"
+    assert reason_of(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x")) == os.strerror(errno.ENOSPC)
     assert reason_of(RuntimeError("first\nsecond")) == "first"
     assert reason_of(TimeoutError()) == "TimeoutError"

@@ -68,10 +68,9 @@ def test_gives_up_in_time() -> None:
         clock.now += 4.0
         raise TimeoutError("silence")
 
-    with pytest.raises(
-        TransientStorageError, match=r"cannot read s3://b/k: silence \(attempt 3, after 14 s\); check"
-    ) as raised:
+    with pytest.raises(TransientStorageError, match=r"s3://b/k.*silence") as raised:
         retrying(clock).call(request, action="read", url="s3://b/k")
+    assert clock.now == 13.5
     assert isinstance(raised.value.__cause__, TimeoutError)
 
 
