@@ -145,15 +145,10 @@ def _too_deep(limits: JsonLimits) -> str:
 def _check_depth(value: object, limits: JsonLimits) -> None:
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(limits.max_depth):
-        if not level:
-            return
-        level = [child for one in level for child in _children(one) if isinstance(child, dict | list)]
+        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        level = [child for child in children if isinstance(child, dict | list)]
     if level:
         raise MalformedJsonError(_too_deep(limits))
-
-
-def _children(one: object) -> list[object]:
-    return list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
 
 
 def _object(pairs: list[tuple[str, object]]) -> Mapping[str, object]:

@@ -26,6 +26,7 @@ _HYDRA_OPTIONS = {
 
 _KEY = re.compile(r"[~+]*[A-Za-z_]\w*(?:[./][A-Za-z_]\w*)*", re.ASCII)
 _LONGEST_SHOWN = 200
+_EXPLAINED = " (--help explains the command line)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,8 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             elif action == "run":
                 action = "show"
     if wrong:
-        raise _usage_error(wrong)
+        raise UsageError("; ".join(wrong) + _EXPLAINED)
     return CommandLine(tuple(overrides), tuple(config_dirs), action, topic)
-
-
-def _usage_error(wrong: Sequence[str]) -> UsageError:
-    """All that is wrong with a command line in one error."""
-    return UsageError("; ".join(wrong) + " (--help explains the command line)")
 
 
 def _unknown_option(argument: str) -> str:
@@ -145,7 +141,7 @@ def parse_overrides(texts: Sequence[str], *, known: Mapping[str, Collection[str]
             message = f"must be one of {', '.join(sorted(known[key]))}, but is {show(choice)}{suggestion}"
             problems.append(Problem(key, message))
     if misuses:
-        raise _usage_error(misuses)
+        raise UsageError("; ".join(misuses) + _EXPLAINED)
     return Overrides(choices, tuple(values), tuple(problems))
 
 

@@ -53,7 +53,7 @@ def read_choices(config_dirs: Sequence[str]) -> Mapping[str, Mapping[str, Path]]
 
     Raises: UsageError if a folder is not there or has a file of the same name as another.
     """
-    added = _resolved(config_dirs)
+    added = [Path(name).expanduser().resolve() for name in config_dirs]
     problems = [f"--config-dir must be a folder, but {folder} is not" for folder in added if not folder.is_dir()]
     choices: dict[str, dict[str, Path]] = {}
     for folder in (own_conf(), *added):
@@ -69,10 +69,6 @@ def read_choices(config_dirs: Sequence[str]) -> Mapping[str, Mapping[str, Path]]
     return choices
 
 
-def _resolved(config_dirs: Sequence[str]) -> list[Path]:
-    return [Path(name).expanduser().resolve() for name in config_dirs]
-
-
 def compose(arguments: Sequence[str]) -> Composed:
     """Compose a run from `recipe=`, groups' choices, values and `--config-dir`.
 
@@ -82,7 +78,7 @@ def compose(arguments: Sequence[str]) -> Composed:
     line = read_command_line(arguments)
     known = read_choices(line.config_dirs)
     overrides = parse_overrides(line.overrides, known=known)
-    config = _compose_groups(overrides.choices, _resolved(line.config_dirs))
+    config = _compose_groups(overrides.choices, line.config_dirs)
     problems = [*overrides.problems]
     for override in overrides.values:
         if problem := _assign(config, override):
@@ -92,12 +88,13 @@ def compose(arguments: Sequence[str]) -> Composed:
     return Composed(tree, tuple(problems), bool(overrides.problems), tuple(sorted(known["recipe"])), recipe)
 
 
-def _compose_groups(choices: Mapping[str, str | None], added: Sequence[Path]) -> DictConfig:
+def _compose_groups(choices: Mapping[str, str | None], config_dirs: Sequence[str]) -> DictConfig:
     own = own_conf()
     wanted = [f"{group}={choice}" for group, choice in choices.items() if choice is not None]
     overrides = [one if (own / one.partition("=")[0]).is_dir() else f"+{one}" for one in wanted]
+    added = [str(Path(name).expanduser().resolve()).replace("'", "\\'") for name in config_dirs]
     if added:
-        paths = ",".join(f"'file://{str(path).replace(chr(39), chr(92) + chr(39))}'" for path in added)
+        paths = ",".join(f"'file://{path}'" for path in added)
         overrides.append(f"hydra.searchpath=[{paths}]")
     try:
         # Leaving the context restores Hydra's global state: nothing of it outlives the composition.

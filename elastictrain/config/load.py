@@ -60,8 +60,16 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
             group, found = check_dataclass(cls, values=given[name], path=name, vocabulary=all_keys())
             problems += found
             groups |= {name: group} if group is not None else {}
-    task, found = _check_target(given["task"]) if "task" in given else (None, [])
-    problems += found
+    task = None
+    if "task" in given:
+        options = given["task"]
+        target = options.pop("_target_", NOT_GIVEN)
+        if target == NOT_GIVEN:
+            problems.append(Problem(TARGET, "must be given: the dotted path of a task's class, e.g. recipes.llama.LlamaTask"))
+        elif isinstance(target, str):
+            task = TaskGroup(target, options)
+        else:
+            problems.append(Problem(TARGET, f"must be the dotted path of a class, but is {show(target)}"))
     model: Mapping[str, object] = given.get("model", {})
     uses_token_files = False
     if task and with_task:
@@ -91,13 +99,3 @@ def _split_groups(tree: Mapping[str, object]) -> tuple[dict[str, dict[str, objec
             keys = [f"{name}.{key}" for key in values] if isinstance(values, Mapping) and values else [name]
             problems += [unknown_key(key, vocabulary=(*all_keys(), *GROUPS, "recipe")) for key in keys]
     return given, problems
-
-
-def _check_target(values: Mapping[str, object]) -> tuple[TaskGroup | None, list[Problem]]:
-    target = values.get("_target_", NOT_GIVEN)
-    if target == NOT_GIVEN:
-        message = "must be given: the dotted path of a task's class, e.g. recipes.llama.LlamaTask"
-        return None, [Problem(TARGET, message)]
-    if not isinstance(target, str):
-        return None, [Problem(TARGET, f"must be the dotted path of a class, but is {show(target)}")]
-    return TaskGroup(target, {key: value for key, value in values.items() if key != "_target_"}), []

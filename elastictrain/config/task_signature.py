@@ -60,17 +60,14 @@ def find_task(target: str) -> tuple[type | None, list[Problem]]:
         return None, [Problem(TARGET, message)]
     if not isinstance(found, type):
         return None, [Problem(TARGET, f"must name a class, but {target} is a {type(found).__name__}")]
-    lacking = [name for name in METHODS if not callable(getattr(found, name, None))]
-    if lacking:
-        return None, [
-            Problem(TARGET, f"must name a class with the methods build_model and loss; {target} lacks {', '.join(lacking)}")
-        ]
+    message = ""
+    if lacking := [name for name in METHODS if not callable(getattr(found, name, None))]:
+        message = f"must name a class with the methods build_model and loss; {target} lacks {', '.join(lacking)}"
     for pair in TOGETHER:
         missing = [name for name in pair if not callable(getattr(found, name, None))]
         if len(missing) == 1:
             message = f"must name a class that has both or neither of {' and '.join(pair)}; {target} lacks {missing[0]}"
-            return None, [Problem(TARGET, message)]
-    return found, []
+    return (None, [Problem(TARGET, message)]) if message else (found, [])
 
 
 def brings_datasets(cls: type) -> bool:
@@ -144,18 +141,20 @@ def task_keys(target: str) -> list[Key]:
     return keys
 
 
-def build_task(config: RunConfig) -> object:
-    """The task that `config` describes.
-
-    Raises: ConfigError with everything that is wrong with `task.*` and `model.*`.
-    """
-    cls, problems = find_task(config.task.target)
-    if cls is None:
-        raise ConfigError(problems)
-    call, problems = check_call(cls, options=config.task.options, model=config.model)
-    if call is None:
-        raise ConfigError(problems)
-    task, problems = construct(cast("type[object]", call.cls), arguments=call.arguments, path="task")
+def make_task(cls: type, *, options: Mapping[str, object], model: Mapping[str, object]) -> object:
+    """The task with these values of `task.*` and `model.*`. Raises: ConfigError with everything that is wrong with them."""
+    call, problems = check_call(cls, options=options, model=model)
+    task = None
+    if call is not None:
+        task, problems = construct(cast("type[object]", cls), arguments=call.arguments, path="task")
     if problems:
         raise ConfigError(problems)
     return task
+
+
+def build_task(config: RunConfig) -> object:
+    """The task that `config` describes. Raises: ConfigError."""
+    cls, problems = find_task(config.task.target)
+    if cls is None:
+        raise ConfigError(problems)
+    return make_task(cls, options=config.task.options, model=config.model)

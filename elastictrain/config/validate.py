@@ -162,7 +162,10 @@ def _convert(value: object, hint: object, path: str) -> Checked | None:
     if isinstance(hint, type) and is_dataclass(hint):
         return check_dataclass(hint, values=value, path=path) if isinstance(value, Mapping) else None
     if origin in (dict, Mapping):
-        return _convert_mapping(value, arguments[1], path) if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping):
+            return None
+        items = {key: check_value(item, hint=arguments[1], path=f"{path}.{key}") for key, item in value.items()}
+        return {key: item for key, (item, _) in items.items()}, [problem for _, found in items.values() for problem in found]
     if origin in (tuple, list, Sequence):
         return _convert_items(value, hint, path) if isinstance(value, list | tuple) else None
     if origin is not None or not isinstance(hint, type):
@@ -179,12 +182,6 @@ def _convert_scalar(value: object, hint: type) -> Checked | None:
         whole = isinstance(value, int) or value.is_integer()
         return (int(value), []) if whole and abs(value) <= _LARGEST else None
     return (value, []) if isinstance(value, hint) else None
-
-
-def _convert_mapping(values: Mapping[object, object], hint: object, path: str) -> Checked:
-    checked = {key: check_value(item, hint=hint, path=f"{path}.{key}") for key, item in values.items()}
-    problems = [problem for _, found in checked.values() for problem in found]
-    return {key: converted for key, (converted, _) in checked.items()}, problems
 
 
 def _convert_items(values: Sequence[object], hint: object, path: str) -> Checked | None:

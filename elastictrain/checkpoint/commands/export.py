@@ -28,8 +28,7 @@ from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.folders import Reject
 from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.checkpoint.verified_read import DamagedFileError
-from elastictrain.config.task_signature import TARGET, check_call, find_task
-from elastictrain.config.validate import construct
+from elastictrain.config.task_signature import TARGET, find_task, make_task
 from elastictrain.errors import EXIT_OK, ConfigError, UsageError
 from elastictrain.storage.store import Store
 
@@ -147,13 +146,10 @@ def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
     if stored != target:
         note(f"{url} names the task {stored!a}; exporting with {target}")
     options = {str(name): value for name, value in values.items() if name != key}
-    call, problems = check_call(cls, options=options, model=model)
-    task: object = None
-    if call is not None:
-        task, problems = construct(cast("type[object]", call.cls), arguments=call.arguments, path="task")
-    if call is None or problems:
-        raise ConfigError([replace(problem, message=f"{problem.message} ({url})") for problem in problems])
-    return cast(ExportsHuggingFace, task)
+    try:
+        return cast(ExportsHuggingFace, make_task(cls, options=options, model=model))
+    except ConfigError as error:
+        raise ConfigError([replace(one, message=f"{one.message} ({url})") for one in error.problems]) from error
 
 
 def read_run_config(run: Store) -> dict[str, object]:
