@@ -19,11 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Importing takes seconds, in which the agent that started this worker may die: who it was has to be known before.
     parent = os.getppid()
     arguments = sys.argv[1:] if arguments is None else arguments
+    identity: Identity | None = None
     try:
         identity = read_identity(os.environ)
-    except ElasticTrainError as error:
-        return complain(error)
-    try:
         from elastictrain.config.help import text_asked_for
         from elastictrain.config.load import load
 
