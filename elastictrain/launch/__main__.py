@@ -18,18 +18,17 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import TypeVar
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import text_asked_for
 from elastictrain.config.load import load
+from elastictrain.distributed.bounded import call_until
 from elastictrain.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -64,7 +63,6 @@ from elastictrain.storage.store import Store
 from elastictrain.storage.writers import this_writer
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
-T = TypeVar("T")
 
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
 
@@ -121,157 +119,140 @@ def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
 
 
 def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
+    """Raises: UsageError, HostUnfitError; as `HostAgent.run`."""
     with ExitStack() as ending:
-        held = _hold(config, ending)
-        if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
+        lock = lock_run(config.run.dir)
+        ending.callback(lock.close)
+        listener = StopListener(notice_s=config.fault.notice_s)
+        listener.start()
+        try:
+            folder = lock.make_folder()
+        except OSError as error:
+            raise HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
+        ending.callback(shutil.rmtree, folder, ignore_errors=True)
+        workers = WorkerGroup()
+        ending.callback(workers.close)
+        workers.prepare()
+        agent = HostAgent(config, arguments, place, surroundings, lock, listener, folder, workers)
+        if unfit := agent.check_host():
             print_line(f"this host is unfit: {unfit}")
             return EXIT_UNFIT
-        while (code := _supervise(config, arguments, place, surroundings, held=held)) is None:
+        while (code := agent.run()) is None:
             pass
         return code
 
 
 @dataclass(frozen=True, slots=True)
-class HostSetup:
-    """What this process holds, and gives back at its end."""
+class HostAgent:
+    """What this process knows and holds until its end."""
 
+    config: RunConfig
+    arguments: tuple[str, ...]
+    place: ClusterPlace
+    surroundings: Surroundings
     lock: HostLock
     listener: StopListener
-    workers: WorkerGroup
     folder: Path
+    workers: WorkerGroup
 
+    def run(self) -> int | None:
+        """The exit code; None if another run was faster, and is to be waited for.
 
-def _hold(config: RunConfig, ending: ExitStack) -> HostSetup:
-    """Raises: UsageError, HostUnfitError."""
-    lock = lock_run(config.run.dir)
-    ending.callback(lock.close)
-    listener = StopListener(notice_s=config.fault.notice_s)
-    listener.start()
-    try:
-        folder = lock.make_folder()
-    except OSError as error:
-        raise HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
-    ending.callback(shutil.rmtree, folder, ignore_errors=True)
-    workers = WorkerGroup()
-    ending.callback(workers.close)
-    workers.prepare()
-    return HostSetup(lock, listener, workers, folder)
+        Raises: RunHeldError, StorageError if the run's folder cannot be used; StopRequestedError.
+        """
+        with ExitStack() as ending:
+            supervisor = self._put_together()
+            ending.callback(supervisor.recorder.close)
+            notices = watch_notices(
+                self.config, self.place, listener=self.listener, recorder=supervisor.recorder, print_line=print_line
+            )
+            ending.callback(notices.close)
+            try:
+                return supervisor.run()
+            except RunHeldError:
+                return None
 
+    def check_host(self) -> str:
+        """Why this host is unfit; empty if it is not."""
+        return why_unfit(self.config, self.surroundings, processes=_processes(self.config, self.place))
 
-def _supervise(
-    config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings, *, held: HostSetup
-) -> int | None:
-    """The exit code; None if another run was faster, and is to be waited for. Raises: as `_put_together`."""
-    with ExitStack() as ending:
-        supervisor = _put_together(config, arguments, place, surroundings, held=held)
-        ending.callback(supervisor.recorder.close)
-        notices = watch_notices(config, place, listener=held.listener, recorder=supervisor.recorder, print_line=print_line)
-        ending.callback(notices.close)
+    def _put_together(self) -> Supervisor:
+        config, place = self.config, self.place
+        store = open_store(config.run.dir)
+        token, free_after = self._first_answers(store)
+        name, options = socket.gethostname(), config.launch
+        host = f"{_NOT_IN_A_KEY.sub('-', name)}-{secrets.token_hex(4)}"
+        heartbeat = HeartbeatMesh(host, token=token, lost_s=options.lost_s)
+        find_address = partial(own_address, place.peers, surroundings=self.surroundings)
+        record = HostRecord(
+            host=host,
+            name=name,
+            address=options.address or place.address or find_address(),
+            watch_port=heartbeat.port,
+            master_port=free_port(),
+            processes=_processes(config, place),
+            order=place.order,
+            state=HostState.READY,
+            reason="",
+            beat=0,
+            ended=0,
+            writers=tuple(process.name for process in [this_writer()] if process is not None),
+        )
+        membership = MembershipStore(store, volatile=without_sync(store))
+        if self.lock.before:
+            # It did not come to say so itself.
+            membership.mark_dead(self.lock.before)
+        self.lock.sign(host)
+        # From the moment that the others can see this host they count on it: all that can fail comes before.
+        log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
+        address = OwnAddress(record.address, own=self._own_addresses, find=find_address)
+        look = None if options.address else address.look
+        registry = HostRegistry(membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=look)
+        heartbeat.start()
+        registry.start()
+        return Supervisor(
+            config=config,
+            run_arguments=self.arguments,
+            registry=registry,
+            heartbeat=heartbeat,
+            workers=self.workers,
+            recorder=Recorder(log),
+            folder=self.folder,
+            expected_hosts=place.num_hosts,
+            free_after=free_after,
+            stop_request=lambda: self.listener.request,
+            check_host=self.check_host,
+            committed_step=partial(committed_step, store),
+            remembered_step=partial(remembered_step, config),
+            ask_to_flush=partial(ask_to_flush, config),
+            print_line=print_line,
+        )
+
+    def _first_answers(self, store: Store) -> tuple[bytes, int]:
+        """The run's token, and the newest generation when no torchrun trains in its folder.
+
+        Storage may be tried for a minute; a person who has seen the wrong address does not wait for that.
+        """
+        run = self.config.run
+
+        def poll(waits_for: str) -> None:
+            if (request := self.listener.request) is not None:
+                raise StopRequestedError(f"asked to stop ({request.reason}) {waits_for}")
+
+        def ask() -> tuple[bytes, int]:
+            token, chain = MembershipStore(store).token(), Chain(store)
+            waiting = Waiting(run.on_held, run.dir, print_line, partial(poll, "while another run trains"))
+            newest = wait_until_free(chain, LAUNCHER, waiting)
+            clean_up(chain, newest)
+            return token, chain.number_on(newest)
+
         try:
-            return supervisor.run()
-        except RunHeldError:
-            return None
+            return call_until(ask, left_s=lambda: inf, poll=partial(poll, "before storage has answered"))
+        except StorageError as error:
+            raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
 
-
-def _put_together(
-    config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings, *, held: HostSetup
-) -> Supervisor:
-    """Raises: RunHeldError, StorageError if the run's folder cannot be used; StopRequestedError."""
-    store = open_store(config.run.dir)
-    token, free_after = _first_answers(store, config, held.listener)
-    name, options = socket.gethostname(), config.launch
-    host = f"{_NOT_IN_A_KEY.sub('-', name)}-{secrets.token_hex(4)}"
-    heartbeat = HeartbeatMesh(host, token=token, lost_s=options.lost_s)
-    find_address = partial(own_address, place.peers, surroundings=surroundings)
-    record = HostRecord(
-        host=host,
-        name=name,
-        address=options.address or place.address or find_address(),
-        watch_port=heartbeat.port,
-        master_port=free_port(),
-        processes=_processes(config, place),
-        order=place.order,
-        state=HostState.READY,
-        reason="",
-        beat=0,
-        ended=0,
-        writers=tuple(process.name for process in [this_writer()] if process is not None),
-    )
-    membership = MembershipStore(store, volatile=without_sync(store))
-    if held.lock.before:
-        # It did not come to say so itself.
-        membership.mark_dead(held.lock.before)
-    held.lock.sign(host)
-    # From the moment that the others can see this host they count on it: all that can fail comes before.
-    log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
-    address = OwnAddress(record.address, own=partial(_own_addresses, surroundings), find=find_address)
-    look = None if options.address else address.look
-    registry = HostRegistry(membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=look)
-    heartbeat.start()
-    registry.start()
-    return Supervisor(
-        config=config,
-        run_arguments=arguments,
-        registry=registry,
-        heartbeat=heartbeat,
-        workers=held.workers,
-        recorder=Recorder(log),
-        folder=held.folder,
-        expected_hosts=place.num_hosts,
-        free_after=free_after,
-        stop_request=lambda: held.listener.request,
-        check_host=partial(why_unfit, config, surroundings, processes=record.processes),
-        committed_step=partial(committed_step, store),
-        remembered_step=partial(remembered_step, config),
-        ask_to_flush=partial(ask_to_flush, config),
-        print_line=print_line,
-    )
-
-
-def _first_answers(store: Store, config: RunConfig, listener: StopListener) -> tuple[bytes, int]:
-    """The run's token, and the newest generation when no torchrun trains in its folder.
-
-    Raises: RunHeldError, StorageError, StopRequestedError.
-    """
-
-    def poll() -> None:
-        if (request := listener.request) is not None:
-            raise StopRequestedError(f"asked to stop ({request.reason}) while another run trains")
-
-    def ask() -> tuple[bytes, int]:
-        token, chain = MembershipStore(store).token(), Chain(store)
-        newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, print_line, poll))
-        clean_up(chain, newest)
-        return token, chain.number_on(newest)
-
-    try:
-        return _unless_stopped(ask, listener)
-    except StorageError as error:
-        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
-
-
-def _unless_stopped(ask: Callable[[], T], listener: StopListener) -> T:
-    """What storage answers. It may be tried for a minute; a person who has seen the wrong address does not wait for that.
-
-    Raises: StopRequestedError; what `ask` raises.
-    """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:  # noqa: BLE001  # the edge of the thread; raised again by who asked
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="first answer", daemon=True).start()
-    while not wait([answer], timeout=0.1).done:
-        if (request := listener.request) is not None:
-            raise StopRequestedError(f"asked to stop ({request.reason}) before storage has answered")
-    return answer.result()
-
-
-def _own_addresses(surroundings: Surroundings) -> frozenset[str]:
-    return frozenset(address for one in usable_interfaces(surroundings) for address in one.addresses)
+    def _own_addresses(self) -> frozenset[str]:
+        return frozenset(address for one in usable_interfaces(self.surroundings) for address in one.addresses)
 
 
 def _processes(config: RunConfig, place: ClusterPlace) -> int:

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import torch.distributed as dist
 
@@ -37,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _DIGITS = 16
 _OWNER_KEY = "elastictrain/owner"
+_MEET_SHARE = 0.9
+"""Of the time in which the store must answer: how long ranks wait for each other."""
 
 
 def meet_ranks(
@@ -121,9 +122,10 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
         identity,
         Introduction(identity.host, identity.local_world_size, context.backend, digest),
         number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
-        timeout_s=rendezvous.left_s,
+        # Who is missing is said while the store can still be asked.
+        timeout_s=_MEET_SHARE * rendezvous.left_s,
         poll=context.leave_if_asked,
-        put_off=partial(_put_off, context),
+        put_off=lambda seconds: _put_off(context, seconds / _MEET_SHARE),
         tell=_tell,
     )
     if identity.rank == 0:
