@@ -15,11 +15,11 @@ from typing import Generic, TypeVar
 
 import psutil
 
+from elastictrain.cgroup import read_allowance, read_mounts
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.bounded import each_within, within
 from elastictrain.preflight.host import names, resources, storage_trip
 from elastictrain.preflight.host.amd import judge_xgmi, read_amd
-from elastictrain.preflight.host.cgroup import read_allowance, read_mounts
 from elastictrain.preflight.host.counters import check_counters
 from elastictrain.preflight.host.disk import folders_of, judge_disk, judge_shared_memory, read_space
 from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
@@ -203,7 +203,7 @@ class HostFacts:
         self._asked = asked
         self._host = surroundings.host
         self.visible_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.allowance = Once(lambda: read_allowance(surroundings))
+        self.allowance = Once(lambda: read_allowance(surroundings.root))
         self.names = Once(lambda: names.read_names(surroundings, towards=asked.towards))
         self.transport = Once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
         self._capabilities = Once(lambda: resources.read_capabilities(surroundings))
@@ -239,13 +239,13 @@ class HostFacts:
         return storage_trip.judge_trip(trip, host=self._host, environment=self._surroundings.environment)
 
     def check_disk(self) -> list[Verdict]:
-        mounts = read_mounts(self._surroundings)
+        mounts = read_mounts(self._surroundings.root)
         folders = folders_of(self._asked.run_dir, environment=self._surroundings.environment)
         return [judge_disk(folder, read_space(folder.path, mounts=mounts), host=self._host) for folder in folders]
 
     def check_shared_memory(self) -> Verdict:
         folder = self._asked.memory_dir
-        return judge_shared_memory(folder, read_space(folder, mounts=read_mounts(self._surroundings)), host=self._host)
+        return judge_shared_memory(folder, read_space(folder, mounts=read_mounts(self._surroundings.root)), host=self._host)
 
     def check_memory(self) -> Verdict:
         found, swapped = psutil.virtual_memory(), psutil.swap_memory().used

@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import nn
 
-from elastictrain.checkpoint.memory.budget import group_limits
+from elastictrain.cgroup import memory_groups
 from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.config.composed import RunConfig
@@ -269,7 +269,7 @@ def check_memory(context: TrainContext) -> None:
         device = MemorySize(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
     found = psutil.virtual_memory()
     # Of a control group only the limit counts: what its files take is given back, and it does not tell how much that is.
-    total_bytes = min([int(found.total), *(limit for limit, _ in group_limits())])
+    total_bytes = min([int(found.total), *(group.limit_bytes for group in memory_groups())])
     host = MemorySize("this host", total_bytes, min(total_bytes, int(found.available)))
     found = judge_fit(size, spread, device=device, host=host)
     if not isinstance(found, str):

@@ -2,17 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
+from elastictrain.cgroup import memory_groups
+
 HEADROOM = 0.1
 """Share of the host's memory that stays free."""
-
-_VERSION_1 = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
 
 REPLICA_SLOTS = 2
 REPLICATED_BUFFERS = 3
@@ -92,41 +89,10 @@ def memory_of(folder: str, *, held_bytes: int = 0, held_replica_bytes: int = 0) 
     """The memory of this host, or of the control group that this process is confined to."""
     found = psutil.virtual_memory()
     total, available = int(found.total), int(found.available)
-    for limit, room in group_limits():
-        total, available = min(total, limit), min(available, room)
+    for group in memory_groups():
+        total, available = min(total, group.limit_bytes), min(available, group.free_bytes)
     parent = folder
     while not os.path.isdir(parent):  # noqa: PTH112
         parent = os.path.dirname(parent) or "/"  # noqa: PTH120
     space = os.statvfs(parent)
     return HostMemory(total, available, space.f_bavail * space.f_frsize, held_bytes, held_replica_bytes)
-
-
-def group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Limit and what is left of it, in bytes, of this process's control group and of each above it that has one.
-
-    Files that can be dropped from memory at once count as free. Inside a container the path that /proc tells may lead nowhere:
-    then its own group is what is mounted. Source: cgroups(7); memory.stat in admin-guide/cgroup-v2 and cgroup-v1/memory.
-    """
-    found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        point, names = _VERSION_1 if controllers else _VERSION_2
-        parts = [part for part in path.split("/") if part] if ".." not in path else []
-        for depth in range(len(parts), -1, -1):
-            folder = root.joinpath(point, *parts[:depth])
-            with suppress(ValueError):
-                limit, used = (int(_text(folder / name)) for name in names[:2])
-                stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
-                found.append((limit, limit - used + int(stat.get(names[2], 0))))
-    return found
-
-
-def _text(path: Path) -> str:
-    """Empty if it cannot be read."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

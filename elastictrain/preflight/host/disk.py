@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.host.cgroup import Mount, mount_of
+from elastictrain.cgroup import Mount, mount_of
 from elastictrain.preflight.host.resources import GIB, MIB, in_gib
 from elastictrain.preflight.verdict import Reporter, Verdict
 

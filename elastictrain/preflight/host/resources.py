@@ -4,7 +4,7 @@ import re
 import resource
 from dataclasses import dataclass
 
-from elastictrain.preflight.host.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling
+from elastictrain.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from elastictrain.bounded_json import parse_record
-from elastictrain.preflight.host.cgroup import Mount, mount_of, read_mounts
+from elastictrain.cgroup import Mount, mount_of, read_mounts
 from elastictrain.preflight.host.disk import local_path
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
@@ -80,7 +80,7 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
     """Sends an object out and waits for it, `limit_s` at most: the trip takes milliseconds on a disk, and about a second on an
     object store, most of it for loading its client."""
     path = local_path(url)
-    mount = mount_of(path, read_mounts(surroundings)) if path else None
+    mount = mount_of(path, read_mounts(surroundings.root)) if path else None
     order = json.dumps({"url": url, "patience_s": limit_s, "parent": os.getpid()}).encode()
     package = str(Path(__file__).resolve().parents[3])
     paths = [package, *filter(None, [surroundings.environment.get("PYTHONPATH")])]

@@ -1,11 +1,10 @@
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastictrain.cgroup import MemoryGroup
 from elastictrain.checkpoint.memory import budget
-from elastictrain.checkpoint.memory.budget import Buffers, HostMemory, decide_buffers, describe, group_limits, least, memory_of
+from elastictrain.checkpoint.memory.budget import Buffers, HostMemory, decide_buffers, describe, least, memory_of
 from tests.unit.examples import examples
 
 GB = 10**9
@@ -72,43 +71,7 @@ def test_a_folder_that_is_not_there_yet_lies_where_it_will() -> None:
     assert memory_of("/tmp/not/there/at/all", held_bytes=7).folder_free_bytes > 0
 
 
-def groups(root: Path, own: str, /, **folders: tuple[object, int, int]) -> list[tuple[int, int]]:
-    """What is found below `root`, where each folder (`_` stands for `/`) has a limit, what is used, and inactive files."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(own)
-    first = not own.startswith("0:")
-    names = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
-    for name, (limit, used, inactive) in folders.items():
-        folder = root / "sys/fs/cgroup" / ("memory" if first else "") / name.removeprefix("root").strip("_").replace("_", "/")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
-        (folder / f"memory.{names[1]}").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 1\n{'total_' if first else ''}inactive_file {inactive}\nactive_file 2\n")
-    return group_limits(root)
-
-
-def test_control_groups_up_the_path(tmp_path: Path) -> None:
-    # Files that were read are not in the way; a group without a limit sets none, and one above is as strict as the own.
-    found = groups(
-        tmp_path / "two",
-        "0::/job/run\n",
-        root=("max", 90, 0),
-        root_job=(50, 45, 20),
-        root_job_run=(100, 30, 10),
-        root_other=(1, 1, 0),
-    )
-    assert found == [(100, 80), (50, 25)]
-    # In a container the path may be the one on the host.
-    assert groups(tmp_path / "container", "0::/docker/abc\n", root=(64, 56, 50)) == [(64, 58)]
-    assert groups(tmp_path / "above", "0::/../../other\n", root=(64, 56, 50)) == [(64, 58)]
-    own = "4:cpu,memory:/docker/abc/child\n1:name=systemd:/docker/abc\n0::/\n"
-    found = groups(tmp_path / "one", own, root=(1 << 62, 70, 0), root_docker_abc=(60, 50, 5))
-    assert found == [(60, 15), (1 << 62, (1 << 62) - 70)]
-    assert groups(tmp_path / "none", "") == []
-    assert group_limits(tmp_path / "nowhere") == []
-
-
 def test_the_least_room_of_all_groups_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "group_limits", lambda: [(1000, 300), (700, 500)])
+    monkeypatch.setattr(budget, "memory_groups", lambda: [MemoryGroup(1000, 700), MemoryGroup(700, 200)])
     found = memory_of("/")
     assert (found.total_bytes, found.available_bytes) == (700, 300)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.host.cgroup import read_mounts
+from elastictrain.cgroup import read_mounts
 from elastictrain.preflight.host.disk import (
     CheckedFolder,
     Space,
@@ -74,7 +74,7 @@ def test_reading_a_real_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
 
 def test_the_kind_of_a_file_system(make_host: HostMaker, tmp_path: Path) -> None:
     host = make_host({"proc/self/mountinfo": f"1 0 0:1 / {tmp_path} rw - tmpfs tmpfs rw\n"})
-    space = read_space(str(tmp_path), mounts=read_mounts(host))
+    space = read_space(str(tmp_path), mounts=read_mounts(host.root))
     assert space is not None
     assert space.kind == "tmpfs"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.host.cgroup import mount_of, parse_membership, read_allowance, read_mounts
+from elastictrain.cgroup import mount_of, parse_membership, read_allowance, read_mounts
 from elastictrain.preflight.host.names import parse_hosts
 from elastictrain.preflight.host.resources import judge_cpu, judge_memory, judge_processes, read_capabilities, read_limit
 from elastictrain.preflight.host.storage_trip import TripMessage, judge_trip, parse_messages
@@ -48,7 +48,7 @@ def test_every_check_answers(files: dict[str, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, errors="surrogatepass")
         host = Surroundings(host="h1", root=Path(folder), environment={})
-        allowance = read_allowance(host)
+        allowance = read_allowance(host.root)
         assert allowance.cpus is None or allowance.cpus > 0
         capabilities, limit = read_capabilities(host), read_limit(resource.RLIMIT_NPROC)
         verdicts = [
@@ -57,7 +57,7 @@ def test_every_check_answers(files: dict[str, str]) -> None:
             judge_processes(limit, allowance.processes, capabilities=capabilities, host="h1"),
         ]
         assert all(isinstance(verdict, Verdict) for verdict in verdicts)
-        mount_of("/a/b", read_mounts(host))
+        mount_of("/a/b", read_mounts(host.root))
 
 
 @settings(max_examples=examples(150))

@@ -4,7 +4,7 @@ import resource
 import psutil
 import pytest
 
-from elastictrain.preflight.host.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling
+from elastictrain.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling
 from elastictrain.preflight.host.resources import (
     ResourceLimit,
     judge_cpu,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.cgroup import Mount
 from elastictrain.errors import ObjectExistsError, PermanentStorageError, StorageFullError
-from elastictrain.preflight.host.cgroup import Mount
 from elastictrain.preflight.host.storage_trip import TripFacts, TripMessage, judge_trip, parse_messages
 from elastictrain.preflight.host.trip import FOLDER, travel
 from elastictrain.preflight.verdict import Status, Verdict

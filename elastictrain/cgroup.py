@@ -9,9 +9,10 @@ Source: proc_pid_mountinfo(5); cgroups(7); admin-guide/cgroup-v1 (memory, cpu) a
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from elastictrain.preflight.surroundings import Surroundings
-
+_HERE = Path("/")
 _DEFAULT_POINT = "/sys/fs/cgroup"
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 says "no limit" as the largest multiple of a page that fits 63 bits."""
@@ -29,10 +30,10 @@ class Mount:
     options: frozenset[str]
 
 
-def read_mounts(surroundings: Surroundings) -> list[Mount]:
+def read_mounts(root: Path = _HERE) -> list[Mount]:
     """All mounts that this process sees, in order; none if the kernel does not tell. Lines that make no sense are left out."""
     found = []
-    for line in (surroundings.read("proc/self/mountinfo") or "").splitlines():
+    for line in _text(root, "proc/self/mountinfo").splitlines():
         fields, separator, behind = line.partition(" - ")
         before, after = fields.split(), behind.split()
         if separator and len(before) >= 6 and len(after) >= 2:
@@ -92,10 +93,10 @@ class Allowance:
     processes: ProcessGroup | None = None
 
 
-def read_allowance(surroundings: Surroundings) -> Allowance:
+def read_allowance(root: Path = _HERE) -> Allowance:
     """The tightest limits of all levels that can be seen."""
-    cpus, throttling, memory, processes = list[float](), list[Throttling](), list[MemoryGroup](), list[ProcessGroup]()
-    for version, text in _levels(surroundings, "cpu"):
+    cpus, throttling, processes = list[float](), list[Throttling](), list[ProcessGroup]()
+    for version, text in _levels(root, "cpu"):
         quota, _, period = text("cpu.max").partition(" ")
         if version == 1:
             quota, period = text("cpu.cfs_quota_us"), text("cpu.cfs_period_us")
@@ -105,14 +106,7 @@ def read_allowance(surroundings: Surroundings) -> Allowance:
         numbers = _numbers(text("cpu.stat"))
         if {"nr_periods", "nr_throttled"} <= numbers.keys():
             throttling.append(Throttling(numbers["nr_periods"], numbers["nr_throttled"]))
-    for version, text in _levels(surroundings, "memory"):
-        names = ("memory.max", "memory.current", "inactive_file")
-        if version == 1:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        limit, used = _whole(text(names[0])), _whole(text(names[1]))
-        if limit is not None and limit < _UNLIMITED_BYTES and used is not None:
-            memory.append(MemoryGroup(limit, max(0, used - _numbers(text("memory.stat")).get(names[2], 0))))
-    for _, text in _levels(surroundings, "pids"):
+    for _, text in _levels(root, "pids"):
         limit, used = _whole(text("pids.max")), _whole(text("pids.current"))
         if limit is not None and used is not None:
             processes.append(ProcessGroup(limit, used))
@@ -120,9 +114,22 @@ def read_allowance(surroundings: Surroundings) -> Allowance:
         cpus=min(cpus, default=None),
         # Of the level that was throttled most: the counters of a parent do not contain those of its children.
         throttling=max(throttling, key=lambda one: one.throttled_periods, default=None),
-        memory=min(memory, key=lambda group: group.free_bytes, default=None),
+        memory=min(memory_groups(root), key=lambda group: group.free_bytes, default=None),
         processes=min(processes, key=lambda group: group.limit - group.used, default=None),
     )
+
+
+def memory_groups(root: Path = _HERE) -> list[MemoryGroup]:
+    """Each level that limits memory, the own group first."""
+    found = []
+    for version, text in _levels(root, "memory"):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, used = _whole(text(names[0])), _whole(text(names[1]))
+        if limit is not None and limit < _UNLIMITED_BYTES and used is not None:
+            found.append(MemoryGroup(limit, max(0, used - _numbers(text("memory.stat")).get(names[2], 0))))
+    return found
 
 
 def parse_membership(text: str) -> Mapping[str, str]:
@@ -137,9 +144,9 @@ def parse_membership(text: str) -> Mapping[str, str]:
     return found
 
 
-def _levels(surroundings: Surroundings, controller: str) -> Iterator[tuple[int, Callable[[str], str]]]:
+def _levels(root: Path, controller: str) -> Iterator[tuple[int, Callable[[str], str]]]:
     """From the own group of a controller up to the uppermost that is mounted: its version, and what reads one of its files."""
-    mounts, own = read_mounts(surroundings), parse_membership(surroundings.read("proc/self/cgroup") or "")
+    mounts, own = read_mounts(root), parse_membership(_text(root, "proc/self/cgroup"))
     # Where a controller is in version 1, it is not in version 2.
     version = 1 if controller in own else 2
     if version == 1:
@@ -149,22 +156,18 @@ def _levels(surroundings: Surroundings, controller: str) -> Iterator[tuple[int, 
         path, default = own.get("", "/"), _DEFAULT_POINT
         fitting = [mount for mount in mounts if mount.kind == "cgroup2"]
     mount = fitting[-1] if fitting else Mount("/", default, "", frozenset())
-    point, root = mount.point.rstrip("/"), mount.root.rstrip("/")
+    point, seen = mount.point.rstrip("/"), mount.root.rstrip("/")
     if "\0" in point:
         return
-    inner = path[len(root) :] if path == root or path.startswith(f"{root}/") else path
+    inner = path[len(seen) :] if path == seen or path.startswith(f"{seen}/") else path
     parts = [part for part in inner.split("/") if part]
     # A container often sees its own group as the root of the mount, while /proc still tells the path on the host, or one that
     # leads out of what is mounted.
-    if ".." in parts or not surroundings.names("/".join([point, *parts])):
+    top = root / point.lstrip("/")
+    if ".." in parts or not top.joinpath(*parts).is_dir():
         parts = []
     for depth in range(len(parts), -1, -1):
-        folder = "/".join([point, *parts[:depth]])
-
-        def text(name: str, folder: str = folder) -> str:
-            return surroundings.read(f"{folder}/{name}") or ""
-
-        yield version, text
+        yield version, partial(_text, top.joinpath(*parts[:depth]))
 
 
 def _numbers(text: str) -> dict[str, int]:
@@ -177,3 +180,11 @@ def _whole(text: str) -> int | None:
     """A whole number of a size that a kernel can mean."""
     text = text.strip()
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 20 else None
+
+
+def _text(folder: Path, name: str) -> str:
+    """Empty if it cannot be read."""
+    try:
+        return (folder / name).read_text(errors="replace").strip()
+    except OSError:
+        return ""

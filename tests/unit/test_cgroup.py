@@ -1,23 +1,35 @@
-from elastictrain.preflight.host.cgroup import (
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastictrain.cgroup import (
     Allowance,
     MemoryGroup,
     Mount,
     ProcessGroup,
     Throttling,
+    memory_groups,
     mount_of,
     read_allowance,
     read_mounts,
 )
-from tests.unit.preflight.conftest import HostMaker
 
 GIB = 1 << 30
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 STAT = "usage_usec 900\nuser_usec 600\nnr_periods 400\nnr_throttled 100\nthrottled_usec 2500000\n"
 
 
-def test_version_2_tightest_level_counts(make_host: HostMaker) -> None:
+def made(root: Path, files: Mapping[str, str]) -> Path:
+    """A host with these files below `root`, which stands for /."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_version_2_tightest_level_counts(tmp_path: Path) -> None:
     slice_, scope = "sys/fs/cgroup/job.slice", "sys/fs/cgroup/job.slice/run.scope"
-    host = make_host(
+    host = made(
+        tmp_path,
         {
             "proc/self/mountinfo": V2_MOUNT,
             "proc/self/cgroup": "0::/job.slice/run.scope\n",
@@ -34,7 +46,7 @@ def test_version_2_tightest_level_counts(make_host: HostMaker) -> None:
             f"{scope}/memory.current": str(2 * GIB),
             f"{scope}/pids.max": "200\n",
             f"{scope}/pids.current": "50\n",
-        }
+        },
     )
     assert read_allowance(host) == Allowance(
         cpus=2.5,
@@ -44,35 +56,38 @@ def test_version_2_tightest_level_counts(make_host: HostMaker) -> None:
     )
 
 
-def test_version_2_in_a_container_sees_itself_as_the_root(make_host: HostMaker) -> None:
+def test_version_2_in_a_container_sees_itself_as_the_root(tmp_path: Path) -> None:
     for path in ("/", "/kubepods.slice/pod-7/cri-1", "/../../cri-1"):
-        host = make_host(
+        host = made(
+            tmp_path,
             {
                 "proc/self/mountinfo": V2_MOUNT,
                 "proc/self/cgroup": f"0::{path}\n",
                 "sys/fs/cgroup/cpu.max": "50000 100000\n",
                 "sys/fs/cgroup/memory.max": "1000\n",
                 "sys/fs/cgroup/memory.current": "400\n",
-            }
+            },
         )
         assert read_allowance(host) == Allowance(cpus=0.5, memory=MemoryGroup(1000, 400))
 
 
-def test_path_that_leads_out_of_the_mount_is_not_followed(make_host: HostMaker) -> None:
-    host = make_host(
+def test_path_that_leads_out_of_the_mount_is_not_followed(tmp_path: Path) -> None:
+    host = made(
+        tmp_path,
         {
             "proc/self/mountinfo": V2_MOUNT,
             "proc/self/cgroup": "0::/../../other\n",
             "sys/fs/cgroup/cpu.max": "200000 100000\n",
             "sys/other/cpu.max": "100000 100000\n",
-        }
+        },
     )
     assert read_allowance(host).cpus == 2.0
 
 
-def test_version_1_with_controllers_together_and_a_container_below_the_mount(make_host: HostMaker) -> None:
+def test_version_1_with_controllers_together_and_a_container_below_the_mount(tmp_path: Path) -> None:
     point = "sys/fs/cgroup/cpu,cpuacct"
-    host = make_host(
+    host = made(
+        tmp_path,
         {
             "proc/self/mountinfo": (
                 "33 32 0:29 /docker/abc /sys/fs/cgroup/cpu,cpuacct ro master:11 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -87,13 +102,14 @@ def test_version_1_with_controllers_together_and_a_container_below_the_mount(mak
             "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n",
             "sys/fs/cgroup/memory/child/memory.limit_in_bytes": "9223372036854771712\n",
             "sys/fs/cgroup/memory/child/memory.usage_in_bytes": "5\n",
-        }
+        },
     )
     assert read_allowance(host) == Allowance(cpus=1.5, throttling=Throttling(10, 4), memory=MemoryGroup(4 * GIB, 2 * GIB))
 
 
-def test_hybrid_takes_each_controller_from_where_it_is(make_host: HostMaker) -> None:
-    host = make_host(
+def test_hybrid_takes_each_controller_from_where_it_is(tmp_path: Path) -> None:
+    host = made(
+        tmp_path,
         {
             "proc/self/mountinfo": (
                 "40 31 0:40 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
@@ -105,22 +121,37 @@ def test_hybrid_takes_each_controller_from_where_it_is(make_host: HostMaker) -> 
             "sys/fs/cgroup/unified/cpu.max": "1 100000\n",
             "sys/fs/cgroup/unified/pids.max": "70\n",
             "sys/fs/cgroup/unified/pids.current": "7\n",
-        }
+        },
     )
     assert read_allowance(host) == Allowance(processes=ProcessGroup(70, 7))
 
 
-def test_without_mountinfo_the_usual_place_is_taken(make_host: HostMaker) -> None:
-    host = make_host({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"})
+def test_without_mountinfo_the_usual_place_is_taken(tmp_path: Path) -> None:
+    host = made(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"})
     assert read_allowance(host) == Allowance(cpus=2.0)
 
 
-def test_nothing_known(make_host: HostMaker) -> None:
-    assert read_allowance(make_host({})) == Allowance()
+def test_every_level_that_limits_memory_is_listed(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/job/run\n"}
+    for folder, limit, used, inactive in (
+        ("", "max", 90, 0),
+        ("job/", 50, 45, 20),
+        ("job/run/", 100, 30, 10),
+        ("other/", 1, 1, 0),
+    ):
+        files[f"sys/fs/cgroup/{folder}memory.max"] = f"{limit}\n"
+        files[f"sys/fs/cgroup/{folder}memory.current"] = f"{used}\n"
+        files[f"sys/fs/cgroup/{folder}memory.stat"] = f"anon 1\ninactive_file {inactive}\nactive_file 2\n"
+    assert [(group.limit_bytes, group.free_bytes) for group in memory_groups(made(tmp_path, files))] == [(100, 80), (50, 25)]
 
 
-def test_garbled(make_host: HostMaker) -> None:
-    host = make_host(
+def test_nothing_known(tmp_path: Path) -> None:
+    assert read_allowance(made(tmp_path, {})) == Allowance()
+
+
+def test_garbled(tmp_path: Path) -> None:
+    host = made(
+        tmp_path,
         {
             "proc/self/mountinfo": V2_MOUNT,
             "proc/self/cgroup": "what\n0:/\n0::relative\n",
@@ -130,7 +161,7 @@ def test_garbled(make_host: HostMaker) -> None:
             "sys/fs/cgroup/memory.current": "9" * 400,
             "sys/fs/cgroup/pids.max": "\u0663\n",
             "sys/fs/cgroup/pids.current": "3\n",
-        }
+        },
     )
     assert read_allowance(host) == Allowance()
 
@@ -144,33 +175,33 @@ MOUNTS = """\
 """
 
 
-def mounts_in(make_host: HostMaker, text: str) -> list[Mount]:
-    return read_mounts(make_host({"proc/self/mountinfo": text}))
+def mounts_in(tmp_path: Path, text: str) -> list[Mount]:
+    return read_mounts(made(tmp_path, {"proc/self/mountinfo": text}))
 
 
-def test_parsing_mounts(make_host: HostMaker) -> None:
-    mounts = mounts_in(make_host, MOUNTS)
+def test_parsing_mounts(tmp_path: Path) -> None:
+    mounts = mounts_in(tmp_path, MOUNTS)
     assert [mount.point for mount in mounts] == ["/proc", "/", "/mnt/my runs", "/mnt/my runs/fast", "/mnt/my"]
     assert mounts[2].root == "/exports/run"
     assert mounts[2].kind == "nfs4"
     assert "hard" in mounts[2].options
 
 
-def test_innermost_mount_counts(make_host: HostMaker) -> None:
-    mounts = mounts_in(make_host, MOUNTS)
+def test_innermost_mount_counts(tmp_path: Path) -> None:
+    mounts = mounts_in(tmp_path, MOUNTS)
     found = {
         path: mount_of(path, mounts) for path in ("/mnt/my runs/fast/x", "/mnt/my runs/fastest", "/mnt/mystery", "/mnt/my")
     }
     assert [mount and mount.point for mount in found.values()] == ["/mnt/my runs/fast", "/mnt/my runs", "/", "/mnt/my"]
 
 
-def test_later_mount_hides_the_earlier_one(make_host: HostMaker) -> None:
-    mounts = mounts_in(make_host, "1 0 0:1 / /x rw - ext4 a rw\n2 0 0:2 / /x rw - tmpfs b rw\n")
+def test_later_mount_hides_the_earlier_one(tmp_path: Path) -> None:
+    mounts = mounts_in(tmp_path, "1 0 0:1 / /x rw - ext4 a rw\n2 0 0:2 / /x rw - tmpfs b rw\n")
     mount = mount_of("/x/y", mounts)
     assert mount is not None
     assert mount.kind == "tmpfs"
 
 
-def test_no_mount_is_known(make_host: HostMaker) -> None:
-    assert mounts_in(make_host, "no mounts here\n1 2 3 - \n - ext4 x\n") == []
+def test_no_mount_is_known(tmp_path: Path) -> None:
+    assert mounts_in(tmp_path, "no mounts here\n1 2 3 - \n - ext4 x\n") == []
     assert mount_of("/x", []) is None
