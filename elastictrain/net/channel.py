@@ -28,7 +28,7 @@ MOST_JSON_BYTES = 64 << 20
 
 SIGNATURE_BYTES = 16
 
-_PROOF_BYTES = 32
+PROOF_BYTES = 32
 _HEAD = struct.Struct("<cQ16s")
 _JSON, _DATA = b"J", b"D"
 
@@ -105,8 +105,11 @@ class Channel:
 
     def receive_json(self, *, limit_s: float, idle_s: float = 0.0) -> dict[str, Any]:
         """An object. It may be `idle_s` late in beginning, if that is longer. Raises: ChannelError."""
-        if idle_s > limit_s and not self._wait(idle_s):
-            raise ChannelError(f"nothing came for {idle_s:g} s")
+        if idle_s > limit_s:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(1000 * idle_s):
+                raise ChannelError(f"nothing came for {idle_s:g} s")
         deadline = time.monotonic() + limit_s
         length, digest = self._receive_head(_JSON, most_bytes=MOST_JSON_BYTES, deadline=deadline)
         # The memory grows with what has come, not with what was promised.
@@ -162,11 +165,6 @@ class Channel:
             raise ChannelError(f"a frame must have at most {most_bytes} bytes, but announces {length}")
         return length, digest
 
-    def _wait(self, idle_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(1000 * idle_s))
-
     def _fill(self, buffer: memoryview, *, deadline: float) -> None:
         filled = 0
         while filled < len(buffer):
@@ -215,27 +213,21 @@ class Handshake:
     nonce_bytes: int
     separator: bytes = b""
 
-    @property
-    def proof_bytes(self) -> int:
-        """What the client answers to the greeting."""
-        return len(self.magic) + self.nonce_bytes + _PROOF_BYTES
-
     def greeting(self) -> bytes:
         """What the server sends first: the magic number, and a nonce."""
         return self.magic + secrets.token_bytes(self.nonce_bytes)
 
     def introduce(self, channel: Channel, secret: Secret, *, limit_s: float) -> None:
         """The client's side. Raises: ChannelError; StrangerError if the server does not know the secret."""
-        deadline = time.monotonic() + limit_s
-        greeting = channel.receive(len(self.magic) + self.nonce_bytes, limit_s=limit_s)
+        deadline, answer = time.monotonic() + limit_s, self.greeting()
+        greeting = channel.receive(len(answer), limit_s=limit_s)
         if not greeting.startswith(self.magic):
             begin = greeting[: len(self.magic)]
             raise StrangerError(f"something else answers there, or another release: it begins with {begin!r}")
-        answer = self.greeting()
         proof = self._proof(secret.token, secret.client, greeting, answer)
         channel.send(answer + proof, limit_s=deadline - time.monotonic())
         try:
-            proof = channel.receive(_PROOF_BYTES, limit_s=deadline - time.monotonic())
+            proof = channel.receive(PROOF_BYTES, limit_s=deadline - time.monotonic())
         except ChannelError as error:
             raise ChannelError(f"it does not take the token, or left ({error})") from error
         if not hmac.compare_digest(proof, self._proof(secret.token, secret.server, greeting, answer)):
@@ -243,7 +235,7 @@ class Handshake:
 
     def prove(self, secret: Secret, *, greeting: bytes, received: bytes) -> bytes | None:
         """The server's answer to a client that knows the secret; None to any other."""
-        answer, proof = received[:-_PROOF_BYTES], received[-_PROOF_BYTES:]
+        answer, proof = received[:-PROOF_BYTES], received[-PROOF_BYTES:]
         expected = self._proof(secret.token, secret.client, greeting, answer)
         if not answer.startswith(self.magic) or not hmac.compare_digest(proof, expected):
             return None

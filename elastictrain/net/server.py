@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from elastictrain.net.channel import Channel, ChannelError, Handshake, Secret
+from elastictrain.net.channel import PROOF_BYTES, Channel, ChannelError, Handshake, Secret
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingLimits:
-    """Those of connections that are not authenticated yet."""
+    """Those of connections that are not authenticated yet. `handshake_s`: from accepting a connection to its proof.
+
+    Hosts of a run may share one address with strangers, behind a gateway.
+    """
 
     handshake_s: float = 2.0
-    """From accepting a connection to its proof."""
-
     most: int = 256
     most_per_address: int = 128
-    """Hosts of a run may share one address with strangers, behind a gateway."""
 
 
 class PendingConnections(Generic[K]):
@@ -93,14 +93,12 @@ class PendingConnections(Generic[K]):
         """Those whose time is over; they are no longer waited for."""
         overdue = [one for one, (_, since_s) in self._known.items() if now_s - since_s > self._limits.handshake_s]
         for one in overdue:
-            del self._known[one]
+            self.remove(one)
         return overdue
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """One connection that is not authenticated yet."""
-
     socket: socket.socket
     address: str
     greeting: bytes
@@ -133,7 +131,7 @@ class ChannelServer:
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._pending: PendingConnections[_Pending] = PendingConnections(limits or PendingLimits())
-        self._complete: dict[_Pending, None] = {}
+        self._complete: set[_Pending] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Event()
@@ -166,7 +164,15 @@ class ChannelServer:
             self._thread.join(timeout_s)
         listening = self._thread.is_alive()
         if not listening:
-            self._close_listeners()
+            while (one := self._pending.give_up_oldest()) is not None:
+                one.socket.close()
+            for listener in self._listeners:
+                listener.close()
+            if self._wake_reader >= 0:
+                self._selector.close()
+                os.close(self._wake_reader)
+                os.close(self._wake_writer)
+                self._wake_reader = self._wake_writer = -1
         with self._lock:
             served = list(self._channels)
         for channel in served:
@@ -174,17 +180,6 @@ class ChannelServer:
         while self._channels and time.monotonic() < deadline:
             time.sleep(0.01)
         return not listening and not self._channels
-
-    def _close_listeners(self) -> None:
-        while (one := self._pending.give_up_oldest()) is not None:
-            one.socket.close()
-        for listener in self._listeners:
-            listener.close()
-        if self._wake_reader >= 0:
-            self._selector.close()
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
-            self._wake_reader = self._wake_writer = -1
 
     def _wake(self) -> None:
         with suppress(OSError):
@@ -205,8 +200,7 @@ class ChannelServer:
         for key in events:
             if isinstance(key.data, _Pending):
                 self._read(key.data)
-        secret = self._secret
-        if secret is not None:
+        if (secret := self._secret) is not None:
             for one in list(self._complete):
                 self._judge(one, secret)
         for key in events:
@@ -231,8 +225,7 @@ class ChannelServer:
             self._told_full = False
             connection.setblocking(False)
             one = _Pending(connection, str(place[0]), self._handshake.greeting())
-            given_up = self._pending.add(one, address=one.address, now_s=time.monotonic())
-            if given_up is not None:
+            if (given_up := self._pending.add(one, address=one.address, now_s=time.monotonic())) is not None:
                 self._drop(given_up)
             try:
                 # All that a handshake sends fits into the buffer of a new connection.
@@ -245,8 +238,7 @@ class ChannelServer:
         if error.errno not in _NO_ROOM:
             # A connection that was gone before it was accepted.
             return
-        oldest = self._pending.give_up_oldest()
-        if oldest is not None:
+        if (oldest := self._pending.give_up_oldest()) is not None:
             self._drop(oldest)
             return
         if not self._told_full:
@@ -255,7 +247,7 @@ class ChannelServer:
         self._closing.wait(_FULL_S)
 
     def _read(self, one: _Pending) -> None:
-        wanted = self._handshake.proof_bytes - len(one.received)
+        wanted = len(one.greeting) + PROOF_BYTES - len(one.received)
         try:
             data = one.socket.recv(wanted)
         except BlockingIOError:
@@ -269,7 +261,7 @@ class ChannelServer:
         if len(data) == wanted:
             # Nothing more is read: what it sends next is for whoever serves it.
             self._selector.unregister(one.socket)
-            self._complete[one] = None
+            self._complete.add(one)
 
     def _judge(self, one: _Pending, secret: Secret) -> None:
         answer = self._handshake.prove(secret, greeting=one.greeting, received=bytes(one.received))
@@ -278,16 +270,14 @@ class ChannelServer:
             self._drop(one)
             return
         self._pending.remove(one)
-        del self._complete[one]
+        self._complete.remove(one)
         channel = Channel(one.socket)
         with self._lock:
             # The secret may have been replaced meanwhile, when `set_secret` broke off those that it knew.
-            is_outdated = secret != self._secret
-            if not is_outdated:
-                self._channels.add(channel)
-        if is_outdated:
-            channel.close()
-            return
+            if secret != self._secret:
+                channel.close()
+                return
+            self._channels.add(channel)
         try:
             one.socket.sendall(answer)
             one.socket.setblocking(True)
@@ -319,7 +309,7 @@ class ChannelServer:
 
     def _drop(self, one: _Pending) -> None:
         self._pending.remove(one)
-        self._complete.pop(one, None)
+        self._complete.discard(one)
         with suppress(KeyError, ValueError):
             self._selector.unregister(one.socket)
         one.socket.close()

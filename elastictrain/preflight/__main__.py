@@ -117,12 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TCP port on which hosts must reach each other, under torchrun; may be given several times",
     )
     parser.add_argument("--json", action="store_true", help="for a script")
-    _add_speed(parser.add_subparsers(dest="command", metavar="COMMAND"))
-    return parser
-
-
-def _add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    speed = commands.add_parser(
+    speed = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser(
         "speed",
         help="bandwidth between two hosts",
         description="Bandwidth between two hosts. Begin with --listen on one of them; it tells what to type on the other.",
@@ -133,6 +128,7 @@ def _add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     speed.add_argument("--size", default="64M", metavar="SIZE", help="bytes each way, such as 64M or 10G (%(default)s)")
     speed.add_argument("--port", type=int, default=PORT, metavar="N", help="TCP port of the listener (%(default)s)")
     speed.add_argument("--token", metavar="TEXT", help="the same on both sides; made up by --listen")
+    return parser
 
 
 def _mode(text: str) -> tuple[str, str]:

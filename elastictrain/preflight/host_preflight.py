@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
@@ -173,7 +174,11 @@ class HostPreflight:
         Raises: PreflightError if a host that the others depend on says nothing; TransportError if the exchange does not answer.
         """
         self._began = self.clock()
-        plan, result = self._lead_host() if self.layout.leads_host else self._follow_host()
+        plan = result = None
+        if self.layout.leads_host:
+            plan, result = self._lead_host()
+        else:
+            self._follow_host()
         if result is None:
             limit_s = self._limit_s + _FOLLOW_S - (self.clock() - self._began)
             result = get_record(self.exchange, "result", list[Verdict], limit_s=limit_s)
@@ -206,7 +211,8 @@ class HostPreflight:
         own: list[list[Verdict]] = []
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
-        facts = within(_LOOK_UP_S, lambda: self._facts(self.layout.rendezvous)) or self._facts(None)
+        look = partial(read_facts, self.surroundings, alone=self._alone)
+        facts = within(_LOOK_UP_S, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
         here = kinds_here(facts.ports, settings=facts.settings)
         links = LinkReport(()) if self._alone else self._check_links(facts, here)
         kinds = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}
@@ -247,9 +253,6 @@ class HostPreflight:
             host, measured = self.surroundings.host, f"its checks broke: {type(error).__name__}: {error}"
             remedy = f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug"
             return [Reporter("roster", host).failed(measured, expected="verdicts", remedy=remedy)]
-
-    def _facts(self, rendezvous: str | None) -> Facts:
-        return read_facts(self.surroundings, rendezvous=rendezvous, alone=self._alone)
 
     def _check_links(self, facts: Facts, kinds: frozenset[Rdma]) -> LinkReport:
         # The first host may meet the others at a name that means loopback to itself.
@@ -299,7 +302,7 @@ class HostPreflight:
             if node != self.layout.node_rank and host not in gone:
                 self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
 
-    def _follow_host(self) -> tuple[None, None]:
+    def _follow_host(self) -> None:
         """Take over what the rank that acts for this host has decided."""
         done = get_record(self.exchange, f"environment/{self.layout.node_rank}", dict[str, str], limit_s=self._limit_s)
         if done is None:
@@ -307,4 +310,3 @@ class HostPreflight:
             raise PreflightError(message)
         self.environment.update(done)
         self.environment[OWN_VARIABLES] = json.dumps(done)
-        return None, None

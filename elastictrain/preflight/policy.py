@@ -1,5 +1,6 @@
 """How much is checked, what a failure of a check means, and what each host then does. Pure."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -81,8 +82,13 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> E
     failed = failures(verdicts)
     if not failed:
         return None
-    own = [verdict for verdict in failed if verdict.scope is Scope.HOST and host_of(verdict.subject) == host]
-    if len(hosts) > 1 and (alike := _failed_everywhere(failed, hosts)):
+    culprits: dict[str, set[str]] = defaultdict(set)
+    for one in failed:
+        if one.scope is Scope.HOST:
+            culprits[one.check].add(host_of(one.subject))
+    own = [one for one in failed if one.scope is Scope.HOST and host_of(one.subject) == host]
+    alike = next((one for one in failed if culprits[one.check] >= set(hosts)), None)
+    if len(hosts) > 1 and alike is not None:
         passing = any(one.may_pass for one in failed if one.check == alike.check)
         reason = f"every host fails the check {alike.check}: {describe(alike)}"
         return PreflightError(reason) if passing else ConfigError(reason)
@@ -94,11 +100,3 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> E
 def host_of(subject: str) -> str:
     """The host that a verdict's subject names: "h3", "GPU 3 on h3", "rank 5 on h3"."""
     return subject.rpartition(" on ")[2]
-
-
-def _failed_everywhere(failed: Sequence[Verdict], hosts: Sequence[str]) -> Verdict | None:
-    culprits: dict[str, set[str]] = {}
-    for verdict in failed:
-        if verdict.scope is Scope.HOST:
-            culprits.setdefault(verdict.check, set()).add(host_of(verdict.subject))
-    return next((verdict for verdict in failed if culprits.get(verdict.check, set()) >= set(hosts)), None)

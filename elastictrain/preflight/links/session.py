@@ -73,7 +73,12 @@ class LinkSession:
     full: bool = False
     options: LinkOptions = field(default_factory=LinkOptions)
     wall: Callable[[], float] = time.time
-    _roster: Roster | None = field(default=None, init=False)
+    _roster: Roster = field(default_factory=lambda: Roster(hosts=(), absent=(), waited_s=0.0, token=""), init=False)
+    _place: int = field(default=0, init=False)
+    _num_orders: int = field(default=0, init=False)
+    _probes: dict[int, PeerProbe] = field(default_factory=dict, init=False)
+    _contacts: dict[Link, Contact] = field(default_factory=dict, init=False)
+    _silences: dict[int, Silence] = field(default_factory=dict, init=False)
 
     def run(self) -> LinkReport:
         """Never raises for what hosts or the network do, and every wait in it has a limit."""
@@ -84,7 +89,7 @@ class LinkSession:
             verdicts = [unheard(self.host.name, why=str(error))]
         finally:
             responder.close()
-        return LinkReport(tuple(verdicts), self._roster)
+        return LinkReport(tuple(verdicts), self._roster if self._roster.hosts else None)
 
     def _take_part(self, responder: Responder) -> list[Verdict]:
         began, own = time.monotonic(), replace(self.host, nonce=responder.nonce.hex())
@@ -98,17 +103,17 @@ class LinkSession:
         late_s = 2 * self.options.roster_s + self.options.grace_s
         leads = own.node_rank == 0
         roster = self._gather_roster(own) if leads else get_record(self.exchange, "links/roster", Roster, limit_s=late_s)
-        self._roster = roster
         if roster is None:
             return [leaderless(own.name, waited_s=time.monotonic() - began, leader=self.names[0])]
+        self._roster = roster
         listed = next((host for host in roster.hosts if host.node_rank == own.node_rank), None)
         if listed is None:
             return [unheard(own.name, why="it came too late")]
         if listed != own:
             return [claimed_twice(own, listed)]
         responder.set_token(bytes.fromhex(roster.token))
-        part = _LinkMember(self, roster, roster.hosts.index(own))
-        return part.lead() if leads else part.follow()
+        self._place = roster.hosts.index(own)
+        return self._lead() if leads else self._follow()
 
     def _gather_roster(self, own: HostIntroduction) -> Roster:
         """As the first host: wait for all, publish who came."""
@@ -132,67 +137,51 @@ class LinkSession:
         put_record(self.exchange, "links/roster", roster)
         return roster
 
-
-class _LinkMember:
-    """What the host at `place` of the roster does in a session. All methods raise TransportError."""
-
-    def __init__(self, session: LinkSession, roster: Roster, place: int) -> None:
-        self._session = session
-        self._exchange = session.exchange
-        self._options = session.options
-        self._hosts = roster.hosts
-        self._roster = roster
-        self._place = place
-        self._probes: dict[int, PeerProbe] = {}
-        self._num_orders = 0
-        self._contacts: dict[Link, Contact] = {}
-        self._silences: dict[int, Silence] = {}
-
-    def follow(self) -> list[Verdict]:
+    def _follow(self) -> list[Verdict]:
         """Carry out what the first host orders, until the last order."""
         # For the next order the first host may take as long as everybody may take for this one, and judge a little.
-        limit_s = self._options.limits.contact_s
+        limit_s = self.options.limits.contact_s
         while True:
-            patience_s = limit_s + 2 * self._options.grace_s
-            order = get_record(self._exchange, f"links/order/{self._num_orders}", Order, limit_s=patience_s)
+            patience_s = limit_s + 2 * self.options.grace_s
+            order = get_record(self.exchange, f"links/order/{self._num_orders}", Order, limit_s=patience_s)
             if order is None:
-                return [leaderless(self._session.host.name, waited_s=patience_s, leader=self._session.names[0])]
+                return [leaderless(self.host.name, waited_s=patience_s, leader=self.names[0])]
             if not order.links:
                 return []
             self._check_places(order.links)
             self._carry_out(order)
-            limit_s = self._options.limit_s(measure=order.measure)
+            limit_s = self.options.limit_s(measure=order.measure)
             self._num_orders += 1
 
     def _carry_out(self, order: Order) -> None:
         """Do what concerns this host, and report what it found."""
         if not order.concerns(self._place):
             return
-        put_record(self._exchange, f"links/taken/{self._num_orders}/{self._place}", True)
+        put_record(self.exchange, f"links/taken/{self._num_orders}/{self._place}", True)
         probes = [self._probe(target) for source, target in order.links if source == self._place]
         if order.measure:
             found = LinkFindings((), tuple(flow for probe in probes for flow in probe.flows()))
         else:
             with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="link-contact") as threads:
                 found = LinkFindings(tuple(threads.map(PeerProbe.contact, probes)), ())
-        put_record(self._exchange, f"links/found/{self._num_orders}/{self._place}", found)
+        put_record(self.exchange, f"links/found/{self._num_orders}/{self._place}", found)
 
     def _probe(self, target: int) -> PeerProbe:
         """The same one each time: it knows which port of the other host can be used."""
         if target not in self._probes:
             self._probes[target] = PeerProbe(
-                self._hosts[self._place],
-                self._hosts[target],
+                self._roster.hosts[self._place],
+                self._roster.hosts[target],
                 link=(self._place, target),
                 token=bytes.fromhex(self._roster.token),
-                options=self._options,
-                wall=self._session.wall,
+                options=self.options,
+                wall=self.wall,
             )
         return self._probes[target]
 
-    def lead(self) -> list[Verdict]:
+    def _lead(self) -> list[Verdict]:
         """As the first host: give the orders, gather what hosts report, and judge it."""
-        thresholds, num, full = self._options.thresholds, len(self._hosts), self._session.full
+        thresholds, num, full = self.options.thresholds, len(self._roster.hosts), self.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         first: tuple[Flow, ...] = ()
         again: tuple[Flow, ...] = ()
@@ -202,19 +191,19 @@ class _LinkMember:
             plan = first_rounds(len(alive), seed=random.SystemRandom().getrandbits(32))
             first = self._measure(tuple(tuple((alive[a], alive[b]) for a, b in pairs) for pairs in plan))
             again = self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
-        put_record(self._exchange, f"links/order/{self._num_orders}", Order(()))
+        put_record(self.exchange, f"links/order/{self._num_orders}", Order(()))
         return judge_links(
             self._roster,
             contacts=self._contacts,
             flows=(first, again) if full else None,
             silences=tuple(self._silences.values()),
             thresholds=thresholds,
-            names=self._session.names,
+            names=self.names,
         )
 
     def _is_there(self, places: Iterable[int]) -> bool:
         """Whether all of these hosts listen, and have reported what they were asked."""
-        return not any(place in self._silences or self._hosts[place].trouble for place in places)
+        return not any(place in self._silences or self._roster.hosts[place].trouble for place in places)
 
     def _make_contact(self, links: Iterable[Link]) -> None:
         """What looks bad is tried a second time, and the better result counts."""
@@ -225,7 +214,7 @@ class _LinkMember:
             found = self._order(Order(links))
             self._contacts = merged([*self._contacts.values(), *(one for report in found for one in report.contacts)])
             heard = {link: one for link, one in self._contacts.items() if self._is_there(link)}
-            links = sorted(suspicious_contacts(heard, thresholds=self._options.thresholds) & set(links))
+            links = sorted(suspicious_contacts(heard, thresholds=self.options.thresholds) & set(links))
 
     def _measure(self, rounds: tuple[Round, ...]) -> tuple[Flow, ...]:
         links = {link for pairs in rounds for a, b in pairs for link in ((a, b), (b, a))}
@@ -245,21 +234,21 @@ class _LinkMember:
     def _order(self, order: Order) -> list[LinkFindings]:
         """Have it carried out; the reports of all whom it concerns. Who does not report in time counts as silent."""
         number, began = self._num_orders, time.monotonic()
-        put_record(self._exchange, f"links/order/{number}", order)
+        put_record(self.exchange, f"links/order/{number}", order)
         self._carry_out(order)
         self._num_orders += 1
-        until = began + self._options.limit_s(measure=order.measure) + self._options.grace_s
+        until = began + self.options.limit_s(measure=order.measure) + self.options.grace_s
         found: list[LinkFindings] = []
-        waiting = deque(place for place in range(len(self._hosts)) if order.concerns(place))
+        waiting = deque(place for place in range(len(self._roster.hosts)) if order.concerns(place))
         while waiting:
             place = waiting.popleft()
             is_lost = False
             limit_s = max(_AT_ONCE_S, min(_TURN_S, until - time.monotonic()))
             try:
-                report = get_record(self._exchange, f"links/found/{number}/{place}", LinkFindings, limit_s=limit_s)
+                report = get_record(self.exchange, f"links/found/{number}/{place}", LinkFindings, limit_s=limit_s)
                 self._check_places(report.links() if report is not None else ())
             except MalformedJsonError as error:
-                logger.warning("%s: %s", self._hosts[place].name, error)
+                logger.warning("%s: %s", self._roster.hosts[place].name, error)
                 report, is_lost = None, True
             waited_s = time.monotonic() - began
             if report is not None:
@@ -274,9 +263,9 @@ class _LinkMember:
         """Whether the host has not taken up the order in all the time that there was for that."""
         # One that cannot be reached from here may well do its part: it is known by its records alone.
         taken = f"links/taken/{number}/{place}"
-        return waited_s >= self._options.take_s and get_record(self._exchange, taken, bool, limit_s=_AT_ONCE_S) is None
+        return waited_s >= self.options.take_s and get_record(self.exchange, taken, bool, limit_s=_AT_ONCE_S) is None
 
     def _check_places(self, links: Iterable[Link]) -> None:
-        wrong = [(a, b) for a, b in links if a == b or max(a, b) >= len(self._hosts)]
+        wrong = [(a, b) for a, b in links if a == b or max(a, b) >= len(self._roster.hosts)]
         if wrong:
-            raise MalformedJsonError(f"there is no link {wrong[0]} among {len(self._hosts)} hosts")
+            raise MalformedJsonError(f"there is no link {wrong[0]} among {len(self._roster.hosts)} hosts")

@@ -50,7 +50,8 @@ def read_settings(surroundings: Surroundings) -> dict[str, Setting]:
     home = environment.get("HOME", "")
     personal = environment.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
     for path in (personal, _SYSTEM_FILE):
-        for name, value in _lines(surroundings.read(path) if path else None):
+        for line in (surroundings.read(path) or "").splitlines() if path else []:
+            name, _, value = line.partition("=")
             if value and name.startswith("NCCL_"):
                 found.setdefault(name, Setting(value, path))
     return found
@@ -64,33 +65,29 @@ def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
 
 
-def _lines(text: str | None) -> list[tuple[str, str]]:
-    lines = [line for line in (text or "").splitlines() if "=" in line and not line.startswith("#")]
-    return [(name, value) for name, _, value in (line.partition("=") for line in lines)]
-
-
 @dataclass(frozen=True, slots=True)
 class NcclPattern:
     """NCCL_SOCKET_IFNAME and NCCL_IB_HCA: `^` first excludes, then `=` matches whole names, else prefixes, in a comma list;
-    a device can be followed by `:PORT`.
+    a device can be followed by `:PORT`. `entries`: names, and the port of a device or None for any.
 
     Source: NCCL's `ncclOsFindInterfaces`, `parseStringList` and `matchIfList`.
     """
 
     entries: tuple[tuple[str, int | None], ...]
-    """Names, and the port of a device or None for any."""
-
     exclude: bool
     exact: bool
 
     @classmethod
     def parse(cls, text: str) -> "NcclPattern":
         """The value of the variable; any text is one."""
-        exclude = text.startswith("^")
-        text = text.removeprefix("^")
-        exact = text.startswith("=")
-        entries = [_entry(one) for one in text.removeprefix("=").split(",")]
-        return cls(tuple(entry for entry in entries if entry[0]), exclude, exact)
+        listed = text.removeprefix("^")
+        entries: list[tuple[str, int | None]] = []
+        for one in listed.removeprefix("=").split(","):
+            name, port, *_ = *one.split(":"), ""
+            # As atoi: what is no number is 0, and no port has that number; nothing at all stands for any port.
+            digits = port if port.isascii() and port.isdecimal() and len(port) < 10 else "0"
+            entries += [(name, int(digits) if port and port != "-1" else None)] if name else []
+        return cls(tuple(entries), exclude=text.startswith("^"), exact=listed.startswith("="))
 
     def matches(self, name: str, port: int | None = None) -> bool:
         """Whether NCCL may use it. Without entries everything matches, and `^` alone matches nothing."""
@@ -106,11 +103,3 @@ class NcclPattern:
     def _hits(self, entry: tuple[str, int | None], name: str, port: int | None) -> bool:
         named = name == entry[0] if self.exact else name.startswith(entry[0])
         return named and (port is None or entry[1] is None or port == entry[1])
-
-
-def _entry(text: str) -> tuple[str, int | None]:
-    name, _, rest = text.partition(":")
-    port = rest.partition(":")[0]
-    # As atoi: what is no number is 0, and no port has that number; nothing at all stands for any port.
-    digits = port if port.isascii() and port.isdecimal() and len(port) < 10 else "0"
-    return name, int(digits) if port and port != "-1" else None
