@@ -1,6 +1,5 @@
 """Saves and restores the state of a run: what the training loop talks to."""
 
-import json
 import logging
 import platform
 import time
@@ -115,7 +114,7 @@ class Checkpointer:
         raises is passed on.
         """
         began = time.monotonic()
-        folder = from_first(lambda: self._prepare(step), group=self.group).decode()
+        folder = from_first(lambda: self._prepare(step), group=self.group)
         if self._saved is not None and not folder:
             return SaveResult(step, self._saved.checkpoint, self._saved.bytes, {}, skipped=True)
         prepared = time.monotonic()
@@ -132,7 +131,7 @@ class Checkpointer:
             state=state,
         )
 
-        def conclude() -> bytes:
+        def conclude() -> tuple[int, dict[str, float]]:
             of_ranks = (part for data in parts for part in decode_parts(data, where=folder))
             try:
                 manifest = self._committer.commit(of_ranks, facts=facts, folder=folder, names=tensors.keys())
@@ -144,20 +143,20 @@ class Checkpointer:
             size_bytes = manifest.size_bytes
             self.record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
             self._committer.tidy(folder, manifest, listing=self._listing, time_s=self.clock(), record=self.record)
-            return json.dumps([size_bytes, seconds]).encode()
+            return size_bytes, seconds
 
-        size_bytes, seconds = json.loads(from_first(conclude, group=self.group))
+        size_bytes, seconds = from_first(conclude, group=self.group)
         self._saved = SaveResult(step, folder, size_bytes, seconds)
         return self._saved
 
-    def _prepare(self, step: int) -> bytes:
+    def _prepare(self, step: int) -> str:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
         self._listing = listing = list_checkpoints(self.store)
         if self._saved is not None and self._saved.step == step:
             folder = listing.folder(self._saved.checkpoint)
             if folder is not None and folder.has_manifest and not folder.quarantined:
-                return b""
-        return clear_target(self.store, listing, step=step, at_work=self.incarnation).encode()
+                return ""
+        return clear_target(self.store, listing, step=step, at_work=self.incarnation)
 
     def _write_together(self, tensors: Mapping[str, Tensor], folder: str) -> bytes:
         """Writes this rank's files; what a manifest must say of them. Raises on all ranks if any fails. Collective: yes."""
@@ -179,16 +178,11 @@ class Checkpointer:
         failures = {rank: revive(one) for rank, one in enumerate(results) if isinstance(one, dict)}
         if not failures:
             return part
-        # All wait for rank 0: who went on would look hung to the others while it deletes.
-        from_first(lambda: self._discard(folder), group=self.group)
+        # All wait for rank 0, which deletes what they wrote: who went on would look hung to the others meanwhile.
+        from_first(lambda: discard_files(self.store, folder, incarnation=self.incarnation), group=self.group)
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         raise save_error(failures, url=f"{self.store.url}/{ROOT}/{folder}")
-
-    def _discard(self, folder: str) -> bytes:
-        """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""
-        discard_files(self.store, folder, incarnation=self.incarnation)
-        return b""
 
     def restore(
         self,
@@ -251,17 +245,17 @@ class Checkpointer:
         if not made:
             return
 
-        def judge_snapshots() -> bytes:
+        def judge_snapshots() -> tuple[list[str], list[tuple[str, int]]]:
             off_line = search.off_line(made)
             for incarnation, step in off_line:
                 logger.warning(
                     "step %d of %s in memory counts last: a later generation had gone on without it", step, incarnation
                 )
             known = Starts(self.store).known(incarnation for incarnation, _ in made)
-            return json.dumps([[*known, *self.job.incarnations], off_line]).encode()
+            return [*known, *self.job.incarnations], off_line
 
         # What a run that was deleted left in memory is not of this run, unless the same job has trained it.
-        incarnations, off_line = json.loads(from_first(judge_snapshots, group=self.group))
+        incarnations, off_line = from_first(judge_snapshots, group=self.group)
         recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 
     def _try_folder(self, search: CandidateSearch, proposed: bytes, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
@@ -292,15 +286,9 @@ class Checkpointer:
 
     def _note_origin(self, *, step: int, parent: str) -> None:
         """Write down where this incarnation goes on from, before it can commit anything. Collective: yes."""
-        if self.generation is None:
-            return
-        origin = ResumeOrigin(self.generation, self.incarnation, step, parent)
-
-        def write() -> bytes:
-            Lineage(self.store).write(origin)
-            return b""
-
-        from_first(write, group=self.group)
+        if self.generation is not None:
+            origin = ResumeOrigin(self.generation, self.incarnation, step, parent)
+            from_first(lambda: Lineage(self.store).write(origin), group=self.group)
 
     def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
         """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""

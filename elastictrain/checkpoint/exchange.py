@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -60,23 +60,24 @@ def gather_records(record: T, *, group: dist.ProcessGroup | None) -> list[T]:
     return [as_record(row, type(record)) for row in gather_json(asdict(record), group=group)]  # type: ignore[call-overload]
 
 
-def from_first(act: Callable[[], bytes], *, group: dist.ProcessGroup | None) -> bytes:
-    """Rank 0 of the group acts and all get its result, or raise what it raised. Collective: yes."""
+def from_first(act: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
+    """Rank 0 of the group acts and all get its result, bytes or JSON, or raise what it raised. Collective: yes."""
     if group is None:
         return act()
     if dist.get_rank(group) != 0:
         answer = broadcast_bytes(b"", group=group)
-        if answer[:1] == b"!":
-            raise revive(json.loads(answer[1:]))
-        return answer[1:]
+        kind, content = answer[:1], answer[1:]
+        if kind == b"!":
+            raise revive(json.loads(content))
+        return cast(T, content if kind == b"=" else json.loads(content))
     try:
-        answer = act()
+        result = act()
     except BaseException as error:
         # Whatever it is, the others wait for an answer.
         broadcast_bytes(b"!" + json.dumps(describe(error)).encode(), group=group)
         raise
-    broadcast_bytes(b"=" + answer, group=group)
-    return answer
+    broadcast_bytes(b"=" + result if isinstance(result, bytes) else b":" + json.dumps(result).encode(), group=group)
+    return result
 
 
 def describe(error: BaseException) -> dict[str, JsonValue]:

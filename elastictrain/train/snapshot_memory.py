@@ -127,7 +127,7 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
     rows = as_record(told, list[tuple[str, str, str, int, int]])
     trouble = next((row[0] for row in rows if row[0]), "")
     own, roster = identity.host_ranks.start, _roster(rows)
-    token = from_first(lambda: secrets.token_hex(32).encode(), group=group).decode()
+    token = from_first(lambda: secrets.token_hex(32), group=group)
     others: OtherHosts | None = None
     kept: tuple[int, ...] = ()
     if not trouble and len(roster) > 1 and all(peer.port for peer in roster):

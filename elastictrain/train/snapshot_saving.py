@@ -120,7 +120,7 @@ class SnapshotSaving:
             self._rounds.update(step, sending=flags.sending, failed=flags.unsent)
         self._failed_saves = flags.failed_saves
         if self._failed_saves >= self._options.max_failed_saves:
-            error = from_first(self._last_error.encode, group=self._group).decode()
+            error = from_first(lambda: self._last_error, group=self._group)
             self._check_failures(CheckpointError(error), kept_step=self._book.newest_whole())
         if flags.unusable:
             if flags.unsaved or self._durable_step >= step:
