@@ -67,18 +67,17 @@ class Pacer:
 
     def __init__(
         self,
-        rate: float,
-        options: PaceOptions,
+        options: PaceOptions | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
         burst_s: float = 0.05,
     ) -> None:
-        """`rate`: the first one, in bytes/s. What was not used in the last `burst_s` may be made up for."""
-        self.rate = rate
-        self._options = options
+        """What was not used in the last `burst_s` may be made up for."""
+        self._options = options = options or PaceOptions()
+        self.rate = options.first
+        """In bytes/s."""
+
         self._clock = clock
-        self._sleep = sleep
         self._burst_s = burst_s
         self._lock = threading.Lock()
         self._tokens = 0.0
@@ -129,7 +128,7 @@ class Pacer:
             fresh = len(self._quiet) >= self._options.baseline and self._quiet[-self._options.baseline][0] >= oldest
             return self._num_steps > 0 and not fresh
 
-    def take(self, count: int) -> None:
+    def take(self, count: int, *, sleep: Callable[[float], object] = time.sleep) -> None:
         """Wait until `count` bytes may be sent. Raises: whatever `sleep` raises, which is called often enough to break off."""
         waited = False
         while True:
@@ -143,7 +142,7 @@ class Pacer:
                     return
                 wait_s = -self._tokens / self.rate
             waited = True
-            self._sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, wait_s)))
+            sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, wait_s)))
 
     def _fill(self) -> None:
         now = self._clock()

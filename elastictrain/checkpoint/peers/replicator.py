@@ -13,7 +13,7 @@ from elastictrain.checkpoint.memory.layout import RankDigests
 from elastictrain.checkpoint.memory.records import load_digests, load_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
 from elastictrain.checkpoint.peers.client import PeerConnection
-from elastictrain.checkpoint.peers.pace import PaceOptions, Pacer
+from elastictrain.checkpoint.peers.pace import Pacer
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import Limits, Put
 from elastictrain.errors import ElasticTrainError, TransientStorageError
@@ -36,7 +36,6 @@ class ReplicatorOptions:
 
     first_pause_s: float = 0.5
     longest_pause_s: float = 60.0
-    pace: PaceOptions = field(default_factory=PaceOptions)
     limits: Limits = field(default_factory=Limits)
 
 
@@ -59,10 +58,10 @@ class Replicator:
         token: bytes,
         replicated: Callable[[int, int, int, float], None],
         failed: Callable[[int, int, str], None],
-        rate: float | None = None,
+        pacer: Pacer,
         options: ReplicatorOptions | None = None,
     ) -> None:
-        """`folder`: of the run in host memory. `rate`: where to begin, in bytes/s, such as where a predecessor ended.
+        """`folder`: of the run in host memory. `pacer`: keeps what was found out about this network.
 
         Called in the replicator's thread: `replicated` with rank, step, bytes that were sent (0: the target had it already) and
         seconds; `failed` with rank, step and reason, once for each, however often it is tried again.
@@ -80,14 +79,8 @@ class Replicator:
         self._not_before = 0.0
         self._closing = threading.Event()
         self._deadline = 0.0
-        pace = self._options.pace
-        self._pacer = Pacer(pace.first if rate is None else rate, pace, sleep=self._nap)
+        self._pacer = pacer
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
-
-    @property
-    def rate(self) -> float:
-        """What it has found to be no burden, in bytes/s."""
-        return self._pacer.rate
 
     def start(self) -> None:
         """Begin to wait for snapshots."""
@@ -102,7 +95,7 @@ class Replicator:
     def step_took(self, seconds: float) -> None:
         """A step of training ended; tells how fast replicas may be sent."""
         if reason := self._pacer.step_took(seconds):
-            logger.debug("replicas are sent at %.0f MB/s from now on: %s", self.rate / 1e6, reason)
+            logger.debug("replicas are sent at %.0f MB/s from now on: %s", self._pacer.rate / 1e6, reason)
         with self._condition:
             self._condition.notify_all()
 
@@ -208,14 +201,14 @@ class Replicator:
 
     def _before_frame(self, count: int) -> None:
         self._pacer.switch(sending=True)
-        self._pacer.take(count)
+        self._pacer.take(count, sleep=self._nap)
         self._nap(0.0)
 
     def _nap(self, seconds: float) -> None:
         if self._closing.wait(seconds):
             raise _BrokenOffError
         if time.monotonic() > self._deadline:
-            limit_s, rate = self._options.deadline_s, self.rate
+            limit_s, rate = self._options.deadline_s, self._pacer.rate
             message = (
                 f"{self._target.place}: a replica took longer than {limit_s:g} s at {rate / 1e6:.0f} MB/s, and is broken off"
             )

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from elastictrain.checkpoint.memory.folder import look
-from elastictrain.checkpoint.peers.pace import PaceOptions
+from elastictrain.checkpoint.peers.pace import PaceOptions, Pacer
 from elastictrain.checkpoint.peers.placement import replica_sources_of, replica_target_of
 from elastictrain.checkpoint.peers.replicator import Replicator
 from elastictrain.checkpoint.peers.server import PeerServer
@@ -33,10 +33,8 @@ class ReplicaService:
         self._address = ""
         self._roster: SaverRoster | None = None
         self._replicator: Replicator | None = None
-        self.rate: float | None = None
-        """In bytes/s: what was found not to slow training down on this network; None as long as nothing is known."""
-
-        self._unpaced = False
+        self.pacer = Pacer()
+        """Knows what does not slow training down on this network; what it has found out is not found out again."""
 
     def listen(self, address: str, *, port: int) -> int:
         """Serve at an address of this host, if possible at the port that others know; 0 if there are no others, or none can."""
@@ -87,14 +85,13 @@ class ReplicaService:
             self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=target.host, error=error))
             self._ended(incarnation, step, False)
 
-        self._unpaced = unpaced
         self._replicator = Replicator(
             self._folder,
             target=target,
             token=bytes.fromhex(roster.token),
             replicated=replicated,
             failed=failed,
-            rate=PaceOptions().most if unpaced else self.rate,
+            pacer=Pacer(PaceOptions(first=PaceOptions().most)) if unpaced else self.pacer,
         )
         self._replicator.start()
 
@@ -129,7 +126,5 @@ class ReplicaService:
 
     def _stop_sending(self) -> None:
         if self._replicator is not None:
-            if not self._unpaced:
-                self.rate = self._replicator.rate
             self._replicator.close(_CLOSE_S)
             self._replicator = None

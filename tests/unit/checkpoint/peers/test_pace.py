@@ -1,5 +1,7 @@
 """The rate follows what steps tell, within bounds, and says why; the bucket keeps to it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,9 +69,8 @@ class Clock:
         self.now += seconds
 
 
-def pacer(rate: float = 100.0, clock: Clock | None = None, **options: float) -> Pacer:
-    clock = clock or Clock()
-    return Pacer(rate, OPTIONS, clock=clock, sleep=clock.sleep, **options)
+def pacer(rate: float = 100.0, clock: Clock | None = None, *, burst_s: float = 0.05) -> Pacer:
+    return Pacer(replace(OPTIONS, first=rate), clock=clock or Clock(), burst_s=burst_s)
 
 
 def test_steps_are_told_apart() -> None:
@@ -107,7 +108,7 @@ def test_bytes_keep_to_the_rate(counts: list[int], rate: float) -> None:
     clock = Clock()
     sender = pacer(rate, clock)
     for count in counts:
-        sender.take(count)
+        sender.take(count, sleep=clock.sleep)
     # The last is let through before it is paid for, and naps have a least length.
     least_s = sum(counts[:-1]) / rate
     assert least_s * (1 - 1e-6) <= clock.now <= least_s + 0.002 * len(counts)
@@ -118,10 +119,10 @@ def test_what_was_not_used_is_lost_but_for_a_little() -> None:
     clock = Clock()
     sender = pacer(100.0, clock, burst_s=0.1)
     clock.now = 1000.0
-    sender.take(10)
-    sender.take(1)
+    sender.take(10, sleep=clock.sleep)
+    sender.take(1, sleep=clock.sleep)
     assert clock.naps == []
-    sender.take(1)
+    sender.take(1, sleep=clock.sleep)
     assert clock.now == pytest.approx(1000.01)
 
 
@@ -142,9 +143,9 @@ def test_a_new_rate_holds_for_who_is_waiting() -> None:
         clock.sleep(seconds)
         sender.rate = 1e6
 
-    sender = Pacer(1.0, OPTIONS, clock=clock, sleep=sleep)
-    sender.take(1000)
-    sender.take(1)
+    sender = pacer(1.0, clock)
+    sender.take(1000, sleep=sleep)
+    sender.take(1, sleep=sleep)
     assert clock.now < 1
 
 
@@ -152,12 +153,12 @@ def test_the_rate_rises_only_while_it_is_what_holds_the_sender_back() -> None:
     clock = Clock()
     sender = pacer(100.0, clock)
     for _ in range(10):
-        sender.take(10)
+        sender.take(10, sleep=clock.sleep)
     take_steps(sender, sending_s=1.0)
     assert sender.rate == 125
     for _ in range(10):
         clock.now += 1
-        sender.take(10)
+        sender.take(10, sleep=clock.sleep)
     take_steps(sender, sending_s=1.0)
     assert sender.rate == 125
 
@@ -166,7 +167,7 @@ def test_a_sleep_that_raises_breaks_off() -> None:
     def refuse(seconds: float) -> None:
         raise RuntimeError("closing")
 
-    sender = Pacer(1.0, OPTIONS, clock=Clock(), sleep=refuse)
-    sender.take(5)
+    sender = pacer(1.0)
+    sender.take(5, sleep=refuse)
     with pytest.raises(RuntimeError):
-        sender.take(5)
+        sender.take(5, sleep=refuse)

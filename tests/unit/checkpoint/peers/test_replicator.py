@@ -13,15 +13,13 @@ import pytest
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.records import store_digests
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.peers.pace import PaceOptions
+from elastictrain.checkpoint.peers.pace import PaceOptions, Pacer
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.replicator import Replicator, ReplicatorOptions
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, facts_of, fill_slot, host, line_to, put_of
 
 FAST = PaceOptions(first=1e9)
-OPTIONS = ReplicatorOptions(
-    deadline_s=10.0, quiet_most_s=0.2, first_pause_s=0.05, longest_pause_s=0.1, pace=FAST, limits=LIMITS
-)
+OPTIONS = ReplicatorOptions(deadline_s=10.0, quiet_most_s=0.2, first_pause_s=0.05, longest_pause_s=0.1, limits=LIMITS)
 
 
 class Desk:
@@ -52,9 +50,17 @@ class Desk:
 
 
 @contextmanager
-def replicating(folder: Path, target: Peer, desk: Desk, *, options: ReplicatorOptions = OPTIONS) -> Iterator[Replicator]:
+def replicating(
+    folder: Path, target: Peer, desk: Desk, *, options: ReplicatorOptions = OPTIONS, pacer: Pacer | None = None
+) -> Iterator[Replicator]:
     replicator = Replicator(
-        str(folder), target=target, token=TOKEN, replicated=desk.on_replicated, failed=desk.on_failed, options=options
+        str(folder),
+        target=target,
+        token=TOKEN,
+        replicated=desk.on_replicated,
+        failed=desk.on_failed,
+        pacer=pacer or Pacer(FAST),
+        options=options,
     )
     replicator.start()
     try:
@@ -192,8 +198,8 @@ def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
 
 
 def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> None:
-    desk, slow = Desk(), replace(OPTIONS, pace=PaceOptions(first=1e6))
-    with replicating(a, b.peer, desk, options=slow) as replicator:
+    desk, slow = Desk(), Pacer(PaceOptions(first=1e6))
+    with replicating(a, b.peer, desk, pacer=slow) as replicator:
         offer_both(replicator, a, 1)
         wait_for(b.folder / "replica-r00000-s0.digests")
         # Both ranks' slots, though the second one's turn is far off.
@@ -211,7 +217,9 @@ def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> N
 
 def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host) -> None:
     desk = Desk()
-    with replicating(a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.1, pace=PaceOptions(first=1e6))) as replicator:
+    with replicating(
+        a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.1), pacer=Pacer(PaceOptions(first=1e6))
+    ) as replicator:
         offer(replicator, a, 1)
         desk.wait(lambda: desk.failed != [])
         assert "a replica took longer than 0.1 s at 1 MB/s" in desk.failed[0][2]
@@ -220,7 +228,9 @@ def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host) -> None:
 
 def test_what_fails_makes_way_for_what_came_meanwhile(a: Path, b: Host) -> None:
     desk = Desk()
-    with replicating(a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.5, pace=PaceOptions(first=1e6))) as replicator:
+    with replicating(
+        a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.5), pacer=Pacer(PaceOptions(first=1e6))
+    ) as replicator:
         offer(replicator, a, 1)
         wait_for(b.folder / "replica-r00000-s0")
         offer(replicator, a, 2, index=1)
@@ -309,23 +319,23 @@ def test_a_round_waits_for_quiet_steps_but_not_for_ever(a: Path, b: Host) -> Non
 
 
 def test_steps_that_slow_down_slow_the_sender_down(a: Path, b: Host) -> None:
-    desk, options = Desk(), replace(OPTIONS, pace=PaceOptions(first=5e5, least=1e5, window=4, baseline=2))
-    with replicating(a, b.peer, desk, options=options) as replicator:
+    desk, pacer = Desk(), Pacer(PaceOptions(first=5e5, least=1e5, window=4, baseline=2))
+    with replicating(a, b.peer, desk, pacer=pacer) as replicator:
         for _ in range(8):
             replicator.step_took(1.0)
         offer(replicator, a, 1)
         wait_for(b.folder / "replica-r00000-s0.digests")
         time.sleep(0.05)
         deadline = time.monotonic() + 5
-        while replicator.rate == 5e5 and time.monotonic() < deadline:
+        while pacer.rate == 5e5 and time.monotonic() < deadline:
             replicator.step_took(1.1)
             time.sleep(0.05)
-        assert replicator.rate == pytest.approx(1.25e5)
+        assert pacer.rate == pytest.approx(1.25e5)
 
 
 def test_steps_after_a_round_are_no_steps_while_sending(a: Path, b: Host) -> None:
-    desk, options = Desk(), replace(OPTIONS, pace=PaceOptions(first=1e8, window=4, baseline=2))
-    with replicating(a, b.peer, desk, options=options) as replicator:
+    desk, pacer = Desk(), Pacer(PaceOptions(first=1e8, window=4, baseline=2))
+    with replicating(a, b.peer, desk, pacer=pacer) as replicator:
         for _ in range(8):
             replicator.step_took(1.0)
         offer(replicator, a, 1)
@@ -333,14 +343,16 @@ def test_steps_after_a_round_are_no_steps_while_sending(a: Path, b: Host) -> Non
         time.sleep(0.1)
         for _ in range(6):
             replicator.step_took(2.0)
-        assert replicator.rate == 1e8
+        assert pacer.rate == 1e8
 
 
 def test_closing_before_anything_was_offered(a: Path, b: Host) -> None:
     with replicating(a, b.peer, Desk()):
         pass
     desk = Desk()
-    assert Replicator(str(a), target=b.peer, token=TOKEN, replicated=desk.on_replicated, failed=desk.on_failed).close()
+    assert Replicator(
+        str(a), target=b.peer, token=TOKEN, replicated=desk.on_replicated, failed=desk.on_failed, pacer=Pacer()
+    ).close()
 
 
 def test_closing_while_a_buddy_says_nothing(a: Path) -> None:
