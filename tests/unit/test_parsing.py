@@ -25,7 +25,6 @@ OWN = {
     "bounded_json.py": "the parser itself",
     "config/digest.py": "the parser itself",
     "data/loader.py": "bytes of this very process",
-    "checkpoint/checkpointer.py": "rank 0 of the same group",
     "checkpoint/exchange.py": "ranks of the same group",
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/__main__.py": "the worker that started this process",
