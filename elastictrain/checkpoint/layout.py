@@ -74,11 +74,6 @@ class ShardFile:
     size_bytes: int
 
 
-def file_name(incarnation: str, *, rank: int, index: int) -> str:
-    """Names of different incarnations never meet, so a predecessor that still writes cannot spoil our files."""
-    return f"{incarnation}-r{rank:05d}-{index:03d}.safetensors"
-
-
 def plan_files(
     items: Sequence[Item],
     *,
@@ -106,13 +101,15 @@ def plan_files(
     groups = grouped(ordered, [item.size_bytes for item in ordered], most_bytes=shard_bytes)
     files = []
     for index, group in enumerate(groups):
+        # Names of different incarnations never meet, so a predecessor that still writes cannot spoil our files.
+        name = f"{incarnation}-r{rank:05d}-{index:03d}.safetensors"
         header = encode_header([(item.key, item.dtype, item.sizes) for item in group], metadata=metadata)
         starts = list(accumulate((item.size_bytes for item in group), initial=len(header)))
         placed = tuple(
             PlacedItem(item, start, split_item(item, chunk_bytes=chunk_bytes))
             for item, start in zip(group, starts, strict=False)
         )
-        files.append(ShardFile(file_name(incarnation, rank=rank, index=index), header, placed, starts[-1]))
+        files.append(ShardFile(name, header, placed, starts[-1]))
     return tuple(files)
 
 

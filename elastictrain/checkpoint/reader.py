@@ -87,10 +87,7 @@ class ManifestReader(StorageReader):
 
     @property
     def manifest(self) -> Manifest:
-        """Read at first use.
-
-        Raises: InvalidCheckpointError, UnknownFormatError, StorageError.
-        """
+        """Read at first use. Raises: InvalidCheckpointError, UnknownFormatError, StorageError."""
         if self._manifest is None:
             key = f"{self._folder.prefix}{MANIFEST_NAME}"
             try:
@@ -165,8 +162,8 @@ def describe_mismatch(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor
     Stored names that the run lacks are a mismatch, too (a layer was removed), in the families that it has: the part before the
     first dot, such as `model`.
     """
-    families = {_family(name) for name in tensors}
-    removed = [name for name in sorted(stored.keys() - tensors.keys()) if _family(name) in families]
+    families = {name.partition(".")[0] for name in tensors}
+    removed = [name for name in sorted(stored.keys() - tensors.keys()) if name.partition(".")[0] in families]
     lines = [f"{name} is not stored" for name in sorted(tensors.keys() - stored.keys())]
     lines += [f"{name} is stored, but the run has none" for name in removed]
     for name in sorted(tensors.keys() & stored.keys()):
@@ -179,10 +176,6 @@ def describe_mismatch(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor
         return None
     rest = f"\n  - and {len(lines) - NAMED_AT_MOST} more" if len(lines) > NAMED_AT_MOST else ""
     return "".join(f"\n  - {line}" for line in lines[:NAMED_AT_MOST]) + rest
-
-
-def _family(name: str) -> str:
-    return name.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)

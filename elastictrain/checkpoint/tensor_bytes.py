@@ -129,10 +129,7 @@ def read_tensor(folder: CheckpointFolder, record: TensorRecord) -> Tensor:
 
 
 def read_box(folder: CheckpointFolder, record: TensorRecord, *, offsets: Bounds, sizes: Bounds, threads: int) -> Tensor:
-    """The part of a tensor that begins at `offsets`; every byte is verified.
-
-    Raises: DamagedFileError, StorageError.
-    """
+    """The part of a tensor that begins at `offsets`; every byte is verified. Raises: DamagedFileError, StorageError."""
     target = torch.empty(sizes, dtype=dtype_named(record.dtype))
     wanted = [chunk for chunk in record.chunks if chunk.size_bytes and overlap(chunk, offsets=offsets, sizes=sizes) is not None]
 

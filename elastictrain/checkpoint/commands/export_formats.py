@@ -108,10 +108,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """`model.safetensors`, or several files and, last, their index.
-
-    Raises: DamagedFileError; StorageError.
-    """
+    """`model.safetensors`, or several files and, last, their index. Raises: DamagedFileError; StorageError."""
     sizes = {name: source.size_bytes_of(name) for name in source.manifest.tensors}
     plan = plan_shards(sizes, shard_bytes=shard_bytes)
     for file, names in plan.items():

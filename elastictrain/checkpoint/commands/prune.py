@@ -124,16 +124,13 @@ def _verify_newest(newest: Surveyed) -> None:
 def _text(plan: PrunePlan, *, url: str) -> str:
     if not plan.deletions:
         return f"{url}\n  nothing to delete"
-    names = [deletion.folder for deletion in plan.deletions]
-    rows = [(name, size_text(plan.bytes_of(name)), _what(name, plan)) for name in names]
-    left = plural(len(plan.folders) - len(names), "folder")
-    total = size_text(sum(plan.bytes_of(name) for name in names))
+    rows = []
+    for name in (deletion.folder for deletion in plan.deletions):
+        state = plan.folders[name].state
+        names = {CheckpointState.VALID: "checkpoint", CheckpointState.UNCOMMITTED: "remnant of a save"}
+        what = "others went on without it" if name in plan.off_line else names.get(state, state.value)
+        rows.append((name, size_text(plan.bytes_of(name)), what))
+    left = plural(len(plan.folders) - len(rows), "folder")
+    total = size_text(sum(plan.bytes_of(deletion.folder) for deletion in plan.deletions))
     end = f"{plural(len(rows), 'folder')}, {total}; left: {left}, newest checkpoint {plan.newest.name}"
     return f"{url}\n{table(('to delete', 'size', 'what'), rows, right=('size',))}\n{end}"
-
-
-def _what(name: str, plan: PrunePlan) -> str:
-    if name in plan.off_line:
-        return "others went on without it"
-    state = plan.folders[name].state
-    return {CheckpointState.VALID: "checkpoint", CheckpointState.UNCOMMITTED: "remnant of a save"}.get(state, state.value)

@@ -153,10 +153,7 @@ class Surveyed:
 
 
 def survey(location: RunLocation, folders: Iterable[FolderFacts]) -> tuple[Surveyed, ...]:
-    """Reads manifests, some at once; leaves out folders that the run deletes meanwhile.
-
-    Raises: StorageError.
-    """
+    """Reads manifests, some at once; leaves out folders that the run deletes meanwhile. Raises: StorageError."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="survey") as pool:
         found = pool.map(lambda facts: _look_at(location, facts), folders)
         return tuple(one for one in found if one is not None)

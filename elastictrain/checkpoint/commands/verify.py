@@ -265,13 +265,11 @@ def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
         name: replace(tensor, chunks=tuple(msgspec.structs.replace(chunk, sha256=found[chunk]) for chunk in tensor.chunks))
         for name, tensor in manifest.tensors.items()
     }
-    files = tuple(msgspec.structs.replace(file, header_sha256=_sha256_of_header(folder, file)) for file in manifest.files)
-    raw = encode_manifest(replace(manifest, files=files, tensors=tensors, signature=""), key=signing)
+    files = []
+    for file in manifest.files:
+        head = one.run.read(key_of(one.name, file.name), end=file.header_bytes)
+        if not has_digest(head, file.header_digest, sha256=""):
+            raise DamagedFileError(f"{folder.url(file.name)}: its header was changed while it was signed", file=file.name)
+        files.append(msgspec.structs.replace(file, header_sha256=sha256_of(head)))
+    raw = encode_manifest(replace(manifest, files=tuple(files), tensors=tensors, signature=""), key=signing)
     one.run.write(key_of(one.name, MANIFEST_NAME), raw)
-
-
-def _sha256_of_header(folder: CheckpointFolder, file: FileRecord) -> str:
-    head = folder.store.read(f"{folder.prefix}{file.name}", end=file.header_bytes)
-    if not has_digest(head, file.header_digest, sha256=""):
-        raise DamagedFileError(f"{folder.url(file.name)}: its header was changed while it was signed", file=file.name)
-    return sha256_of(head)

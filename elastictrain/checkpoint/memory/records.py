@@ -44,21 +44,16 @@ def read_file(path: str, *, most_bytes: int = _MOST_BYTES) -> bytes:
         return file.read(most_bytes)
 
 
-def layout_path(folder: str, digest: str) -> str:
-    """Where the layout of that digest lies."""
-    return f"{folder}/layout-{digest}.json"
-
-
 def store_layout(folder: str, layout: RankLayout) -> None:
     """Make the layout known to others on this host. Raises: OSError."""
-    path = layout_path(folder, layout.digest)
+    path = f"{folder}/layout-{layout.digest}.json"
     if not os.path.exists(path):  # noqa: PTH110
         write_file(path, layout.to_bytes())
 
 
 def load_layout(folder: str, digest: str) -> RankLayout:
     """Raises: InvalidCheckpointError if it is not there, or is not the one of that digest."""
-    path = layout_path(folder, digest)
+    path = f"{folder}/layout-{digest}.json"
     try:
         layout = layout_from_bytes(read_file(path), where=path)
     except OSError as error:

@@ -9,7 +9,6 @@ import torch
 
 from elastictrain.checkpoint.copier import Arena, free_indices, slot_indices
 from elastictrain.checkpoint.memory.folder import SlotName, slot_names
-from elastictrain.checkpoint.memory.records import layout_path
 from elastictrain.checkpoint.memory.slot import Slot
 from tests.unit.checkpoint.memory.madeslots import facts_of, layout_of, put
 
@@ -58,7 +57,7 @@ def test_slots_become_ready_and_keep_what_is_in_them(tmp_path: Path) -> None:
     assert first.facts == facts_of(3)
     assert second.facts is None
     assert not arena.broken
-    assert Path(layout_path(str(tmp_path), LAYOUT.digest)).exists()
+    assert (tmp_path / f"layout-{LAYOUT.digest}.json").exists()
     arena.close()
     assert arena.slot(0) is None
     assert Slot.open(f"{tmp_path}/own-r00000-s1").facts == facts_of(3)

@@ -6,7 +6,6 @@ import pytest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, layout_from_bytes
 from elastictrain.checkpoint.memory.records import (
     compute_digests,
-    layout_path,
     load_digests,
     load_layout,
     read_file,
@@ -74,7 +73,7 @@ def test_a_layout_is_found_by_its_digest(tmp_path: Path) -> None:
     other = layout_of(1, world_size=2)
     with pytest.raises(InvalidCheckpointError, match=other.digest):
         load_layout(str(tmp_path), other.digest)
-    Path(layout_path(str(tmp_path), other.digest)).write_bytes(LAYOUT.to_bytes())
+    (tmp_path / f"layout-{other.digest}.json").write_bytes(LAYOUT.to_bytes())
     with pytest.raises(InvalidCheckpointError, match="another layout than its name says"):
         load_layout(str(tmp_path), other.digest)
 
