@@ -39,20 +39,24 @@ def test_every_error_shows_its_message_and_has_an_exit_code_of_sysexits(kind: ty
     assert error.exit_code in (64, 69, 70, 71, 74, 75, 78)
 
 
-def test_one_problem_is_a_sentence() -> None:
-    error = ConfigError([Problem("train.steps", "must be >= 1, but is 0")])
-    assert str(error) == "`train.steps` must be >= 1, but is 0"
-    assert error.problems == (Problem("train.steps", "must be >= 1, but is 0"),)
+STEPS, BATCH = Problem("train.steps", "must be >= 1, but is 0"), Problem("c", "must be 2")
 
 
-def test_several_problems_are_all_listed() -> None:
-    error = DataError([Problem("a.b", "must be 1"), Problem("c", "must be 2")])
-    assert str(error) == "2 problems in the configuration:\n  - `a.b` must be 1\n  - `c` must be 2"
-    assert error.exit_code == errors.EXIT_CONFIG
+@pytest.mark.parametrize(
+    ("problems", "text"),
+    [
+        ([STEPS], "`train.steps` must be >= 1, but is 0"),
+        ([STEPS, BATCH], "2 problems in the configuration:\n  - `train.steps` must be >= 1, but is 0\n  - `c` must be 2"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_all_problems_are_kept_and_listed(kind: type[ConfigError], problems: list[Problem], text: str) -> None:
+    error = kind(problems)
+    assert (str(error), error.problems, error.exit_code) == (text, tuple(problems), errors.EXIT_CONFIG)
 
 
-def test_a_sentence_has_no_problems() -> None:
-    assert ConfigError("cannot read conf/").problems == ()
+def test_a_text_has_no_problems() -> None:
+    assert ConfigError("unreadable").problems == ()
 
 
 def test_storage_errors_of_both_kinds_are_storage_errors() -> None:

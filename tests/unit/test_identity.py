@@ -9,6 +9,13 @@ from elastictrain.identity import Identity, Launcher, pods_without_workers, read
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "PATH": "/bin"}
 
 
+def wrong_in(environment: Mapping[str, str]) -> list[str]:
+    """The variables that are refused."""
+    with pytest.raises(ConfigError) as caught:
+        read_identity(environment)
+    return [problem.key for problem in caught.value.problems]
+
+
 def test_without_torchrun_a_world_of_one() -> None:
     assert read_identity({"PATH": "/bin"}) == Identity(0, 1, 0, 1, socket.gethostname(), launched=False)
 
@@ -31,8 +38,7 @@ def test_local_values_have_defaults() -> None:
 
 @pytest.mark.parametrize(("present", "absent"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
 def test_half_of_torchrun_is_refused_by_name(present: str, absent: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{absent}` must be set in the environment when {present} is"):
-        read_identity({present: "1"})
+    assert wrong_in({present: "1"}) == [absent]
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "1.0"])
@@ -45,21 +51,17 @@ def test_a_value_that_is_no_number_is_refused_by_name(name: str, text: str) -> N
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_identity(TORCHRUN | {"RANK": "x", "LOCAL_RANK": "y"})
-    assert {problem.key for problem in caught.value.problems} == {"RANK", "LOCAL_RANK"}
+    assert wrong_in(TORCHRUN | {"RANK": "x", "LOCAL_RANK": "y"}) == ["RANK", "LOCAL_RANK"]
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 def test_a_world_of_nobody_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}` must be a whole number >= 1 in the environment, but is '0'"):
-        read_identity(TORCHRUN | {name: "0"})
+    assert wrong_in(TORCHRUN | {name: "0"}) == [name]
 
 
 @pytest.mark.parametrize("world", ["1", "5"])
 def test_a_rank_outside_the_world_is_refused(world: str) -> None:
-    with pytest.raises(ConfigError, match=f"`RANK` must be < WORLD_SIZE={world}, but is 5"):
-        read_identity(TORCHRUN | {"WORLD_SIZE": world})
+    assert wrong_in(TORCHRUN | {"WORLD_SIZE": world}) == ["RANK"]
 
 
 LAUNCHED = TORCHRUN | {
@@ -97,10 +99,7 @@ POD = {"PET_NNODES": "2", "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
 
 
 def test_a_pod_in_which_nobody_has_started_workers_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_identity(POD)
-    assert [problem.key for problem in caught.value.problems] == ["WORLD_SIZE"]
-    assert "elastictrain.launch" in str(caught.value)
+    assert wrong_in(POD) == ["WORLD_SIZE"]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_what_hydra_understands_and_we_offer(arguments: list[str], capsys: pytes
 def test_half_an_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([TINY]) == 78
-    assert "`RANK` must be set in the environment when WORLD_SIZE is; start with torchrun" in capsys.readouterr().err
+    assert "`RANK`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--help", "train"], [TINY, "--cfg", "job"]])

@@ -58,7 +58,7 @@ def test_every_mistake_is_reported_by_its_key() -> None:
     keys = {problem.key for problem in composed.problems}
     assert keys == {"parallel", "optim.xx", "run.dir", "data.cache_dir"}
     assert composed.partial
-    assert "did you mean fsdp" in str(composed.problems[0])
+    assert [problem.key for problem in composed.problems if "fsdp?" in problem.message] == ["parallel"]
 
 
 def test_every_misuse_of_the_command_line_is_told_at_once() -> None:
@@ -88,17 +88,19 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_composed_is_one_config_error(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "bad.yaml").write_text("# @package _global_\ndefaults:\n  - override /parallel: fspd\n")
-    with pytest.raises(ConfigError, match=r"`recipe=bad` cannot be composed: .*parallel/fspd"):
+    with pytest.raises(ConfigError, match="parallel/fspd") as caught:
         compose(["--config-dir", str(tmp_path), "recipe=bad"])
+    assert [problem.key for problem in caught.value.problems] == ["recipe=bad"]
     (tmp_path / "recipe" / "bad.yaml").write_text("a: [1\nb: }")
-    with pytest.raises(ConfigError, match=r"`recipe=bad` cannot be composed"):
+    with pytest.raises(ConfigError) as caught:
         compose(["--config-dir", str(tmp_path), "recipe=bad"])
+    assert [problem.key for problem in caught.value.problems] == ["recipe=bad"]
 
 
 def test_a_folder_must_exist_and_not_shadow_the_program(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="must be a folder"):
+    with pytest.raises(UsageError, match=f"{tmp_path}/none"):
         compose(["--config-dir", str(tmp_path / "none")])
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "llama_tiny.yaml").write_text("")
-    with pytest.raises(UsageError, match="rename it"):
+    with pytest.raises(UsageError, match=f"{tmp_path}/recipe/llama_tiny.yaml"):
         compose(["--config-dir", str(tmp_path)])

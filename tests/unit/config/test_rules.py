@@ -80,16 +80,19 @@ def test_what_a_launcher_waits_for_can_come(launch: LaunchGroup, expected: list[
     assert keys(launch=launch) == expected
 
 
+SENTENCES = """\
+`launch.address` must be an IP address, since each host would look up a name for itself, but is "x"
+`launch.max_hosts` must be >= `launch.min_hosts` = 2, or 0 for no limit, but is 1
+`train.micro_batch` must be <= `train.global_batch` = 10000000, but is 10000001
+`launch.poll_s` must be < `launch.lost_s` = 4, but is 5: a host must be heard before it is lost
+`launch.backoff_s` must be <= `launch.backoff_limit_s` = 60, but is 70"""
+
+
 def test_what_is_wrong_is_said_with_what_must_be_and_what_is() -> None:
     launch = LaunchGroup(min_hosts=2, max_hosts=1, poll_s=5.0, backoff_s=70.0, address="x")
     train = TrainGroup(steps=10, global_batch=10_000_000, micro_batch=10_000_001)
-    assert [str(problem) for problem in check_rules({"launch": launch, "train": train}, uses_token_files=True)] == [
-        '`launch.address` must be an IP address, since each host would look up a name for itself, but is "x"',
-        "`launch.max_hosts` must be >= `launch.min_hosts` = 2, or 0 for no limit, but is 1",
-        "`train.micro_batch` must be <= `train.global_batch` = 10000000, but is 10000001",
-        "`launch.poll_s` must be < `launch.lost_s` = 4, but is 5: a host must be heard before it is lost",
-        "`launch.backoff_s` must be <= `launch.backoff_limit_s` = 60, but is 70",
-    ]
+    problems = check_rules({"launch": launch, "train": train}, uses_token_files=True)
+    assert "\n".join(map(str, problems)) == SENTENCES
 
 
 @pytest.mark.parametrize(

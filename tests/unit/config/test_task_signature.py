@@ -71,16 +71,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems_of(cls: type, options: dict[str, object], model: dict[str, object]) -> list[str]:
+    """The keys that are wrong."""
     call, problems = check_call(cls, options=options, model=model)
     assert (call is None) == bool(problems)
-    return [str(problem) for problem in problems]
+    return [problem.key for problem in problems]
 
 
 def test_half_of_an_ability_is_refused() -> None:
     assert find_task("my_tasks.WithDatasets")[0] is WithDatasets
     found, problems = find_task("my_tasks.WithHalf")
     assert found is None
-    assert "both or neither of train_dataset and eval_dataset; my_tasks.WithHalf lacks eval_dataset" in str(problems[0])
+    assert problems[0].message.endswith("my_tasks.WithHalf lacks eval_dataset")
 
 
 def test_a_good_call_is_complete_and_plain() -> None:
@@ -96,31 +97,22 @@ def test_a_good_call_is_complete_and_plain() -> None:
 
 def test_all_problems_of_task_and_model_at_once() -> None:
     found = problems_of(WithModel, {"rate": "x", "raet": 1, "model": {}}, {"width": 0, "detph": 1})
-    assert found == [
-        "`task.model` is not a key: the model's keys are the group `model`",
-        "`task.raet` is not a key; did you mean `task.rate`?",
-        '`task.rate` must be a number, but is "x"',
-        "`model.detph` is not a key; did you mean `model.depth`?",
-        "`model.width` must be a whole number >= 1, but is 0",
-    ]
+    assert found == ["task.model", "task.raet", "task.rate", "model.detph", "model.width"]
 
 
 def test_an_inherited_constructor_counts() -> None:
-    assert problems_of(Inherits, {}, {"width": "x"}) == ['`model.width` must be a whole number >= 1, but is "x"']
+    assert problems_of(Inherits, {}, {"width": "x"}) == ["model.width"]
 
 
 def test_a_mandatory_option_and_a_model_nobody_takes() -> None:
-    assert problems_of(WithDatasets, {}, {"width": 1}) == [
-        "`task.folder` must be given: text",
-        "`model.width` is not a key: my_tasks.WithDatasets takes no model",
-    ]
+    assert problems_of(WithDatasets, {}, {"width": 1}) == ["task.folder", "model.width"]
     call, _ = check_call(WithDatasets, options={"folder": "x"}, model={})
     assert call == TaskCall(WithDatasets, {"folder": "x"})
     assert brings_datasets(call.cls)
 
 
 def test_a_model_without_keys_lacks_those_that_must_be_given() -> None:
-    assert problems_of(WithModel, {}, {}) == ["`model.width` must be given: a whole number >= 1"]
+    assert problems_of(WithModel, {}, {}) == ["model.width"]
 
 
 def test_a_class_without_a_constructor_takes_nothing() -> None:
@@ -164,16 +156,13 @@ def test_a_module_that_fails_says_what_failed_and_where(
     monkeypatch.syspath_prepend(tmp_path)
     _, problems = find_task(f"{name}.Task")
     assert message in str(problems[0])
-    assert f"{name}.py, line 2" in str(problems[0])
+    assert str(problems[0]).count(f"{name}.py") == 1
     assert "importlib" not in str(problems[0])
 
 
 def test_keys_of_a_task_for_help() -> None:
     keys = {key.path: key for key in task_keys("my_tasks.WithModel")}
     assert list(keys) == ["model.width", "model.depth", "task.rate", "task.names", "task.label"]
-    assert (keys["model.width"].doc, keys["model.width"].default, keys["task.rate"].default) == (
-        "Width of the layer.",
-        None,
-        "0.1",
-    )
+    assert [keys[name].doc.split()[0] for name in ("model.width", "model.depth")] == ["Width", "Number"]
+    assert (keys["model.width"].default, keys["task.rate"].default) == (None, "0.1")
     assert task_keys("no_such_package.Task") == []

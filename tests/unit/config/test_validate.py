@@ -14,6 +14,10 @@ from elastictrain.errors import ConfigError, Problem
 from tests.unit.examples import examples
 
 
+def refusal(width: int) -> str:
+    return f"{width} is refused"
+
+
 @dataclass(frozen=True, slots=True)
 class Inner:
     width: Annotated[int, Range(1)]
@@ -23,7 +27,7 @@ class Inner:
         if self.width == 13:
             raise ConfigError([Problem("width", "must not be 13"), Problem("inner.ratio", "is unlucky")])
         if self.width == 14:
-            raise ValueError("14 is refused")
+            raise ValueError(refusal(14))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,8 @@ def test_what_a_class_refuses_itself_is_reported_under_its_path() -> None:
     _, problems = check_dataclass(Inner, values={"width": 13}, path="inner")
     assert [problem.key for problem in problems] == ["inner.width", "inner.ratio"]
     _, problems = check_dataclass(Inner, values={"width": 14}, path="inner")
-    assert [str(problem) for problem in problems] == ["`inner` is refused by Inner: 14 is refused"]
+    assert [problem.key for problem in problems] == ["inner"]
+    assert problems[0].message.endswith(f"Inner: {refusal(14)}")
 
 
 def test_a_mandatory_key_that_is_absent_is_missing() -> None:
@@ -161,5 +166,5 @@ def test_suggest_key(wrong: str, meant: str) -> None:
 
 
 def test_suggest_choice() -> None:
-    assert suggest_choice("fspd", choices=["ddp", "fsdp"]) == "; did you mean fsdp?"
+    assert suggest_choice("fspd", choices=["ddp", "fsdp"]).endswith(" fsdp?")
     assert suggest_choice("xyz", choices=["ddp", "fsdp"]) == ""

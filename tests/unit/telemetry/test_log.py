@@ -62,10 +62,10 @@ def test_python_warnings_come_once_from_rank_0_in_one_line(rank: int, lines: int
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         set_up_logging(LogPrefix(rank=rank), stream=stream)
-        warnings.warn("something is deprecated", UserWarning, stacklevel=1)
+        warnings.warn("deprecated", UserWarning, stacklevel=1)
         logging.captureWarnings(False)
     assert len(stream.getvalue().splitlines()) == lines
-    assert stream.getvalue().count("UserWarning: something is deprecated") == lines
+    assert stream.getvalue().count("UserWarning: deprecated") == lines
 
 
 def test_a_broken_record_does_not_raise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,7 @@ def test_a_stop_before_training_is_obeyed_where_ranks_wait_for_each_other(
     real = dist.HashStore.set
     monkeypatch.setattr(dist.HashStore, "set", lambda self, key, value: None if "/go/" in key else real(self, key, value))
     life = Life(of(tmp_path / "run"), stop=StopRequest("SIGUSR1", time.monotonic()))
-    with pytest.raises(StopRequestedError, match=r"asked to stop \(SIGUSR1\) before training began"):
+    with pytest.raises(StopRequestedError, match="SIGUSR1"):
         life.begin()
     assert life.context is None
 
@@ -139,7 +139,8 @@ def test_who_does_not_let_go_of_what_this_start_needs_is_named(
     life = Life(of(tmp_path / "run"), identity=after_this_process())
     started = life.begin()
     assert started.timings.seconds["predecessors"] >= 0.3
-    assert f"process(es) {os.getpid()} of the generation before are not gone" in caplog.text
+    (warning,) = [record for record in caplog.records if record.name == "elastictrain.train.bringup"]
+    assert warning.args == (str(os.getpid()),)
     leave(started.group)
     life.close()
 
@@ -158,7 +159,7 @@ def test_what_can_be_checked_alone_is_checked_before_anybody_is_met(tmp_path: Pa
         life, kind = Life(of(tmp_path / "run", num_samples=0)), DataError
     else:
         life, kind = Life(of(tmp_path / "file" / "run")), StorageError
-    with pytest.raises(kind, match=r"`data\.path`" if kind is DataError else r"`run\.dir` cannot be used"):
+    with pytest.raises(kind, match=r"`data\.path`" if kind is DataError else r"`run\.dir`"):
         life.begin()
     assert life.context is None
     assert life.tracker.mark.phase == Phase.START
@@ -168,7 +169,7 @@ def test_what_can_be_checked_alone_is_checked_before_anybody_is_met(tmp_path: Pa
 def test_checkpointing_without_blocks_is_refused_and_not_ignored(tmp_path: Path) -> None:
     plain = of(tmp_path)
     wanted = dataclasses.replace(plain, train=dataclasses.replace(plain.train, activation_checkpointing="full"))
-    with pytest.raises(ConfigError, match=r"`train.activation_checkpointing` needs a task that names its blocks"):
+    with pytest.raises(ConfigError, match=r"`train\.activation_checkpointing`"):
         Life(wanted).begin()
 
 

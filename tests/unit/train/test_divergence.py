@@ -40,8 +40,6 @@ def test_one_wrong_rank_is_always_found(shards: int, replicas: int, data: st.Dat
 def test_the_sentence_names_ranks_and_the_host_to_replace() -> None:
     hosts = ["a", "a", "b", "b"]
     text = describe_divergence(Divergence(wrong=(2,)), step=40, hosts=hosts)
-    assert "rank 2 on b" in text
-    assert "replace b." in text
+    assert [part in text for part in ("rank 2 on b", "replace b.")] == [True] * 2
     text = describe_divergence(Divergence(disputed=(1, 3)), step=40, hosts=hosts)
-    assert "rank 1 on a, rank 3 on b" in text
-    assert "devices of a and b," in text
+    assert [part in text for part in ("rank 1 on a, rank 3 on b", "devices of a and b,")] == [True] * 2

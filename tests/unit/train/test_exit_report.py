@@ -24,6 +24,8 @@ from elastictrain.train.loop import Loop
 from elastictrain.train.saving import Reached
 from tests.unit.train.parts import context_of
 
+HEARD = {"rank 0 on host": "1 s ago"}
+
 
 @pytest.fixture(autouse=True)
 def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +50,7 @@ def told(folder: Path) -> Reason:
 def recording(recorded: list[Failure], *, store: object = None) -> TrainContext:
     # Without a way to close it, a store, or a board that is asked for more than this.
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
-    heartbeats = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, announce_failure=lambda: None)
+    heartbeats = SimpleNamespace(last_heard=lambda: HEARD, announce_failure=lambda: None)
     return context_of(journal=journal, heartbeats=heartbeats, store=store, generation=SimpleNamespace(name="000001-aa"))
 
 
@@ -111,7 +113,7 @@ def test_who_ends_because_of_another_waits_for_no_disk_and_no_device(
     code = EXIT_TRANSPORT if cause == "peer" else EXIT_STOPPED
     assert told(tmp_path).exit_code == ended.value.code == failure.exit_code == code
     assert (failure.phase, failure.step, failure.flight_recorder) == ("forward", 9, None)
-    assert failure.last_heard == ({"rank 0 on host": "1 s ago"} if cause == "peer" else {})
+    assert failure.last_heard == (HEARD if cause == "peer" else {})
 
 
 def test_what_was_read_of_a_long_silence_is_kept_also_when_another_rank_turns_out_to_be_gone(

@@ -255,7 +255,8 @@ def test_a_run_that_is_past_its_end_says_so() -> None:
     world = World(config(steps=7), first=9)
     world.train()
     assert world.launched == []
-    assert world.said == ["nothing left to do: step 9 is done, and `train.steps` is 7"]
+    (said,) = world.said
+    assert [word for word in said.split() if word.isdecimal()] == ["9", "7"]
 
 
 def test_a_store_that_fails_is_asked_again_when_the_minutes_have_passed_and_not_at_each_step() -> None:
@@ -341,8 +342,8 @@ def test_a_stop_before_the_first_step_leaves_at_once(first: int) -> None:
 
 
 def test_a_stop_of_another_host_before_the_first_step_has_its_reason() -> None:
-    world = World(config(steps=100), other_reason="AWS takes it")
-    with pytest.raises(StopRequestedError, match="AWS takes it"):
+    world = World(config(steps=100), other_reason="notice")
+    with pytest.raises(StopRequestedError, match="notice"):
         world.train()
     assert world.launched == []
 
@@ -445,8 +446,9 @@ def test_the_last_save_is_tried_again_at_once() -> None:
 
 def test_too_many_failed_saves_in_a_row_end_the_run() -> None:
     world = World(config(steps=100, save_every=2), refuse_saves=100)
-    with pytest.raises(SavesFailingError, match="no space left"):
+    with pytest.raises(SavesFailingError) as caught:
         world.train()
+    assert isinstance(caught.value.__cause__, CheckpointError)
     assert world.of(CheckpointFailed) == [2, 4, 6]
 
 
