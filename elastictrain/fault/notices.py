@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -85,16 +85,17 @@ class LimitSource:
         return Notice("limit", self._reason, self._deadline) if self._wall() >= self._deadline - self._lead_s else None
 
 
+@dataclass(eq=False)
 class NoticePoller:
     """Asks each source in turn, and passes on what is new."""
 
-    def __init__(
-        self, sources: Sequence[NoticeSource], *, on_notice: Callable[[Notice], None], interval_s: float = POLL_S
-    ) -> None:
-        """`on_notice` is called from the poller's thread."""
-        self._sources = sources
-        self._on_notice = on_notice
-        self._interval_s = interval_s
+    sources: Sequence[NoticeSource]
+    _: KW_ONLY
+    on_notice: Callable[[Notice], None]
+    """Called from the poller's thread."""
+    interval_s: float = POLL_S
+
+    def __post_init__(self) -> None:
         self._last: dict[int, Notice] = {}
         self._errors: dict[int, str] = {}
         self._closed = threading.Event()
@@ -109,7 +110,7 @@ class NoticePoller:
 
     def _run(self) -> None:
         while True:
-            for index, source in enumerate(self._sources):
+            for index, source in enumerate(self.sources):
                 try:
                     self._pass_on(index, source.look())
                 except Exception as error:  # noqa: BLE001  # the edge of the thread: the next answer may be the one that matters
@@ -120,7 +121,7 @@ class NoticePoller:
                 else:
                     if self._errors.pop(index, ""):
                         logger.info("%s answers again", source.name)
-            if self._closed.wait(self._interval_s):
+            if self._closed.wait(self.interval_s):
                 return
 
     def _pass_on(self, index: int, notice: Notice | None) -> None:
@@ -129,5 +130,5 @@ class NoticePoller:
             self._last.pop(index, None)
         elif adds_to(notice, self._last.get(index)) and not self._closed.is_set():
             # Only what was passed on counts as known: an error on the way is no reason never to say it again.
-            self._on_notice(notice)
+            self.on_notice(notice)
             self._last[index] = notice

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -94,6 +94,7 @@ def is_news(request: StopRequest, *, before: StopRequest | None) -> bool:
     return request.deadline_s is not None and (before.deadline_s is None or request.deadline_s < before.deadline_s - 1.0)
 
 
+@dataclass(eq=False)
 class StopListener:
     """Turns signals into a `StopRequest`.
 
@@ -101,23 +102,18 @@ class StopListener:
     handler writes to the wake-up descriptor is read by a thread of our own.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        notice_s: float | None = None,
-        stop_file: str | None = None,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        """`notice_s`: how long after a signal this process is ended, where `stop_file` does not say; None: never. `wall`: unix
-        seconds."""
-        self._clock = clock
-        self._wall = wall
-        self._notice_s = notice_s
-        self._stop_file = stop_file
+    clock: Callable[[], float] = time.monotonic
+    _: KW_ONLY
+    notice_s: float | None = None
+    """How long after a signal this process is ended, where `stop_file` does not say; None: never."""
+    stop_file: str | None = None
+    wall: Callable[[], float] = time.time
+    """Unix seconds."""
+    request: StopRequest | None = field(default=None, init=False)
+    """Any thread may look at it; replaced whole."""
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self.request: StopRequest | None = None
-        """Any thread may look at it; replaced whole."""
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._reader, True)
         self._previous_wakeup = -1
@@ -150,29 +146,24 @@ class StopListener:
 
     def ask(self, reason: str, *, deadline: float | None = None) -> None:
         """Request a stop, to be over by `deadline` (unix seconds); the first reason stays, and the earliest deadline."""
-        now_s = self._clock()
-        deadline_s = None if deadline is None else now_s + deadline - self._wall()
+        now_s = self.clock()
+        deadline_s = None if deadline is None else now_s + deadline - self.wall()
         with self._lock:
             self._adopt(brought_forward(self.request or StopRequest(reason, now_s), deadline_s))
-
-    def _on_signal(self, name: str) -> None:
-        """In the listener's thread: a signal has come."""
-        note = read_stop_note(self._stop_file)
-        now_s, now = self._clock(), self._wall()
-        with self._lock:
-            self._adopt(after_signal(self.request, note, name=name, now_s=now_s, now=now, notice_s=self._notice_s))
 
     def _adopt(self, request: StopRequest) -> None:
         before, self.request = self.request, request
         if not self._quiet and is_news(request, before=before):
-            left = "" if request.deadline_s is None else f"; {request.deadline_s - self._clock():.0f} s are left"
+            left = "" if request.deadline_s is None else f"; {request.deadline_s - self.clock():.0f} s are left"
             logger.warning("asked to stop (%s)%s", request.reason, left)
 
     def _listen(self) -> None:
         while data := os.read(self._reader, 64):
-            for number in data:
-                if number in STOP_SIGNALS:
-                    self._on_signal(signal.Signals(number).name)
+            for name in (signal.Signals(number).name for number in data if number in STOP_SIGNALS):
+                note = read_stop_note(self.stop_file)
+                now_s, now = self.clock(), self.wall()
+                with self._lock:
+                    self._adopt(after_signal(self.request, note, name=name, now_s=now_s, now=now, notice_s=self.notice_s))
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -45,6 +45,7 @@ class Heartbeat:
     number: int
 
 
+@dataclass(eq=False)
 class HeartbeatStore:
     """Heartbeats through the shared store, from a thread of its own over a connection of its own.
 
@@ -52,31 +53,25 @@ class HeartbeatStore:
     others hear of this rank whatever it reads, and once for reading.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        rank: int,
-        hosts: tuple[str, ...],
-        mark: Callable[[], ProgressMark],
-        options: FaultGroup,
-        clock: Callable[[], float] = time.time,
-        stopwatch: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`hosts`: the one of each rank. `mark` is on the clock of `stopwatch`."""
+    store: InitVar[dist.Store]
+    _: KW_ONLY
+    rank: int
+    hosts: tuple[str, ...]
+    """The one of each rank."""
+    mark: Callable[[], ProgressMark]
+    """On the clock of `stopwatch`."""
+    options: FaultGroup
+    clock: Callable[[], float] = time.time
+    stopwatch: Callable[[], float] = time.monotonic
+    entered: Entered = field(default_factory=Entered, init=False)
+    """What is told from now on besides where this rank is."""
+
+    def __post_init__(self, store: dist.Store) -> None:
         self._writing: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in the stub of torch
         self._reading: dist.Store = store.clone()  # type: ignore[attr-defined]
         for connection in (self._writing, self._reading):
             connection.set_timeout(_READ_TIMEOUT)
-        self.rank = rank
-        self._names = [f"rank {number} on {host}" for number, host in enumerate(hosts)]
-        self._hosts = hosts
-        self.mark = mark
-        self.options = options
-        self._clock = clock
-        self.stopwatch = stopwatch
-        self.entered = Entered()
-        """What is told from now on besides where this rank is."""
+        self._names = [f"rank {number} on {host}" for number, host in enumerate(self.hosts)]
         self._seen: dict[int, tuple[int, float]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write, name="heartbeat", daemon=True)
@@ -91,7 +86,7 @@ class HeartbeatStore:
     def own_status(self, mark: ProgressMark) -> RankStatus:
         """This rank as the others see it."""
         silent_s = max(0.0, self.stopwatch() - mark.since_s)
-        return RankStatus(self.rank, self._hosts[self.rank], mark, silent_s, bound_s(mark, self.options), entered=self.entered)
+        return RankStatus(self.rank, self.hosts[self.rank], mark, silent_s, bound_s(mark, self.options), entered=self.entered)
 
     def statuses(self) -> list[RankStatus]:
         """Of the other ranks that were heard. `still_s` is by our own clock, and as far as we have looked.
@@ -107,7 +102,7 @@ class HeartbeatStore:
             self._seen[rank] = (beat.number, since_s if beat.number == number else now_s)
             still_s = now_s - self._seen[rank][1]
             silent_s = beat.silent_s + still_s
-            statuses.append(RankStatus(rank, self._hosts[rank], beat.mark, silent_s, beat.bound_s, still_s, beat.entered))
+            statuses.append(RankStatus(rank, self.hosts[rank], beat.mark, silent_s, beat.bound_s, still_s, beat.entered))
         return statuses
 
     def last_heard(self) -> dict[str, str]:
@@ -120,7 +115,7 @@ class HeartbeatStore:
                 return {"the shared store": f"does not answer ({type(error).__name__}): {_GONE}"}
             news = []
             for rank, beat in beats.items():
-                age_s = float("inf") if beat is None else max(0.0, self._clock() - beat.time)
+                age_s = float("inf") if beat is None else max(0.0, self.clock() - beat.time)
                 text = "never heard in this generation" if beat is None else f"{beat.mark}, {age_s:.1f} s ago"
                 news.append((age_s, self._names[rank], text))
             return {name: text for _, name, text in sorted(news, reverse=True)}
@@ -141,7 +136,7 @@ class HeartbeatStore:
 
     def _read_all(self) -> dict[int, Heartbeat | None]:
         """The newest heartbeat of each other rank; None if it has written none, or one of another release."""
-        beats: dict[int, Heartbeat | None] = {rank: None for rank in range(len(self._hosts)) if rank != self.rank}
+        beats: dict[int, Heartbeat | None] = {rank: None for rank in range(len(self.hosts)) if rank != self.rank}
         for rank in beats:
             if self._reading.check([f"beat/{rank}"]):
                 try:
@@ -156,7 +151,7 @@ class HeartbeatStore:
             number += 1
             mark = self.mark()
             own = self.own_status(mark)
-            beat = Heartbeat(mark, round(own.silent_s, 3), own.bound_s, own.entered, self._clock(), number)
+            beat = Heartbeat(mark, round(own.silent_s, 3), own.bound_s, own.entered, self.clock(), number)
             try:
                 self._writing.set(f"beat/{self.rank}", encode_record(beat).decode())
             except RuntimeError as error:

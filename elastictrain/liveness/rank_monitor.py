@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from elastictrain.errors import EXIT_TRANSPORT
@@ -160,25 +160,20 @@ class LiveWorker:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
 
+@dataclass(eq=False)
 class RankMonitor:
     """Looks at the workers turn by turn, until the last one is gone."""
 
-    def __init__(
-        self,
-        folder: str,
-        facts: MonitoredHost,
-        *,
-        find: Callable[[str, int], LiveWorker] = LiveWorker,
-        record: Callable[[Hang, str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`record` keeps an event and the stacks that belong to it; it may take its time."""
-        self._folder = folder
-        self._facts = facts
-        self._find = find
-        self._record = record
-        self._clock = clock
-        self._last_s = self._began_s = clock()
+    folder: str
+    facts: MonitoredHost
+    _: KW_ONLY
+    find: Callable[[str, int], LiveWorker] = LiveWorker
+    record: Callable[[Hang, str], None]
+    """Keeps an event and the stacks that belong to it; it may take its time."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._last_s = self._began_s = self.clock()
         self._workers: dict[int, LiveWorker] = {}
         self._ended: set[int] = set()
         self._vanished: set[int] = set()
@@ -188,13 +183,13 @@ class RankMonitor:
     def run(self) -> None:
         while self.turn():
             time.sleep(TURN_S)
-        deadline = self._clock() + self._facts.close_s
+        deadline = self.clock() + self.facts.close_s
         for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock()))
+            thread.join(max(0.0, deadline - self.clock()))
 
     def turn(self) -> bool:
         """Look once, and act; whether anybody is left to watch."""
-        now_s = self._clock()
+        now_s = self.clock()
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
         looks = self._look(awake_s)
         seen = [one for one in looks if one is not None]
@@ -207,10 +202,10 @@ class RankMonitor:
 
     def _look(self, awake_s: float) -> list[ObservedRank | None]:
         looks = []
-        for rank in self._facts.ranks:
+        for rank in self.facts.ranks:
             if rank not in self._workers and rank not in self._vanished:
                 with suppress(OSError, ValueError):
-                    self._workers[rank] = self._find(self._folder, rank)
+                    self._workers[rank] = self.find(self.folder, rank)
             if rank in self._workers:
                 try:
                     looks.append(self._workers[rank].look(awake_s))
@@ -224,15 +219,15 @@ class RankMonitor:
         ended = {one.seen.marks.rank for one in decisions}
         waiting = [marks for marks in alive if marks.rank not in ended]
         hanging = [one for one in decisions if one.hangs]
-        text = describe(decisions, waiting, host=self._facts.host)
-        stacks = take_stacks(self._folder, [(marks.rank, marks.pid) for marks in alive]) if hanging else ""
+        text = describe(decisions, waiting, host=self.facts.host)
+        stacks = take_stacks(self.folder, [(marks.rank, marks.pid) for marks in alive]) if hanging else ""
         for one in decisions:
             marks = one.seen.marks
-            if self._facts.launcher_folder:
+            if self.facts.launcher_folder:
                 reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one.hangs)
                 # One that ends by itself may have said why, and is only slow.
                 ends = marks.ending or marks.mark.phase is Phase.END
-                leave_reason(self._facts.launcher_folder, reason, only_if_none=ends)
+                leave_reason(self.facts.launcher_folder, reason, only_if_none=ends)
             self._ended.add(marks.rank)
             self._workers[marks.rank].kill()
         if hanging:
@@ -241,12 +236,12 @@ class RankMonitor:
             guilty = tuple(self._status(one.seen.marks, one.silent_s, one.bound_s) for one in hanging)
             event = HangDiagnosis(hanging[0].kind, guilty, others).event(text, stacks=None)
             # Storage may be what hangs.
-            self._start(lambda: self._record(event, stacks))
+            self._start(lambda: self.record(event, stacks))
         # Last, and not by this thread: whoever reads it may be stopped, and the others are to be watched all the same.
         self._start(lambda: _tell(f"elastictrain: {text}\n{stacks}")).join(_TELL_S)
 
     def _status(self, marks: RankProgress, silent_s: float, bound_s: float) -> RankStatus:
-        return RankStatus(marks.rank, self._facts.host, marks.mark, silent_s, bound_s)
+        return RankStatus(marks.rank, self.facts.host, marks.mark, silent_s, bound_s)
 
     def _start(self, act: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=act, daemon=True)

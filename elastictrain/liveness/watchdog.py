@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from elastictrain.config.composed import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
@@ -108,6 +108,7 @@ def judge(
     return None
 
 
+@dataclass(eq=False)
 class Watchdog:
     """A thread that judges this process at short intervals and calls `end` once when it must end.
 
@@ -115,27 +116,18 @@ class Watchdog:
     end nothing.
     """
 
-    def __init__(
-        self,
-        options: FaultGroup,
-        *,
-        mark: Callable[[], ProgressMark],
-        stop: Callable[[], StopRequest | None],
-        end: Callable[[Overdue], None],
-        others: Callable[[], Others] = lambda: NOTHING_HEARD,
-        beat: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-        interval_s: float = 0.1,
-    ) -> None:
-        """`beat` is called at each turn: it shows others that threads of this process can run."""
-        self._options = options
-        self._mark = mark
-        self._stop = stop
-        self._end = end
-        self._others = others
-        self._beat = beat
-        self._clock = clock
-        self._interval_s = interval_s
+    options: FaultGroup
+    _: KW_ONLY
+    mark: Callable[[], ProgressMark]
+    stop: Callable[[], StopRequest | None]
+    end: Callable[[Overdue], None]
+    others: Callable[[], Others] = lambda: NOTHING_HEARD
+    beat: Callable[[], None] = lambda: None
+    """Called at each turn: it shows others that threads of this process can run."""
+    clock: Callable[[], float] = time.monotonic
+    interval_s: float = 0.1
+
+    def __post_init__(self) -> None:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -147,16 +139,16 @@ class Watchdog:
         self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
-        awake_since_s, awake_s = float("-inf"), self._clock()
-        while not self._closed.wait(self._interval_s):
-            self._beat()
+        awake_since_s, awake_s = float("-inf"), self.clock()
+        while not self._closed.wait(self.interval_s):
+            self.beat()
             # The mark is read before the clock: a newer mark could otherwise lie after `now_s`.
-            mark, now_s = self._mark(), self._clock()
-            if now_s - awake_s > self._interval_s + _OVERSLEPT_S:
+            mark, now_s = self.mark(), self.clock()
+            if now_s - awake_s > self.interval_s + _OVERSLEPT_S:
                 awake_since_s = now_s
             awake_s = now_s
             mark = replace(mark, since_s=max(mark.since_s, awake_since_s))
-            overdue = judge(mark, now_s=now_s, stop=self._stop(), options=self._options, others=self._others())
+            overdue = judge(mark, now_s=now_s, stop=self.stop(), options=self.options, others=self.others())
             if overdue is not None:
-                self._end(overdue)
+                self.end(overdue)
                 return

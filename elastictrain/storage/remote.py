@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -65,6 +66,7 @@ class Backend(Protocol):
         """Remove; an absent object may be an error."""
 
 
+@dataclass(eq=False)
 class RemoteStore:
     """Objects below a URL of a service. See `Store` for what each method promises.
 
@@ -73,12 +75,15 @@ class RemoteStore:
     something of its own.
     """
 
-    def __init__(self, root: str, *, url: str, backend: Callable[[], Backend], retrying: Retrying) -> None:
-        """`root` is the path (bucket and folder) that `url` means; `backend` makes a connection."""
-        self._root = root
-        self.url = url
-        self._connect = backend
-        self._retrying = retrying
+    root: str
+    """The path (bucket and folder) that `url` means."""
+    _: KW_ONLY
+    url: str
+    backend: Callable[[], Backend]
+    """Makes a connection."""
+    retrying: Retrying
+
+    def __post_init__(self) -> None:
         self._connected: tuple[int, Backend] | None = None
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
@@ -133,7 +138,7 @@ class RemoteStore:
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["PartWriter"]:
-        writer = PartWriter(self._backend(), self._path(key), url=f"{self.url}/{key}", retrying=self._retrying)
+        writer = PartWriter(self._backend(), self._path(key), url=f"{self.url}/{key}", retrying=self.retrying)
         try:
             yield writer
             writer.finish()
@@ -146,8 +151,8 @@ class RemoteStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = folder_of(prefix, url=self.url)
-        found = self._retrying.call(
-            lambda: list(self._backend().find(f"{self._root}/{folder}")), action="list", url=f"{self.url}/{folder}"
+        found = self.retrying.call(
+            lambda: list(self._backend().find(f"{self.root}/{folder}")), action="list", url=f"{self.url}/{folder}"
         )
         yield from sorted(map(self._relative, found), key=lambda info: info.key)
 
@@ -163,18 +168,18 @@ class RemoteStore:
 
     def _path(self, key: str) -> str:
         check_key(key, url=self.url)
-        return f"{self._root}/{key}"
+        return f"{self.root}/{key}"
 
     def _relative(self, info: ObjectInfo) -> ObjectInfo:
-        return ObjectInfo(info.key[len(self._root) + 1 :], info.size_bytes, info.modified)
+        return ObjectInfo(info.key[len(self.root) + 1 :], info.size_bytes, info.modified)
 
     def _try(self, action: str, key: str, request: Callable[[Backend, str], T]) -> T:
         path = self._path(key)
-        return self._retrying.call(lambda: request(self._backend(), path), action=action, url=f"{self.url}/{key}")
+        return self.retrying.call(lambda: request(self._backend(), path), action=action, url=f"{self.url}/{key}")
 
     def _backend(self) -> Backend:
         if self._connected is None or self._connected[0] != os.getpid():
-            self._connected = (os.getpid(), self._connect())
+            self._connected = (os.getpid(), self.backend())
         return self._connected[1]
 
 
