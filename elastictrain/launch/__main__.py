@@ -60,7 +60,7 @@ from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store, without_sync
 from elastictrain.storage.store import Store
-from elastictrain.storage.writers import this_writer
+from elastictrain.storage.writers import process_name
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
 
@@ -196,7 +196,7 @@ class HostAgent:
             reason="",
             beat=0,
             ended=0,
-            writers=tuple(process.name for process in [this_writer()] if process is not None),
+            writers=tuple(filter(None, [process_name()])),
         )
         membership = MembershipStore(store, volatile=without_sync(store))
         if self.lock.before:

@@ -20,7 +20,7 @@ from elastictrain.lease.merge import KEPT_STARTS, merge_finished
 from elastictrain.storage.bounded_read import exists, read_all, read_record, side_by_side
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
-from elastictrain.storage.writers import is_dead, this_writer
+from elastictrain.storage.writers import is_dead, process_name
 
 LAUNCHER = "launch"
 """The owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves."""
@@ -172,7 +172,7 @@ class Chain:
 
     def signs(self, claim: LeaseClaim) -> Mapping[str, Sign]:
         """What the owner of a generation says of itself, by object."""
-        dead = partial(is_dead, here=this_writer())
+        dead = partial(is_dead, here=process_name())
         read = read_all(self._store, map(_line, claim.lines))
         signs = {}
         for name in claim.lines:

@@ -29,7 +29,7 @@ from elastictrain.storage.posix import (
 )
 from elastictrain.storage.private import guard_secret, refuse_secret
 from elastictrain.storage.store import TEMPORARY_PREFIX, Bytes, ObjectInfo, check_key, folder_of
-from elastictrain.storage.writers import this_writer
+from elastictrain.storage.writers import process_name
 
 T = TypeVar("T")
 
@@ -210,8 +210,8 @@ class LocalStore:
 
     def sweep_temporaries(self, prefix: str = "") -> tuple[str, ...]:
         """Removes unfinished files below `prefix` whose writers certainly are dead; returns their names."""
-        here = this_writer()
-        names = [name for name, place in self._walk(folder_of(prefix)) if is_abandoned(place.name, here=here)]
+        abandoned = partial(is_abandoned, here=process_name())
+        names = [name for name, place in self._walk(folder_of(prefix)) if abandoned(place.name)]
         for name in names:
             with suppress(FileNotFoundError):
                 self._delete(name)

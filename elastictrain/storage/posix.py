@@ -19,7 +19,7 @@ from typing import Self
 
 from elastictrain.errors import IrregularFileError
 from elastictrain.storage.store import TEMPORARY_PREFIX, Bytes
-from elastictrain.storage.writers import Writer, is_dead, this_writer
+from elastictrain.storage.writers import is_dead, process_name
 
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -246,7 +246,7 @@ class UnfinishedFile:
         folder, _, self._name = key.rpartition("/")
         self._path = f"{folders.root}/{key}"
         self._sync = folders.sync
-        self._temporary = temporary_name(this_writer())
+        self._temporary = temporary_name(process_name())
         self._gathered = bytearray()
         self._written = self._on_its_way = 0
         self._folder = self._descriptor = -1
@@ -325,13 +325,13 @@ class UnfinishedFile:
         self._written += len(gathered)
 
 
-def temporary_name(writer: Writer | None) -> str:
-    """A name that no other write has; it says who writes, if that is known."""
-    return f"{TEMPORARY_PREFIX}{writer.name if writer else ''}.{secrets.token_hex(8)}"
+def temporary_name(writer: str) -> str:
+    """A name that no other write has; it says which process writes, if that is known."""
+    return f"{TEMPORARY_PREFIX}{writer}.{secrets.token_hex(8)}"
 
 
-def is_abandoned(name: str, *, here: Writer | None, proc: Path = Path("/proc")) -> bool:
-    """Whether the writer of the temporary file `name` is certainly gone.
+def is_abandoned(name: str, *, here: str, proc: Path = Path("/proc")) -> bool:
+    """Whether the writer of the temporary file `name` is certainly gone; `here` names this process.
 
     Age says nothing: a write may take long, and clocks of hosts differ.
     """

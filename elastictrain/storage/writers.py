@@ -5,49 +5,31 @@ can tell for certain that it is gone; anybody else cannot.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
 _STATE, _THREADS, _STARTED = 0, 17, 19
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """A process."""
-
-    boot: str
-    namespace: str
-    pid: int
-    started: str
-
-    @property
-    def name(self) -> str:
-        """In one word."""
-        return f"{self.boot}.{self.namespace}.{self.pid}.{self.started}"
-
-
-def this_writer() -> Writer | None:
-    """The calling process; None where the system does not tell (no /proc)."""
+def process_name(pid: int | None = None) -> str:
+    """Of a process of this host, or of the calling one; '' where the system does not tell (no /proc)."""
+    pid = os.getpid() if pid is None else pid
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         namespace = (_PROC / "self/ns/pid").readlink().name.strip("pid:[]")
     except OSError:
-        return None
-    started = start_of(os.getpid())
-    return Writer(boot, namespace, os.getpid(), started) if started else None
-
-
-def start_of(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot; None if there is no such process."""
+        return ""
     fields = _fields_of(_PROC / str(pid))
-    return fields[_STARTED] if fields else None
+    return f"{boot}.{namespace}.{pid}.{fields[_STARTED] if fields else 0}"
 
 
-def is_dead(name: str, *, here: Writer | None, proc: Path = _PROC) -> bool:
-    """Whether a process is certainly gone, or has ended and was not asked for; false for one that cannot be seen from here."""
+def is_dead(name: str, *, here: str, proc: Path = _PROC) -> bool:
+    """Whether a process is certainly gone, or has ended and was not asked for; false for one that cannot be seen from here.
+
+    `here` is the name of the calling process.
+    """
     parts = name.split(".")
-    if here is None or len(parts) != 4 or parts[:2] != [here.boot, here.namespace] or not parts[2].isdecimal():
+    if len(parts) != 4 or parts[:2] != here.split(".")[:2] or not parts[2].isdecimal():
         return False
     try:
         fields = _fields_of(proc / parts[2])

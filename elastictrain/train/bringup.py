@@ -26,7 +26,7 @@ from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
-from elastictrain.storage.writers import Writer, start_of, this_writer
+from elastictrain.storage.writers import process_name
 from elastictrain.train.checks import check_alone, check_memory
 from elastictrain.train.context import StopRequested, Timings, TrainContext
 from elastictrain.train.job_notes import JobNotes
@@ -169,13 +169,7 @@ def _put_off(context: TrainContext, seconds: float) -> None:
 
 def _owner(identity: Identity, shared: BoundedStore, parent: int) -> Owner:
     """A torchrun is the same owner after each restart of its workers; a world of one is as old as its process."""
-    here = this_writer()
-    if here is None:
-        writers: tuple[str, ...] = ()
-    elif identity.launched:
-        writers = (Writer(here.boot, here.namespace, parent, start_of(parent) or "0").name, here.name)
-    else:
-        writers = (here.name,)
+    writers = tuple(filter(None, [process_name(parent) if identity.launched else "", process_name()]))
     pid = parent if identity.launched else os.getpid()
     seed = writers[0] if writers else os.urandom(_DIGITS).hex()
     name = f"{'torchrun' if identity.launched else 'alone'}-{hashlib.sha256(seed.encode()).hexdigest()[:_DIGITS]}"

@@ -1,4 +1,3 @@
-import os
 import threading
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from elastictrain.errors import RunHeldError, StopRequestedError
 from elastictrain.lease.chain import LAUNCHER, STALE_S, Chain, LeaseClaim
 from elastictrain.lease.holder import Lease, Owner, take, wait_until_free
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.writers import this_writer
+from elastictrain.storage.writers import process_name
 from tests.unit.lease.made import SECOND, Scene
 
 
@@ -76,9 +75,8 @@ def test_one_that_has_given_back_or_is_the_same_is_not_waited_for(owner: str) ->
 
 
 def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path) -> None:
-    here = this_writer()
-    assert here is not None
-    living, dead = here.name, f"{here.boot}.{here.namespace}.{os.getpid()}.1"
+    living = process_name()
+    dead = f"{living.rpartition('.')[0]}.1"
     chain = Chain(open_store(str(tmp_path)))
     chain.create(LeaseClaim(1, "first", "host1", 17, ("first",)))
     scene = Scene()

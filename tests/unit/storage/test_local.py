@@ -20,7 +20,7 @@ from elastictrain.storage.failures import Retrying, RetryOptions, errno_of
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.posix import temporary_name
-from elastictrain.storage.writers import this_writer
+from elastictrain.storage.writers import process_name
 
 ONCE = Retrying(RetryOptions(attempts=1))
 
@@ -200,8 +200,8 @@ def test_folder_that_another_process_pruned(store: LocalStore, tmp_path: Path) -
 
 def test_sweep_spares_the_living_and_the_unknown(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / temporary_name(this_writer())).write_bytes(b"")
-    (tmp_path / "a" / temporary_name(None)).write_bytes(b"")
+    (tmp_path / "a" / temporary_name(process_name())).write_bytes(b"")
+    (tmp_path / "a" / temporary_name("")).write_bytes(b"")
     assert store.sweep_temporaries() == ()
     assert len(list((tmp_path / "a").iterdir())) == 2
 

@@ -1,13 +1,12 @@
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastictrain.storage.posix import is_abandoned, temporary_name
-from elastictrain.storage.writers import Writer, is_dead, this_writer
+from elastictrain.storage.writers import is_dead, process_name
 
-HERE = Writer("boot", "4026", 100, "5000")
+HERE = "boot.4026.100.5000"
 
 
 def running(proc: Path, processes: dict[int, str]) -> Path:
@@ -21,19 +20,19 @@ def running(proc: Path, processes: dict[int, str]) -> Path:
 @pytest.mark.parametrize(
     ("writer", "processes", "abandoned"),
     [
-        (Writer("boot", "4026", 7, "300"), {}, True),
-        (Writer("boot", "4026", 7, "300"), {7: "300"}, False),
-        (Writer("boot", "4026", 7, "300"), {7: "301"}, True),
-        (Writer("other-boot", "4026", 7, "300"), {}, False),
-        (Writer("boot", "4027", 7, "300"), {}, False),
-        (None, {}, False),
+        ("boot.4026.7.300", {}, True),
+        ("boot.4026.7.300", {7: "300"}, False),
+        ("boot.4026.7.300", {7: "301"}, True),
+        ("other-boot.4026.7.300", {}, False),
+        ("boot.4027.7.300", {}, False),
+        ("", {}, False),
     ],
     ids=["gone", "alive", "pid used again", "another machine", "another container", "unknown"],
 )
-def test_is_abandoned(writer: Writer | None, processes: dict[int, str], abandoned: bool, tmp_path: Path) -> None:
+def test_is_abandoned(writer: str, processes: dict[int, str], abandoned: bool, tmp_path: Path) -> None:
     proc = running(tmp_path, processes)
     assert is_abandoned(temporary_name(writer), here=HERE, proc=proc) is abandoned
-    assert not is_abandoned(temporary_name(writer), here=None, proc=proc)
+    assert not is_abandoned(temporary_name(writer), here="", proc=proc)
 
 
 @pytest.mark.parametrize("name", ["object", ".tmp-", ".tmp-a.b.c.d.e", ".tmp-boot.4026.7.300", "boot.4026.7.300.x"])
@@ -46,20 +45,23 @@ def test_names_are_unique() -> None:
 
 
 def test_this_process_lives() -> None:
-    here = this_writer()
-    assert here is not None
-    assert here.pid == os.getpid()
+    here = process_name()
+    assert here.split(".")[2] == str(os.getpid())
     assert not is_abandoned(temporary_name(here), here=here)
-    assert is_abandoned(temporary_name(replace(here, started="1")), here=here)
+    assert is_abandoned(temporary_name(f"{here.rpartition('.')[0]}.1"), here=here)
+
+
+def test_a_process_that_is_gone_has_the_name_of_a_dead_one() -> None:
+    gone = process_name(2**22 + 1)
+    assert gone.endswith(f".{2**22 + 1}.0")
+    assert is_dead(gone, here=process_name())
 
 
 def test_a_process_that_waits_for_its_parent_to_ask_is_dead(tmp_path: Path) -> None:
-    here = this_writer()
-    assert here is not None
     (tmp_path / "5").mkdir()
     rest = "0 " * 16
     for state, threads, dead in (("R", 1, False), ("Z", 1, True), ("Z", 2, False)):
         (tmp_path / "5" / "stat").write_text(f"5 (a) b) {state} {rest}{threads} 0 77 0 0")
-        assert is_dead(f"{here.boot}.{here.namespace}.5.77", here=here, proc=tmp_path) is dead
-        assert is_dead(f"{here.boot}.{here.namespace}.5.78", here=here, proc=tmp_path)
-    assert not is_dead("nonsense", here=here)
+        assert is_dead("boot.4026.5.77", here=HERE, proc=tmp_path) is dead
+        assert is_dead("boot.4026.5.78", here=HERE, proc=tmp_path)
+    assert not is_dead("nonsense", here=HERE)
