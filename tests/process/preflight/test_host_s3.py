@@ -38,7 +38,7 @@ def test_bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_such_bucket(server: S3Server) -> None:
     verdict = storage("s3://no-such-bucket/run", server)
     assert verdict.status is Status.FAIL
-    assert verdict.remedy == "`aws s3 mb s3://no-such-bucket`, or correct run.dir"
+    assert "s3://no-such-bucket`" in verdict.remedy
 
 
 def test_wrong_credentials(server: S3Server) -> None:

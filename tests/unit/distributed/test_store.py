@@ -172,7 +172,7 @@ def test_a_store_that_is_gone_is_named() -> None:
             raise RuntimeError("Connection reset by peer")
 
     exchange = StoreExchange(Gone())  # type: ignore[arg-type]
-    with pytest.raises(TransportError, match="Connection reset by peer"):
+    with pytest.raises(TransportError, match="Connection reset"):
         exchange.get("word", limit_s=1.0)
     with pytest.raises(TransportError):
         exchange.put("word", b"x")
@@ -186,7 +186,7 @@ def test_a_store_that_never_answers_does_not_keep_anybody() -> None:
 
     exchange = StoreExchange(Silent(), patience_s=0.2)  # type: ignore[arg-type]
     began = time.monotonic()
-    with pytest.raises(TransportError, match="has not answered"):
+    with pytest.raises(TransportError, match="not answered"):
         exchange.get("word", limit_s=0.1)
     with pytest.raises(TransportError):
         exchange.put("word", b"x")

@@ -34,3 +34,23 @@ def verdict(
 def settings(**modes: Any) -> PreflightGroup:
     """Those of a run in which some checks have another mode than "fail"."""
     return PreflightGroup(checks=PreflightChecks(**modes))
+
+
+def gpu(which: int | str) -> str:
+    """The subject of a verdict about one GPU of h1."""
+    return f"GPU {which} on h1"
+
+
+def gpu_pair(one: int, other: int) -> str:
+    """About a pair of them."""
+    return f"GPU {one} -> {gpu(other)}"
+
+
+def port(name: str) -> str:
+    """About a network port of h1."""
+    return f"{name} on h1"
+
+
+def rank(number: int, host: str) -> str:
+    """About one rank."""
+    return f"rank {number} on {host}"

@@ -48,7 +48,7 @@ def test_a_config_that_is_there_is_not_written_again(store: Store, monkeypatch: 
 def test_a_config_that_changes_the_answer_is_refused_by_key(store: Store) -> None:
     store_config(store, of(store))
     store.write("checkpoints/step-000000001/manifest.json", b"{}")
-    with pytest.raises(ConfigError, match=r"`run\.seed` was 0 when the run began and is 3 now") as caught:
+    with pytest.raises(ConfigError, match=r"run\.seed") as caught:
         check_run_folder(store, of(store, seed=3), task=Squares())
     assert [problem.key for problem in caught.value.problems] == ["run.seed"]
     check_run_folder(store, of(store, seed=3, on_change="continue"), task=Squares())
@@ -64,6 +64,6 @@ def test_writing_is_tried_unless_the_preflight_does_it(store: Store, monkeypatch
         raise StorageError("read-only")
 
     monkeypatch.setattr(checks, "check_writable", refuse)
-    with pytest.raises(StorageError, match=r"`run\.dir` cannot be used: read-only. Set run\.dir to another place"):
+    with pytest.raises(StorageError, match=r"`run\.dir`.*read-only"):
         check_run_folder(store, of(store), task=Squares())
     check_run_folder(store, of(store), task=Squares(), try_writing=False)

@@ -4,6 +4,7 @@ from elastictrain.preflight.host.amd import judge_xgmi, parse_amd_smi, parse_roc
 from elastictrain.preflight.host.gpu import Trouble
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status
+from tests.unit.preflight.made import gpu_pair
 
 Recorded = Callable[[str], str]
 
@@ -21,7 +22,7 @@ def test_rocm_6_writes_names_otherwise(recorded: Recorded) -> None:
     report, links = parse_rocm_smi(recorded("rocm_smi_6.json"))
     assert {gpu.name for gpu in report.gpus} == {"AMD Instinct MI250X"}
     (found,) = judge_xgmi(links, host="h1")
-    assert (found.status, found.subject) == (Status.WARN, "GPU 1 -> GPU 2 on h1")
+    assert (found.status, found.subject) == (Status.WARN, gpu_pair(1, 2))
 
 
 def test_xgmi_between_all_none_or_unknown() -> None:

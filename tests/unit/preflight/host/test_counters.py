@@ -17,6 +17,7 @@ from elastictrain.preflight.host.counters import (
 )
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
+from tests.unit.preflight.made import port
 
 PORT = "/sys/class/infiniband/mlx5_0/ports/1"
 
@@ -123,8 +124,8 @@ def test_ports_that_are_new_or_gone() -> None:
     after = reading(1.0, eth0={"rx_errors": 0}, eth2={"rx_errors": 9})
     assert set(growth(before, after)[1]) == {"eth0"}
     (found,) = judge_counters(before, after, host="h1")
-    assert (found.status, found.subject) == (Status.WARN, "eth1 on h1")
-    assert [found.subject for found in judge_counters(before, reading(1.0), host="h1")] == ["eth0 on h1", "eth1 on h1"]
+    assert (found.status, found.subject) == (Status.WARN, port("eth1"))
+    assert [found.subject for found in judge_counters(before, reading(1.0), host="h1")] == [port("eth0"), port("eth1")]
 
 
 @pytest.mark.parametrize(

@@ -29,26 +29,27 @@ def test_disk() -> None:
     assert disk(50 * GIB, inodes=None).status is Status.PASS
     assert disk(500 * MIB).status is Status.WARN
     full = disk(MIB)
-    assert (full.status, full.measured, full.unit) == (Status.FAIL, 0.000977, "GiB free for run.dir in /runs")
-    assert full.remedy == "on h1: `du -xhd1 /runs | sort -h` shows what is large; set run.dir elsewhere"
+    assert (full.status, full.measured, full.unit.split()[0]) == (Status.FAIL, 0.000977, "GiB")
+    assert "`du -xhd1" in full.remedy
+    assert full.remedy.endswith("; set run.dir elsewhere")
 
 
 def test_inodes() -> None:
     scarce, none = disk(50 * GIB, inodes=5000), disk(50 * GIB, inodes=3)
     assert (scarce.status, none.status) == (Status.WARN, Status.FAIL)
-    assert (none.measured, none.unit) == (3, "inodes free for run.dir in /runs")
-    assert "du --inodes -xd1 /runs" in none.remedy
+    assert (none.measured, none.unit.split()[0]) == (3, "inodes")
+    assert "--inodes" in none.remedy
 
 
 def test_the_worse_shortage_counts() -> None:
-    assert disk(500 * MIB, inodes=3).unit == "inodes free for run.dir in /runs"
-    assert disk(500 * MIB, inodes=5000).unit == "GiB free for run.dir in /runs"
-    assert disk(MIB, inodes=3).unit == "GiB free for run.dir in /runs"
+    assert disk(500 * MIB, inodes=3).unit.split()[0] == "inodes"
+    assert disk(500 * MIB, inodes=5000).unit.split()[0] == "GiB"
+    assert disk(MIB, inodes=3).unit.split()[0] == "GiB"
 
 
 def test_unknown_disk() -> None:
     verdict = judge_disk(CheckedFolder("/runs/a", "run.dir", "x"), None, host="h1")
-    assert (verdict.status, verdict.remedy) == (Status.WARN, "look at it on h1: `stat -f /runs/a`")
+    assert (verdict.status, "/runs/a`" in verdict.remedy) == (Status.WARN, True)
 
 
 def test_folders_that_are_looked_at(tmp_path: Path) -> None:
@@ -92,18 +93,18 @@ def test_shared_memory_of_a_container() -> None:
     verdict = shared(64 * MIB, 63 * MIB)
     assert (verdict.status, verdict.expected) == (Status.WARN, 16)
     assert "--shm-size=16g" in verdict.remedy
-    assert "mount -o remount,size=16g /dev/shm" in verdict.remedy
+    assert "remount,size=16g /dev/shm" in verdict.remedy
 
 
 def test_shared_memory_is_full() -> None:
     verdict = shared(30 * GIB, MIB)
     assert verdict.status is Status.FAIL
-    assert "`ls -la /dev/shm` shows what fills it on h1" in verdict.remedy
+    assert "`ls -la" in verdict.remedy
 
 
 def test_shared_memory_on_a_disk() -> None:
     verdict = shared(30 * GIB, 20 * GIB, kind="ext4")
-    assert (verdict.status, verdict.measured) == (Status.WARN, "/dev/shm is on ext4")
+    assert (verdict.status, "ext4" in str(verdict.measured)) == (Status.WARN, True)
 
 
 def test_unknown_shared_memory() -> None:

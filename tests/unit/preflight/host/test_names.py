@@ -67,12 +67,12 @@ def test_other_names_of_the_line_stay_where_they_are() -> None:
 def test_loopback_from_elsewhere_than_the_hosts_file() -> None:
     verdict = judge_name(facts("127.0.0.2", hosts="127.0.0.1 localhost\n"), several_hosts=True)
     assert verdict.status is Status.FAIL
-    assert verdict.remedy == "add the line `10.0.0.3 h1` to /etc/hosts on h1"
+    assert "`10.0.0.3 h1`" in verdict.remedy
 
 
 def test_unknown_own_address_is_a_blank_to_fill_in() -> None:
     verdict = judge_name(facts("127.0.1.1", address=None), several_hosts=True)
-    assert "to `ADDRESS h1.example.org h1` (ADDRESS: the one that `ip -brief address` shows" in verdict.remedy
+    assert "`ADDRESS h1.example.org" in verdict.remedy
 
 
 def test_loopback_after_an_address_is_a_warning() -> None:
@@ -91,20 +91,20 @@ def test_a_host_alone_may_be_loopback() -> None:
 def test_name_that_nobody_knows(several: bool, status: Status) -> None:
     unknown = NameFacts("h1", LookUp("h1", None, 0.01, "Name or service not known"), address="10.0.0.3")
     verdict = judge_name(unknown, several_hosts=several)
-    assert (verdict.status, verdict.measured) == (status, "Name or service not known")
-    assert "add the line `10.0.0.3 h1` to /etc/hosts on h1" in verdict.remedy
+    assert (verdict.status, verdict.measured) == (status, unknown.own.error)
+    assert "`10.0.0.3 h1`" in verdict.remedy
 
 
 def test_name_that_is_not_answered() -> None:
     verdict = judge_name(NameFacts("h1", LookUp("h1", None, 2.0)), several_hosts=True)
-    assert (verdict.status, verdict.measured) == (Status.WARN, "no answer in 2.0 s")
+    assert (verdict.status, "2.0" in str(verdict.measured)) == (Status.WARN, True)
 
 
 def test_reading(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host({"etc/hosts": HOSTS})
     loopback = read_names(host, ask=FakeResolver(), towards="127.0.0.1")
     assert loopback.address is None
-    assert loopback.own.error == "Name or service not known"
+    assert (loopback.own.answers, loopback.own.stalled) == (None, False)
     monkeypatch.setattr("elastictrain.preflight.host.names.address_towards", lambda _: "10.0.0.3")
     found = read_names(host, ask=FakeResolver({"h1": ["127.0.1.1"]}), towards=None)
     assert judge_name(found, several_hosts=True).status is Status.FAIL
@@ -132,11 +132,11 @@ def test_slow_reverse_lookup() -> None:
     slow = NameFacts("h1", LookUp("h1", ("10.0.0.3",), 0.01), reverse, servers=("10.0.0.53",))
     verdict = judge_lookups(slow, host="h1")
     assert verdict.status is Status.WARN
-    assert verdict.measured == "::ffff:127.0.0.1: 5.0 s"
+    assert str(verdict.measured).split()[:2] == [f"{MAPPED_LOOPBACK}:", "5.0"]
     assert (
         'export RES_OPTIONS="timeout:1 attempts:1", and add `::ffff:127.0.0.1 localhost` to /etc/hosts on h1' in verdict.remedy
     )
-    assert "10.0.0.53 in /etc/resolv.conf" in verdict.remedy
+    assert "10.0.0.53" in verdict.remedy
 
 
 def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -
     assert time.monotonic() - began < 0.4
     assert [one.stalled for one in found.reverse] == [True, False]
     assert found.servers == ("10.0.0.53",)
-    assert judge_lookups(found, host="h1").measured == "::ffff:127.0.0.1: no answer in 0.1 s"
+    assert MAPPED_LOOPBACK in str(judge_lookups(found, host="h1").measured)
 
 
 def test_system_resolver() -> None:
@@ -212,10 +212,10 @@ def test_verdicts() -> None:
     free, held, taken, denied, other = (judge_port(*case, host="h1") for case in cases)
     assert free.status is Status.PASS
     assert [verdict.status for verdict in (held, taken, denied, other)] == [Status.FAIL] * 4
-    assert held.measured == "port 29500 (checks of links) held by pid 7 (python -m http.server)"
-    assert "on h1 end pid 7" in held.remedy
+    assert all(word in str(held.measured) for word in ("29500", "pid 7", "http.server"))
+    assert "pid 7" in held.remedy
     assert "`kill 7`" in held.remedy
     assert "preflight.ports" in held.remedy
-    assert "ss -ltnp sport = :29500" in taken.remedy
-    assert "from 1024 up" in denied.remedy
+    assert "ss -ltnp" in taken.remedy
+    assert "1024" in denied.remedy
     assert os.strerror(errno.EADDRNOTAVAIL) in str(other.measured)

@@ -39,13 +39,13 @@ def test_little_memory() -> None:
     assert memory(100 * MIB).status is Status.FAIL
     little = memory(GIB)
     assert (little.measured, little.expected) == (1.0, 2.0)
-    assert "ps -eo rss,pid,user,comm" in little.remedy
+    assert "rss,pid,user,comm" in little.remedy
 
 
 def test_the_limit_of_the_container_counts() -> None:
     verdict = memory(50 * GIB, group=MemoryGroup(8 * GIB, 8 * GIB - 100 * MIB))
-    assert (verdict.status, verdict.unit) == (Status.FAIL, "GiB available of the container's 8 GiB")
-    assert "docker run --memory" in verdict.remedy
+    assert (verdict.status, "container's 8" in verdict.unit) == (Status.FAIL, True)
+    assert "--memory" in verdict.remedy
     assert memory(50 * GIB, group=MemoryGroup(90 * GIB, GIB)).unit == "GiB available"
     assert memory(50 * GIB, group=MemoryGroup(8 * GIB, GIB)).measured == 7.0
 
@@ -70,28 +70,28 @@ def test_all_cpus() -> None:
 def test_quota() -> None:
     verdict = cpu(quota=2.5)
     assert (verdict.status, verdict.measured, verdict.expected) == (Status.WARN, 2.5, 8)
-    assert verdict.unit == "CPUs (a quota of 2.5)"
+    assert "quota" in verdict.unit
     assert "OMP_NUM_THREADS=2" in verdict.remedy
     assert cpu(quota=2.5, needed=2).status is Status.PASS
-    assert cpu(needed=9).unit == "CPUs (8 visible)"
+    assert "8 visible" in cpu(needed=9).unit
 
 
 def test_throttling() -> None:
     verdict = cpu(throttling=Throttling(1000, 300))
-    assert (verdict.status, verdict.measured) == (Status.WARN, "throttled in 30% of its periods")
+    assert (verdict.status, "30%" in str(verdict.measured)) == (Status.WARN, True)
     assert cpu(throttling=Throttling(1000, 50)).status is Status.PASS
 
 
 def test_a_few_throttled_periods_say_nothing() -> None:
     assert cpu(throttling=Throttling(99, 99)).status is Status.PASS
-    assert cpu(throttling=Throttling(200, 100)).measured == "throttled in 50% of its periods"
+    assert "50%" in str(cpu(throttling=Throttling(200, 100)).measured)
 
 
 def test_load() -> None:
     assert judge_load(24.0, cpus=16, host="h1").status is Status.PASS
     busy = judge_load(24.1, cpus=16, host="h1")
     assert (busy.status, busy.expected) == (Status.WARN, 24.0)
-    assert "ps -eo pcpu,pid,user,comm" in busy.remedy
+    assert "pcpu,pid,user,comm" in busy.remedy
 
 
 def test_memlock_matters_with_rdma_only() -> None:
@@ -105,7 +105,7 @@ def test_memlock_matters_with_rdma_only() -> None:
 
 def test_memlock_that_may_be_raised() -> None:
     verdict = judge_memlock(ResourceLimit(65536, None), capabilities=0, host="h1", rdma=True)
-    assert (verdict.status, verdict.remedy) == (Status.WARN, "`ulimit -l unlimited` before the start")
+    assert (verdict.status, "`ulimit -l" in verdict.remedy) == (Status.WARN, True)
 
 
 def test_memlock_is_lifted_by_a_capability() -> None:

@@ -76,20 +76,20 @@ def test_nothing_remains_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_store_that_replaces_what_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "create", LocalStore.write)
-    with pytest.raises(PermanentStorageError, match="must fail, but succeeded"):
+    with pytest.raises(PermanentStorageError, match="creating"):
         travel(local(tmp_path), name="a", send=Words())
     assert remains(tmp_path) == []
 
 
 def test_store_that_forgets_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "write", lambda self, key, data: None)
-    with pytest.raises(PermanentStorageError, match="must be read back as it was written"):
+    with pytest.raises(PermanentStorageError, match="read back"):
         travel(local(tmp_path), name="a", send=Words())
 
 
 def test_store_that_does_not_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "list", lambda self, prefix="": iter(()))
-    with pytest.raises(PermanentStorageError, match="must be listed"):
+    with pytest.raises(PermanentStorageError, match="listed"):
         travel(local(tmp_path), name="a", send=Words())
     assert remains(tmp_path) == []
 
@@ -117,16 +117,16 @@ def test_words_of_a_trip_that_was_killed() -> None:
     stalled = TripMessage(fault="STALLED", message="no answer in 8 s")
     facts = parse_messages('{"begun": "open"}\n{"begun": "create"}\n{"do', url="/x", mount=None, silent=stalled)
     verdict = judge_trip(facts, host="h1", environment={})
-    assert (verdict.status, verdict.measured) == (Status.FAIL, "create: no answer in 8 s")
+    assert (verdict.status, verdict.measured) == (Status.FAIL, f"create: {stalled.message}")
     assert verdict.may_pass
-    assert "timeout 5 stat -f /x" in verdict.remedy
+    assert "stat -f" in verdict.remedy
 
 
 @pytest.mark.parametrize("text", ["", "[]\n", "Traceback\n", '"end"\n', '{"ms": "x"}\n'])
 def test_words_that_say_nothing(text: str) -> None:
     verdict = judge_trip(parse_messages(text, url="/x", mount=None, silent=SILENT), host="h1", environment={})
     assert verdict.status is Status.FAIL
-    assert "no word at its end" in str(verdict.measured)
+    assert SILENT.message in str(verdict.measured)
     assert not verdict.may_pass
 
 
@@ -138,7 +138,7 @@ def test_slow_store() -> None:
     facts = TripFacts("/x", (("create", 1800.0), ("read", 300.0)))
     verdict = judge_trip(facts, host="h1", environment={})
     assert (verdict.status, verdict.measured) == (Status.WARN, 2100.0)
-    assert "`create` alone took 1800 ms" in verdict.remedy
+    assert all(word in verdict.remedy for word in ("`create`", "1800 ms"))
 
 
 def failed(url: str, fault: str, number: int | None = None, environment: Mapping[str, str] | None = None) -> Verdict:
@@ -172,7 +172,7 @@ def failed(url: str, fault: str, number: int | None = None, environment: Mapping
 )
 def test_each_failure_has_its_remedy(url: str, fault: str, number: int | None, remedy: str) -> None:
     verdict = failed(url, fault, number)
-    assert (verdict.status, verdict.measured) == (Status.FAIL, "create: the message")
+    assert (verdict.status, str(verdict.measured).partition(":")[0]) == (Status.FAIL, "create")
     assert remedy in verdict.remedy
     assert verdict.may_pass is (fault == "TRANSIENT")
 
