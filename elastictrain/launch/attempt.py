@@ -26,6 +26,12 @@ from elastictrain.launch.worker_group import STOP_NAME, WorkersEnd
 
 logger = logging.getLogger(__name__)
 
+_BY_THEMSELVES_S = 0.5
+"""How long workers of a host that has lost one have before they are asked to end: they notice it, and say what they know."""
+
+_ASKED_S = 30.0
+"""How long they have after that, as with torchrun."""
+
 _DEAD_GROUP_S = 1.5
 """How long workers of a group that has lost one may take to end by themselves: they have nothing to save any more."""
 
@@ -60,6 +66,15 @@ class Attempt:
     kill_s: float = inf
     """When workers that have not ended by themselves are killed."""
 
+    lost_worker: bool = False
+
+    def lose_worker(self, *, now_s: float) -> None:
+        """One of this host's workers has failed: the others end, too."""
+        if not self.lost_worker:
+            self.lost_worker = True
+            self.ask_s = min(self.ask_s, now_s + _BY_THEMSELVES_S)
+            self.kill_s = min(self.kill_s, now_s + _BY_THEMSELVES_S + _ASKED_S)
+
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, deadline_s: float | None) -> bool:
         """Have it end; returns whether nobody had asked for that before.
 
@@ -76,7 +91,7 @@ class Attempt:
             return False
         self.asked, self.asked_s = end, now_s
         if not at_once:
-            self.kill_s = now_s + stop_limit_s if deadline_s is None else deadline_s
+            self.kill_s = min(self.kill_s, now_s + stop_limit_s if deadline_s is None else deadline_s)
             self.ask_s = now_s
             self._write_stop_note(end, now_s=now_s)
         return True

@@ -231,6 +231,8 @@ class Supervisor:
             self.workers.kill()
         ended = self.workers.poll()
         if ended is None:
+            if self.workers.failed:
+                attempt.lose_worker(now_s=now_s)
             self._note_begin(attempt)
         else:
             self._over(attempt, self._judge(attempt, ended))

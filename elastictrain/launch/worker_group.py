@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -40,12 +40,6 @@ _DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 """Of the environment: read when torch is imported, or later."""
-
-_BY_THEMSELVES_S = 0.5
-"""How long workers that have lost one have before they are asked to end: they notice it, and say what they know of it."""
-
-_ASKED_S = 30.0
-"""How long they have after that, as with torchrun."""
 
 _CLOSE_WITHIN_S = 5.0
 _PAUSE_S = 0.02
@@ -113,6 +107,29 @@ class WorkersEnd:
     """By local rank, of those that failed first; negative for a signal."""
 
 
+@dataclass(slots=True)
+class _Run:
+    """The workers of one order, from the moment that it is given."""
+
+    num_workers: int | None = None
+    """None until the server has started them."""
+
+    unforked: str = ""
+    workers: dict[int, psutil.Process] = field(default_factory=dict)
+    """By local rank; without those that had ended before they could be looked at."""
+
+    codes: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
+    """The codes of those that failed first."""
+
+    killed: list[psutil.Process] = field(default_factory=list)
+    killed_s: float | None = None
+
+    @property
+    def living(self) -> list[psutil.Process]:
+        return [one for rank, one in self.workers.items() if rank not in self.codes and one.is_running()]
+
+
 class WorkerGroup:
     """At most one generation's workers run. The process that they are forked from waits for the next ones."""
 
@@ -125,25 +142,7 @@ class WorkerGroup:
         self._order = 0
         """The number of the newest order: workers that were killed may be told of when the next ones run."""
 
-        self.running = False
-        self.unforked = ""
-        """Why the newest workers are no forks; empty if they are."""
-
-        self._num_workers: int | None = None
-        """None until the server has started them."""
-
-        self._workers: dict[int, psutil.Process] = {}
-        """By local rank; without those that had ended before they could be looked at."""
-
-        self.codes: dict[int, int] = {}
-        """By local rank, of those that have ended."""
-
-        self._failed: dict[int, int] = {}
-        """The codes of those that failed first."""
-
-        self._ask_s = self._kill_s = float("inf")
-        self._killed_s: float | None = None
-        self._killed: list[psutil.Process] = []
+        self._run: _Run | None = None
         self._leaving: set[Process] = set()
         """Of this generation and those before: what may hold devices and memory after its end."""
 
@@ -163,22 +162,27 @@ class WorkerGroup:
             )
         self._channel, self._received = ours, b""
 
+    @property
+    def unforked(self) -> str:
+        """Why the workers that run are no forks; empty if they are."""
+        return self._run.unforked if self._run is not None else ""
+
+    @property
+    def failed(self) -> Mapping[int, int]:
+        """By local rank, the codes of those that run no more because they failed, before any other did."""
+        return self._run.failed if self._run is not None else {}
+
     def start(self, order: WorkerOrder) -> None:
         """Run workers; those before must have ended. They wait for what is left of them, as soon as they have to."""
-        assert not self.running  # noqa: S101
+        assert self._run is None  # noqa: S101
         self.prepare()
         assert self._channel is not None  # noqa: S101
-        self.running, self.unforked, self._num_workers = True, "", None
-        self._workers, self.codes, self._failed, self._killed = {}, {}, {}, []
-        self._ask_s = self._kill_s = float("inf")
-        self._killed_s = None
+        self._run, self._order = _Run(), self._order + 1
         predecessors = {PREDECESSORS: encode(self._still_there())}
-        environments = [{**environment, **predecessors} for environment in order.environments]
-        self._order += 1
         message = {
             "order": self._order,
             "arguments": order.arguments,
-            "environments": environments,
+            "environments": [{**environment, **predecessors} for environment in order.environments],
             "store_port": order.store_port,
         }
         with suppress(OSError):
@@ -190,61 +194,55 @@ class WorkerGroup:
 
         After an answer there is none any more.
         """
-        assert self.running  # noqa: S101
-        assert self._server is not None  # noqa: S101
+        run, server = self._run, self._server
+        assert run is not None  # noqa: S101
+        assert server is not None  # noqa: S101
         # In this order: what the server has told before its end is received.
-        server_code, now_s = self._server.poll(), self._clock()
+        server_code = server.poll()
         self._receive()
         self._reap()
-        if self._killed_s is None:
+        if run.killed_s is None:
             if server_code is not None:
                 # Workers would go on to save, and hold their devices meanwhile.
-                self._kill(self._workers.values())
-            elif len(self.codes) != self._num_workers:
-                if now_s >= self._kill_s:
-                    self._kill(self._living())
-                elif now_s >= self._ask_s:
-                    self._ask_s = float("inf")
-                    self._signal_groups()
+                self._kill(run)
+            elif len(run.codes) != run.num_workers:
                 return None
-        left = self._left()
-        if left and self._killed_s is not None and now_s < self._killed_s + PREVIOUS_EXIT_TIMEOUT_S:
+        left = self._left(run)
+        if left and run.killed_s is not None and self._clock() < run.killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
-        code = server_code or -signal.SIGKILL if self._killed_s is not None else 0
-        end = WorkersEnd(_EXIT_FAILED if self._failed else code, self._failed)
-        self._give_up(left)
-        return end
+        code = server_code or -signal.SIGKILL if run.killed_s is not None else 0
+        self._give_up(run, left)
+        return WorkersEnd(_EXIT_FAILED if run.failed else code, run.failed)
 
     def ask_to_stop(self) -> None:
         """SIGTERM to each worker, as often as this is called."""
-        self._receive()
-        for process in self._living():
-            with suppress(psutil.Error):
-                process.send_signal(signal.SIGTERM)
+        if self._run is not None:
+            self._receive()
+            for process in self._run.living:
+                with suppress(psutil.Error):
+                    process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the workers and what they started, but neither saver nor monitor; `poll` says when they are gone."""
-        if not self.running or self._killed_s is not None:
+        run, server = self._run, self._server
+        if run is None or server is None or run.killed_s is not None:
             return
         self._receive()
-        if self._num_workers is not None:
-            self._kill(self._living())
-            return
-        assert self._server is not None  # noqa: S101
-        # Stopped, it starts nobody between our look and its end.
-        self._server.send_signal(signal.SIGSTOP)
-        with suppress(psutil.Error):
-            self._workers = dict(enumerate(psutil.Process(self._server.pid).children()))
-        self._server.kill()
-        self._kill(self._workers.values())
+        if run.num_workers is None:
+            # Stopped, it starts nobody between our look and its end.
+            server.send_signal(signal.SIGSTOP)
+            with suppress(psutil.Error):
+                run.workers = dict(enumerate(psutil.Process(server.pid).children()))
+            server.kill()
+        self._kill(run)
 
     def close(self) -> None:
         """End everything that was started here, and wait a few seconds at most until nothing of it can do anything."""
         self.kill()
         until_s = self._clock() + _CLOSE_WITHIN_S
-        while self.running and self.poll() is None:
+        while self._run is not None and self.poll() is None:
             if self._clock() >= until_s:
-                self._give_up(self._left())
+                self._give_up(self._run, self._left(self._run))
                 break
             time.sleep(_PAUSE_S)
         self._drop_server()
@@ -267,45 +265,33 @@ class WorkerGroup:
     def _note(
         self, *, order: int, pids: Sequence[int] | None = None, unforked: str = "", codes: Sequence[tuple[int, int]] = ()
     ) -> None:
-        if order != self._order:
+        run = self._run
+        if run is None or order != self._order:
             return
         if pids is not None:
-            self._num_workers, self.unforked = len(pids), unforked
+            run.num_workers, run.unforked = len(pids), unforked
             self._leaving.update(known for pid in pids if (known := identify(pid)) is not None)
             for local_rank, pid in enumerate(pids):
                 with suppress(psutil.Error):
-                    self._workers[local_rank] = psutil.Process(pid)
-        self.codes |= dict(codes)
-        failed = {local_rank: code for local_rank, code in codes if code}
-        if failed and not self._failed:
-            # Those that fail later may do so because of these.
-            self._failed = failed
-            self._ask_s = self._clock() + _BY_THEMSELVES_S
-            self._kill_s = self._ask_s + _ASKED_S
+                    run.workers[local_rank] = psutil.Process(pid)
+        run.codes |= dict(codes)
+        # Those that fail later may do so because of the first.
+        run.failed = run.failed or {local_rank: code for local_rank, code in codes if code}
 
-    def _living(self) -> list[psutil.Process]:
-        return [one for local_rank, one in self._workers.items() if local_rank not in self.codes and one.is_running()]
-
-    def _signal_groups(self) -> None:
-        """SIGTERM to workers and what they started, as with torchrun: one of them has failed."""
-        for process in self._living():
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGTERM)
-
-    def _kill(self, workers: Iterable[psutil.Process]) -> None:
-        """SIGKILL to these, and to all that they have started."""
-        self._killed_s = self._clock()
-        self._killed = [one for one in _with_children(workers) if not _outlives(one)]
-        self._leaving.update(known for one in self._killed if (known := identify(one.pid)) is not None and one.is_running())
-        for one in self._killed:
+    def _kill(self, run: _Run) -> None:
+        """SIGKILL to the workers that live, and to all that they have started."""
+        run.killed_s = self._clock()
+        run.killed = [one for one in _with_children(run.living) if not _outlives(one)]
+        self._leaving.update(known for one in run.killed if (known := identify(one.pid)) is not None and one.is_running())
+        for one in run.killed:
             with suppress(psutil.Error):
                 one.kill()
 
-    def _left(self) -> list[int]:
+    def _left(self, run: _Run) -> list[int]:
         """Processes that were killed, and may still do something: what waits for a device dies only when that has answered."""
-        killed_server = self._num_workers is None and self._server is not None and self._server.poll() is None
-        server = [self._server.pid] if self._server is not None and killed_server else []
-        return server + [one.pid for one in self._killed if one.is_running() and runs(one.pid)]
+        server = self._server if run.num_workers is None else None
+        left = [server.pid] if server is not None and server.poll() is None else []
+        return left + [one.pid for one in run.killed if one.is_running() and runs(one.pid)]
 
     def _still_there(self) -> list[Process]:
         """Without who still runs: that one was waited for, and named."""
@@ -319,14 +305,14 @@ class WorkerGroup:
                     os.waitpid(one.pid, os.WNOHANG)
             self._leaving.discard(one)
 
-    def _give_up(self, left: Sequence[int]) -> None:
-        if left and self._killed_s is not None:
+    def _give_up(self, run: _Run, left: Sequence[int]) -> None:
+        if left and run.killed_s is not None:
             logger.warning(
                 "killed, but still there after %.0f s: process(es) %s; they may hold devices that the next workers need",
-                self._clock() - self._killed_s,
+                self._clock() - run.killed_s,
                 ", ".join(map(str, left)),
             )
-        self.running = False
+        self._run = None
 
     def _drop_server(self) -> None:
         """Without workers it holds nothing that anybody needs."""

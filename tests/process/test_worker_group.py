@@ -333,30 +333,24 @@ def test_workers_that_end_well_are_an_end(hosts: list[Host]) -> None:
     assert lives(host.server)
 
 
-def test_who_has_lost_another_worker_may_say_so_before_it_is_asked_to_end(hosts: list[Host]) -> None:
-    fails = "import time; time.sleep(0.2); raise SystemExit({})"
-    hosts.append(host := Host(["-c", fails.format(3)], ["-c", fails.format(71)], then=TELLS_OF_FIRST))
+def test_the_code_of_the_worker_that_failed_first_counts(hosts: list[Host]) -> None:
+    hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", SAVES.replace("SIG_IGN", "SIG_DFL")], then=TELLS_OF_FIRST))
+    wait_until(lambda: host.group.poll() is None and bool(host.group.failed), timeout_s=20, what="the first failure")
+    assert host.group.failed == {0: 3}
+    host.group.ask_to_stop()
     # What ends after the first failure may do so because of it.
     assert host.end() == WorkersEnd(1, {0: 3})
-    hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", SLEEPS], then=TELLS_OF_FIRST))
-    wait_until(lambda: host.group.poll() is None and bool(host.group.codes), timeout_s=20, what="the first failure")
-    began_s = time.monotonic()
-    assert host.end() == WorkersEnd(1, {0: 3})
-    assert host.group.codes == {0: 3, 1: -signal.SIGTERM}
-    assert time.monotonic() - began_s > 0.3
 
 
-def test_who_saves_when_it_is_asked_to_end_has_half_a_minute(hosts: list[Host]) -> None:
+def test_workers_that_do_not_follow_one_that_failed_are_killed(hosts: list[Host]) -> None:
     hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", STARTS_ONE], then=TELLS_OF_FIRST))
-    wait_until(lambda: host.group.poll() is None and bool(host.group.codes), timeout_s=20, what="the first failure")
+    wait_until(lambda: host.group.poll() is None and bool(host.group.failed), timeout_s=20, what="the first failure")
     wait_until(lambda: len(host.server.children(recursive=True)) == 2, timeout_s=20, what="the child of the other one")
     host.family = host.server.children(recursive=True)
-    for ahead_s in (0.6, 29.0):
-        host.clock.ahead_s += ahead_s
-        assert host.group.poll() is None
+    host.group.ask_to_stop()
     time.sleep(0.3)
     assert host.group.poll() is None
-    host.clock.ahead_s += 1.0
+    host.group.kill()
     assert host.end() == WorkersEnd(1, {0: 3})
     assert not any(lives(one) for one in host.family)
 

@@ -36,6 +36,7 @@ class Workers:
     started: list[float] = field(default_factory=list)
     code: int | None = None
     unforked: str = ""
+    failed: dict[int, int] = field(default_factory=dict)
 
     def prepare(self) -> None: ...
     def start(self, order: WorkerOrder) -> None:

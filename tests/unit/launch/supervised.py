@@ -141,6 +141,7 @@ class FakeWorkers:
     running: bool = False
     ended: WorkersEnd | None = None
     unforked: str = ""
+    failed: dict[int, int] = field(default_factory=dict)
 
     def prepare(self) -> None:
         self.diary.note("prepare")
@@ -149,7 +150,7 @@ class FakeWorkers:
         assert not self.running
         self.diary.note("start")
         self.orders.append(order)
-        self.running, self.ended = True, None
+        self.running, self.ended, self.failed = True, None, {}
 
     def poll(self) -> WorkersEnd | None:
         assert self.running

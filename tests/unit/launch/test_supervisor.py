@@ -582,6 +582,29 @@ class TestRestartCost:
         assert self.grow(host) == "c came: what a restart costs (13 s) is won back in 26 s"
 
 
+def test_workers_that_have_lost_one_have_half_a_second_before_they_are_asked_and_half_a_minute_before_they_are_killed(
+    host: SupervisedHost,
+) -> None:
+    host.run_workers(generation(1, "ab"))
+    lost_s = host.diary.elapsed_s
+    host.workers.failed = {1: -9}
+    assert host.go(30.0) is None
+    assert host.diary.when("ask")[:1] == near(lost_s + 0.5)
+    assert host.diary.when("kill") == []
+    assert host.go(2.0) is None
+    assert host.diary.when("kill") == near(lost_s + 30.5)
+
+
+def test_what_is_left_to_workers_that_have_lost_one_is_not_more_when_this_host_is_to_leave(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    lost_s = host.diary.elapsed_s
+    host.workers.failed = {1: -9}
+    assert host.go(0.2) is None
+    host.ask(notice_s=600.0)
+    assert host.go(60.0) is not None or host.diary.when("kill")
+    assert host.diary.when("kill") == near(lost_s + 30.5)
+
+
 def test_the_fork_server_is_looked_after_while_nothing_runs(host: SupervisedHost) -> None:
     """It may have ended with its workers, and takes seconds to be there again."""
     for number in (1, 2):
