@@ -1,8 +1,7 @@
 """What follows the end of a generation: the next one, or the end of the run. The same on every host that asks."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_STOPPED, EXIT_STORAGE, EXIT_TRANSPORT, EXIT_UNFIT, EXIT_USAGE
@@ -20,53 +19,70 @@ _BLAMED_TIMES = 3
 """So many failures in a row that one host is to blame for, and it is left out for a while."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
-    """What is known of a generation that has ended, once nobody is waited for any more."""
+def judge(
+    generation: Generation,
+    ends: Mapping[str, End],
+    options: LaunchGroup,
+    *,
+    ready: Set[str],
+    unaware: Set[str] = frozenset(),
+    unheard: Set[str] = frozenset(),
+    committed_step: int = 0,
+) -> Generation:
+    """What follows a generation that has ended, once nobody is waited for: its purpose, what it remembers of failures, and
+    whom it leaves out; without its members.
 
-    generation: Generation
-    ends: Mapping[str, End]
-    ready: frozenset[str]
-    """Hosts that can take part in the next generation, members or not."""
-
-    unaware: frozenset[str] = frozenset()
-    """Hosts that this generation had excluded, and that have not read so yet."""
-
-    unheard: frozenset[str] = frozenset()
-    """Those of `ready` that are not connected with all of the others: the next generation is without them."""
-
-    committed_step: int = 0
-    """The newest committed step of any member's record: an end that was written while workers still ran knows less."""
-
-
-def judge(result: GenerationResult, options: LaunchGroup) -> Generation:
-    """The next generation, without its members: its purpose, what it remembers of failures, and whom it leaves out."""
-    generation, number = result.generation, result.generation.number + 1
+    `ready` are the hosts that can take part, members or not, of which those in `unheard` are not connected with all of the
+    others. `unaware` are hosts that `generation` had excluded, and that have not read so yet. `committed_step` is the newest of
+    any member's record: an end that was written while workers still ran knows less.
+    """
+    number, failures, excluded = generation.number + 1, generation.failures, tuple(sorted(unaware))
     names = {member.host: member.name for member in generation.members}
     # In the order of ranks: whoever asks gets the same answer.
-    ends = {host: result.ends[host] for host in names if host in result.ends}
+    ends = {host: ends[host] for host in names if host in ends}
     if names and len(ends) == len(names) and all(end.kind is EndKind.DONE for end in ends.values()):
         return Generation.draft(number, "the last step is done", outcome=GenerationOutcome.DONE)
     cause = find_cause(tuple(ends.values()))
     if cause is not None and cause.exit_code in (EXIT_CONFIG, EXIT_USAGE):
         reason = f"{names[cause.host]}: {cause.reason}"
         return Generation.draft(number, reason, outcome=GenerationOutcome.GIVE_UP, exit_code=cause.exit_code)
-    committed_step = max(result.committed_step, *(end.committed_step for end in ends.values()), 0)
-    failures = generation.failures
+    committed_step = max(committed_step, *(end.committed_step for end in ends.values()), 0)
     if failures and committed_step > failures[-1].committed_step:
         failures = ()
     if unfit := [host for host, end in ends.items() if end.kind is EndKind.FAILED and end.exit_code == EXIT_UNFIT]:
-        left_out = _excluded(result, [host for host in unfit if host not in result.ready])
+        left_out = tuple(sorted(unaware | {host for host in unfit if host not in ready}))
         reason = f"{names[unfit[0]]} is unfit: {ends[unfit[0]].reason}"
         return Generation.draft(number, reason, failures=failures, excluded=left_out)
-    if (harmless := _harmless_reason(result, ends, cause, names)) is not None:
-        return Generation.draft(number, harmless, failures=failures, excluded=_excluded(result))
+    harmless = _harmless_reason(ends, cause, names, ready=ready, unheard=unheard) if names else generation.reason
+    if harmless is not None:
+        return Generation.draft(number, harmless, failures=failures, excluded=excluded)
     committed_step = max(committed_step, *(one.committed_step for one in failures), 0)
     failure = GenerationFailure(generation.number, (), EXIT_BUG, "", 0, committed_step, "its hosts stopped, and none said why")
     if cause is not None:
         hosts, reason = to_blame(cause, ends, members=tuple(names)), f"{names[cause.host]}: {cause.reason}"
         failure = GenerationFailure(generation.number, hosts, cause.exit_code, cause.phase, cause.step, committed_step, reason)
-    return _after_failure(result, (*failures, failure), names, options)
+    culprit = _always_to_blame((*failures, failure))
+    others = ready - unheard - {culprit}
+    if culprit is not None and culprit in ready and len(others) >= options.min_hosts:
+        who, excluded = names.get(culprit, culprit), tuple(sorted(unaware | {culprit}))
+        reason = f"{who} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: {failure.reason}"
+        # One is remembered: if the same goes on without this host, it was not to blame.
+        return Generation.draft(number, reason, failures=(failure,), excluded=excluded)
+    return _try_again(number, (*failures, failure), excluded, options)
+
+
+def _try_again(
+    number: int, failures: tuple[GenerationFailure, ...], excluded: tuple[str, ...], options: LaunchGroup
+) -> Generation:
+    """After a failure, unless there were too many without progress."""
+    only_storage = all(failure.exit_code == EXIT_STORAGE for failure in failures)
+    if len(failures) >= options.max_failures:
+        code, why = EXIT_STORAGE if only_storage else EXIT_BUG, messages.give_up(failures)
+        return Generation.draft(number, why, outcome=GenerationOutcome.GIVE_UP, failures=failures, exit_code=code)
+    # Storage that fails is given time even before the first try.
+    times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
+    until_next_s = pause_s(times, options=options)
+    return Generation.draft(number, failures[-1].reason, failures=failures, excluded=excluded, pause_s=until_next_s)
 
 
 def is_network_suspected(generation: Generation, ends: Mapping[str, End]) -> bool:
@@ -82,23 +98,17 @@ def pause_s(times: int, *, options: LaunchGroup) -> float:
     return min(options.backoff_limit_s, options.backoff_s * 2.0 ** min(times - 2, 60))
 
 
-def _excluded(result: GenerationResult, hosts: Sequence[str] = ()) -> tuple[str, ...]:
-    return tuple(sorted(result.unaware.union(hosts)))
-
-
 def _harmless_reason(
-    result: GenerationResult, ends: Mapping[str, End], cause: End | None, names: Mapping[str, str]
+    ends: Mapping[str, End], cause: End | None, names: Mapping[str, str], *, ready: Set[str], unheard: Set[str]
 ) -> str | None:
     """Why this end counts as nobody's failure; None if it does not.
 
     Where a host has left or is lost, the others' workers fail: whatever they say is only what they noticed.
     """
-    if not names:
-        return result.generation.reason
     if leaving := [host for host, end in ends.items() if end.kind is EndKind.LEAVING]:
         return f"{messages.listed(names[host] for host in leaving)} left: {ends[leaving[0]].reason}"
     # A host that is not there any more says nothing of its own end, but at most that another one is silent.
-    away = [host for host in names if host not in result.ready and (host not in ends or ends[host].kind is EndKind.LOST)]
+    away = [host for host in names if host not in ready and (host not in ends or ends[host].kind is EndKind.LOST)]
     if away:
         return f"{messages.listed(names[host] for host in away)} {'is' if len(away) == 1 else 'are'} lost"
     if cause is not None and cause.exit_code not in _OTHER_HOST:
@@ -111,34 +121,8 @@ def _harmless_reason(
     if lost:
         pairs = messages.listed(f"{names[end.host]} did not hear {names.get(end.lost, end.lost)}" for end in lost)
         return f"{pairs}, though all of them live"
-    unheard = [names[host] for host in names if host in result.unheard]
-    return f"not all hosts hear {messages.listed(unheard)}" if unheard else None
-
-
-def _after_failure(
-    result: GenerationResult, failures: tuple[GenerationFailure, ...], names: Mapping[str, str], options: LaunchGroup
-) -> Generation:
-    number, reason = result.generation.number + 1, failures[-1].reason
-    culprit = _always_to_blame(failures)
-    others = result.ready - result.unheard - {culprit}
-    if culprit is not None and culprit in result.ready and len(others) >= options.min_hosts:
-        who = names.get(culprit, culprit)
-        reason = f"{who} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: {reason}"
-        # One is remembered: if the same goes on without this host, it was not to blame.
-        return Generation.draft(number, reason, failures=failures[-1:], excluded=_excluded(result, [culprit]))
-    if len(failures) >= options.max_failures:
-        only_storage = all(failure.exit_code == EXIT_STORAGE for failure in failures)
-        return Generation.draft(
-            number,
-            messages.give_up(failures),
-            outcome=GenerationOutcome.GIVE_UP,
-            failures=failures,
-            exit_code=EXIT_STORAGE if only_storage else EXIT_BUG,
-        )
-    # Storage that fails is given time even before the first try.
-    times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
-    until_next_s = pause_s(times, options=options)
-    return Generation.draft(number, reason, failures=failures, excluded=_excluded(result), pause_s=until_next_s)
+    not_heard = [names[host] for host in names if host in unheard]
+    return f"not all hosts hear {messages.listed(not_heard)}" if not_heard else None
 
 
 def _always_to_blame(failures: Sequence[GenerationFailure]) -> str | None:

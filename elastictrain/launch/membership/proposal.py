@@ -17,7 +17,7 @@ from elastictrain.launch.membership.observation import (
     settles_s,
     unconnected_pairs,
 )
-from elastictrain.launch.membership.policy import GenerationResult, is_network_suspected, judge
+from elastictrain.launch.membership.policy import is_network_suspected, judge
 from elastictrain.launch.membership.records import (
     Create,
     Decision,
@@ -230,15 +230,15 @@ class _GenerationProposal:
         hosts = frozenset(record.host for record in ready)
         # Records of other launchers may be of an earlier run in the same folder.
         records = [cluster.me, *(one.record for one in cluster.observed.values())]
-        result = GenerationResult(
-            generation=previous,
-            ends=cluster.ends,
+        following = judge(
+            previous,
+            cluster.ends,
+            self.options,
             ready=hosts,
             unheard=hosts.difference(record.host for record in group),
             unaware=self._unaware(),
             committed_step=max((one.committed_step for one in records if previous.has(one.host)), default=0),
         )
-        following = judge(result, self.options)
         witnessed = any(map(previous.has, hosts)) or self.since_s > cluster.began_s + self.options.lost_s
         if following.outcome is GenerationOutcome.RUN or witnessed:
             return following

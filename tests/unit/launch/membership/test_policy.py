@@ -16,7 +16,7 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.policy import GenerationResult, judge, pause_s
+from elastictrain.launch.membership.policy import judge, pause_s
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationFailure, GenerationOutcome
 from tests.unit.launch.membership.made import OPTIONS, by_host, end, generation
 
@@ -35,15 +35,15 @@ def after(
     ended: Generation | None = None,
     committed: int = 0,
 ) -> Generation:
-    result = GenerationResult(
-        generation=ended or generation(1, hosts, failures=failures),
-        ends=by_host(ends),
+    return judge(
+        ended or generation(1, hosts, failures=failures),
+        by_host(ends),
+        options,
         ready=frozenset(ready),
         unaware=frozenset(unaware),
         unheard=frozenset(unheard),
         committed_step=committed,
     )
-    return judge(result, options)
 
 
 def failed(
@@ -291,10 +291,9 @@ def test_whatever_happens_the_answer_is_the_same_in_any_order_and_failures_are_b
     current = generation(1, "abcd")
     for ends, ready in rounds:
         told = by_host(ends)
-        result = GenerationResult(generation=current, ends=told, ready=frozenset(ready))
-        following = judge(result, options)
+        following = judge(current, told, options, ready=ready)
         shuffled = {host: told[host] for host in sorted(told, reverse=True)}
-        assert judge(replace(result, ends=shuffled), options) == following
+        assert judge(current, shuffled, options, ready=ready) == following
         assert following.reason
         assert 0.0 <= following.pause_s <= options.backoff_limit_s
         committed = [one.committed_step for one in following.failures]
