@@ -31,6 +31,13 @@ class GenerationEnded(Event, tag="generation_ended", frozen=True):
     """The host that fell silent, if that is why."""
 
 
+class LauncherEnded(Event, tag="launcher_ended", frozen=True):
+    """This host's launcher ends, and why: the run is done, was given up or stopped, or this host is unfit."""
+
+    exit_code: int
+    reason: str
+
+
 class NoticeGiven(Event, tag="notice", frozen=True):
     """Somebody announced that this host is about to be taken away, or may be."""
 

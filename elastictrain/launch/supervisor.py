@@ -33,7 +33,7 @@ from elastictrain.launch.membership.records import (
     LeaveOut,
     Wait,
 )
-from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
+from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, free_port, plan_workers
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of
@@ -353,6 +353,8 @@ class Supervisor:
 
     def _leave(self, code: int, reason: str) -> int:
         self.workers.close()
+        newest = self.registry.known.newest
+        self.recorder.record(newest.number if newest is not None else 0, LauncherEnded(exit_code=code, reason=reason))
         # Before anything is waited for: the others are not to count on this host.
         self.registry.update(HostState.GONE, reason=reason)
         final = self._final_save() if code != EXIT_OK else FinalSave(self.committed_step())

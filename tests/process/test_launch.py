@@ -93,7 +93,10 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     assert "local rank 1 was ended by SIGKILL" in output
     assert f"step {STEPS} is saved in {run_dir}" in output
     assert [row["tier"] for row in events(run_dir, "resume")] == ["none", "memory"]
-    assert [row["event"] for row in events(run_dir) if row["rank"] == -1] == ["generation", "generation_ended"] * 2
+    assert [row["event"] for row in events(run_dir) if row["rank"] == -1] == [
+        *["generation", "generation_ended"] * 2,
+        "launcher_ended",
+    ]
     entry = json.loads(next((run_dir / "launch" / "hosts").glob("*.json")).read_text())
     assert entry["state"] == "gone"
 

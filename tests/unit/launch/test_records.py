@@ -6,7 +6,7 @@ import pytest
 
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Event
-from elastictrain.launch.records import GenerationBegun, GenerationEnded, NoticeGiven, Recorder, WorkersNotForked
+from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, NoticeGiven, Recorder, WorkersNotForked
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
 from tests.unit.storage.appended import read_appended
@@ -32,6 +32,7 @@ NOTICE = NoticeGiven(reason="AWS takes it", leave=True, deadline=1900000000.0)
                 "lost": "b-1",
             },
         ),
+        (LauncherEnded(exit_code=70, reason="failed"), {"event": "launcher_ended", "exit_code": 70, "reason": "failed"}),
         (NOTICE, {"event": "notice", "reason": "AWS takes it", "leave": True, "deadline": 1900000000.0}),
         (WorkersNotForked(reason="2 threads"), {"event": "workers_not_forked", "reason": "2 threads"}),
     ],

@@ -13,7 +13,7 @@ from elastictrain.errors import RunHeldError
 from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
-from elastictrain.launch.records import GenerationEnded, WorkersNotForked
+from elastictrain.launch.records import GenerationEnded, LauncherEnded, WorkersNotForked
 from tests.unit.launch.membership.made import end, generation, observed, record
 from tests.unit.launch.supervised import FakeSaverProcess, SupervisedHost
 
@@ -318,6 +318,8 @@ class TestWaitingForTheSaver:
         host.run_workers(generation(1, "ab"))
         host.end_workers(1, 1, UNFIT)
         assert host.go(60.0) == 69
+        number, ended = host.recorder.events[-1]
+        assert (number, ended) == (1, LauncherEnded(exit_code=69, reason=UNFIT.sentence))
         assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
         assert "step 40 is saved in runs/x" in host.said[-1][1]
 
