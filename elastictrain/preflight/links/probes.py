@@ -63,15 +63,12 @@ def find_largest_packet(place: tuple[str, int], *, source: str, key: ResponderKe
         datagrams.setsockopt(*_FORBID_FRAGMENTS[family])
         datagrams.bind((source, 0))
         datagrams.connect(place)
-        passed = _acknowledged(datagrams, key, [SMALLEST, top], wait_s=wait_s)
-        if top in passed or not passed:
-            return max(passed, default=0)
-        passing, lost = SMALLEST, top
+        passing = max(_acknowledged(datagrams, key, [SMALLEST, top], wait_s=wait_s), default=0)
+        lost = top if passing else 0
         for _ in range(_MOST_SEARCHES):
             if not (sizes := candidates(passing, lost)):
                 break
-            passed = _acknowledged(datagrams, key, sizes, wait_s=wait_s / 2)
-            passing = max([passing, *passed])
+            passing = max([passing, *_acknowledged(datagrams, key, sizes, wait_s=wait_s / 2)])
             lost = min([lost, *(size for size in sizes if size > passing)])
         return passing
 

@@ -120,19 +120,18 @@ class Meter:
         self.tail = b""
         self.waited = 0.0
         self._marks: list[tuple[float, int]] = []
-        self._last = (0.0, 0)
 
     def add(self, count: int, *, now_s: float) -> None:
         """So many more have come."""
         self.num_bytes += count
-        if not self._marks or now_s - self._marks[-1][0] >= LEAST_SLICE_S / 8:
-            self._marks.append((now_s, self.num_bytes))
-        self._last = (now_s, self.num_bytes)
+        if len(self._marks) > 1 and now_s - self._marks[-2][0] < LEAST_SLICE_S / 8:
+            # Memory does not grow with every piece of a long stream.
+            self._marks.pop()
+        self._marks.append((now_s, self.num_bytes))
 
     def best_bytes_per_s(self) -> float:
         """Of the best stretch of at least `LEAST_SLICE_S`: a busy processor makes one slower, never faster."""
-        marks = [*self._marks, self._last] if self._marks else []
-        best, left = 0.0, 0
+        marks, best, left = self._marks, 0.0, 0
         for right in range(1, len(marks)):
             while left + 1 < right and marks[right][0] - marks[left + 1][0] >= LEAST_SLICE_S:
                 left += 1
