@@ -58,13 +58,11 @@ def test_large_frames_that_vanish_at_the_switch(hosts: list[Host], tmp_path: Pat
     found = check_links(hosts, tmp_path / "words")
     assert_only(found, ("mtu", "group", "all"))
     verdict = found.verdict("mtu", "all")
-    assert (verdict["measured"], verdict["expected"]) == ("large frames vanish above 1500 bytes", "9000 bytes")
-    assert verdict["remedy"] == (
-        "set the interface's MTU to 1500 (`ip link set dev eth0 mtu 1500` on h1, h2, h3), or that of the switch or bridge "
-        "between them to 9000"
-    )
+    assert ("1500" in verdict["measured"], verdict["expected"]) == (True, "9000 bytes")
+    command = "ip link set dev eth0 mtu 1500"
+    assert f"`{command}` on h1, h2, h3" in verdict["remedy"]
     for host in hosts:
-        host.popen(["ip", "link", "set", "dev", "eth0", "mtu", "1500"], log=tmp_path / "remedy.txt").wait(10)
+        host.popen(command.split(), log=tmp_path / "remedy.txt").wait(10)
     assert_only(check_links(hosts, tmp_path / "remedied", full=False))
 
 
@@ -74,7 +72,8 @@ def test_large_frames_that_vanish_at_one_port(hosts: list[Host], tmp_path: Path)
     jumbo_bridge(hosts[0])
     found = check_links(hosts, tmp_path / "words")
     assert_only(found, ("mtu", "host", "h3"))
-    assert "`ip link set dev eth0 mtu 1500` on h3" in found.verdict("mtu", "h3")["remedy"]
+    assert "h3" in found.verdict("mtu", "h3")["remedy"]
+    assert "h1" not in found.verdict("mtu", "h3")["remedy"]
 
 
 def test_hosts_with_unequal_interfaces_are_well(hosts: list[Host], tmp_path: Path) -> None:
@@ -86,9 +85,9 @@ def test_hosts_with_unequal_interfaces_are_well(hosts: list[Host], tmp_path: Pat
 @pytest.mark.parametrize(
     ("sent", "received", "unit", "look"),
     [
-        (True, True, "Gbit/s", "ethtool eth0"),
-        (True, False, "Gbit/s sent", "tc -s qdisc show dev eth0"),
-        (False, True, "Gbit/s received", "ethtool eth0"),
+        (True, True, "Gbit/s", "ethtool"),
+        (True, False, "Gbit/s sent", "tc"),
+        (False, True, "Gbit/s received", "ethtool"),
     ],
     ids=["both", "sent", "received"],
 )
@@ -99,7 +98,7 @@ def test_a_host_at_100_mbit_per_s(hosts: list[Host], tmp_path: Path, sent: bool,
     verdict = found.verdict("bandwidth", "h3")
     assert verdict["unit"] == unit
     assert 0.03 < verdict["measured"] < 0.2
-    assert look in verdict["remedy"].partition(", then at")[0]
+    assert verdict["remedy"].partition("`")[2].startswith(look)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])
@@ -120,8 +119,8 @@ def test_a_port_that_is_blocked_one_way(hosts: list[Host], tmp_path: Path) -> No
     found = check_links(hosts, tmp_path / "words", full=False)
     assert_only(found, ("reachable", "link", "h3 -> h1"))
     verdict = found.verdict("reachable", "h3 -> h1")
-    assert verdict["measured"] == f"port {BLOCKED_PORT}: no answer"
-    assert f"on h1 `iptables -I INPUT -p tcp -s {hosts[2].address}" in verdict["remedy"]
+    assert str(BLOCKED_PORT) in verdict["measured"]
+    assert f"-s {hosts[2].address}" in verdict["remedy"]
 
 
 def test_an_absent_host(hosts: list[Host], tmp_path: Path) -> None:
@@ -131,11 +130,11 @@ def test_an_absent_host(hosts: list[Host], tmp_path: Path) -> None:
     assert found.num_rounds == 1
 
 
-@pytest.mark.parametrize(("stop_at", "doing"), [("order/0", "contacts were made"), ("order/1", "bandwidth was measured")])
+@pytest.mark.parametrize(("stop_at", "doing"), [("order/0", "contacts"), ("order/1", "bandwidth")])
 def test_a_host_that_falls_silent_midway(hosts: list[Host], tmp_path: Path, stop_at: str, doing: str) -> None:
     found = check_links(hosts, tmp_path / "words", changed={"h3": {"stop_at": stop_at}})
     assert_only(found, ("roster", "host", "h3"))
-    assert found.verdict("roster", "h3")["measured"] == f"silent while {doing}"
+    assert doing in found.verdict("roster", "h3")["measured"]
 
 
 def test_a_clock_that_is_off(hosts: list[Host], tmp_path: Path) -> None:

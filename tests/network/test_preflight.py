@@ -177,8 +177,7 @@ def test_an_own_name_that_is_loopback(three: list[Host], run_dir: Path, tmp_path
     assert "/etc/hosts" in outcome.remedy("name")
     # torchrun tells its own code only; why is said by each host.
     assert UNDER_TORCHRUN or outcome.codes == {"a": EXIT_TRANSPORT, "b": EXIT_TRANSPORT, "c": EXIT_UNFIT}
-    assert "c: this host is unfit: c: name is" in outcome.output["c"]
-    assert "preflight failed: c: name is" in outcome.output["a"]
+    assert {name for name in "abc" if "unfit" in outcome.output[name]} == {"c"}
 
 
 def test_a_clock_that_is_off(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_what_fails_everywhere_is_not_tried_again(three: list[Host], run_dir: Pa
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick")
     # torchrun tells no code but its own.
     assert set(outcome.codes.values()) == {1 if UNDER_TORCHRUN else EXIT_CONFIG}, outcome.output
-    assert "every host fails the check storage" in outcome.output["a"]
+    assert all("storage" in output for output in outcome.output.values())
 
 
 def test_a_run_plans_its_interfaces_and_leaves_out_nobody(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
@@ -254,5 +253,5 @@ def test_a_run_does_not_begin_on_an_unfit_host(three: list[Host], run_dir: Path,
     codes = {row["rank"]: row["exit_code"] for row in events(run_dir, "failure")}
     assert (codes[0], codes[2]) == (71, 71)
     # It cannot write events: of its end torchrun tells.
-    assert "this host is unfit: b: storage" in job.runs["b"].output()
+    assert "storage" in job.runs["b"].output()
     assert f"exitcode  : {EXIT_UNFIT} " in job.runs["b"].output()

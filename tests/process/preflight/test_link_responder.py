@@ -146,5 +146,5 @@ def test_close_ends_everything_at_once() -> None:
 def test_a_port_that_is_taken_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(HostUnfitError, match=f"127.0.0.1, ports .*{port}"):
+        with pytest.raises(HostUnfitError, match=str(port)):
             Responder("127.0.0.1", ports=(0, port)).start()

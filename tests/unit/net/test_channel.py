@@ -98,7 +98,7 @@ def test_who_says_nothing_is_too_slow(ends: Ends) -> None:
     began = time.monotonic()
     with pytest.raises(ChannelError, match="no answer"):
         channel.receive_json(limit_s=0.05)
-    with pytest.raises(ChannelError, match=r"nothing came for 0\.1 s"):
+    with pytest.raises(ChannelError, match=r"0\.1 s"):
         channel.receive_json(limit_s=0.05, idle_s=0.1)
     assert 0.1 < time.monotonic() - began < 1
 

@@ -9,6 +9,11 @@ OF_DEVICES = {"gpus", "fabric_manager", "ecc", "row_remap", "xid", "throttle", "
 """The checks of GPUs, of their links and of this host's ports."""
 
 
+def link(source: str, target: str) -> str:
+    """The subject of a verdict about one direction between two hosts."""
+    return f"{source} -> {target}"
+
+
 def verdict(
     status: str = "pass",
     *,

@@ -21,6 +21,7 @@ Host = Callable[..., Surroundings]
 Answered = Callable[..., ToolOutput]
 NVIDIA_GPU = {"/sys/bus/pci/devices/0000:1b:00.0/vendor": "0x10de", "/sys/bus/pci/devices/0000:1b:00.0/class": "0x030200"}
 BETWEEN_HOSTS = {"alike", "roster", "clock", "reachable", "mtu", "latency", "bandwidth"}
+ASK = "nvidia-smi -q -x"
 SWITCH = {"/sys/bus/pci/devices/0000:05:00.0/vendor": "0x10de", "/sys/bus/pci/devices/0000:05:00.0/class": "0x068000"}
 
 
@@ -41,7 +42,7 @@ def test_a_host_without_gpus_says_so_once(host: Host) -> None:
 
 def test_a_healthy_machine_with_switches(host: Host, answered: Answered) -> None:
     tools = {
-        "nvidia-smi -q -x": answered("nvidia_smi_550_h100.xml"),
+        ASK: answered("nvidia_smi_550_h100.xml"),
         "nvidia-smi nvlink": answered("nvlink_h100.txt"),
         "nvidia-smi topo": answered("topo_h100.txt"),
         "dmesg": answered("dmesg_clean.txt"),
@@ -52,7 +53,7 @@ def test_a_healthy_machine_with_switches(host: Host, answered: Answered) -> None
         ["gpus", "fabric_manager", "ecc", "row_remap", "xid", "throttle", "pcie", "nvlink"], Status.PASS
     )
     asked = surroundings.tools.asked  # type: ignore[attr-defined]
-    assert asked.count("nvidia-smi -q -x") == 1
+    assert asked.count(ASK) == 1
 
 
 def test_a_sick_machine(host: Host, answered: Answered) -> None:
@@ -209,11 +210,12 @@ def test_a_check_that_hangs_is_a_failure_and_holds_nobody_up() -> None:
     )
     assert time.monotonic() - began < 2
     released.set()
-    assert [(one.check, one.status, one.measured) for one in found] == [
-        ("hangs", Status.FAIL, "no answer in 0.1 s"),
-        ("fast", Status.PASS, None),
-        ("too", Status.FAIL, "no answer in 0.2 s"),
+    assert [(one.check, one.status) for one in found] == [
+        ("hangs", Status.FAIL),
+        ("fast", Status.PASS),
+        ("too", Status.FAIL),
     ]
+    assert ("0.1 s" in str(found[0].measured), "0.2 s" in str(found[2].measured)) == (True, True)
     assert "preflight.checks.hangs=off" in found[0].remedy
 
 
@@ -232,10 +234,8 @@ def test_an_answer_that_comes_too_late_is_none() -> None:
 
 def test_a_check_that_breaks_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     found = run_checks([Check("broken", lambda: 1 // 0, 5.0)], subject="a")  # type: ignore[arg-type, return-value]
-    assert [(one.status, one.measured) for one in found] == [
-        (Status.FAIL, "ZeroDivisionError: integer division or modulo by zero")
-    ]
-    assert "check broken broke" in caplog.text
+    assert [(one.status, str(one.measured).partition(":")[0]) for one in found] == [(Status.FAIL, "ZeroDivisionError")]
+    assert "broken" in caplog.text
 
 
 def test_a_check_may_find_nothing_to_say() -> None:

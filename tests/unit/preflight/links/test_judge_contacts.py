@@ -8,6 +8,7 @@ from elastictrain.preflight.links.judge_contacts import judge_clocks, judge_mtu,
 from elastictrain.preflight.links.messages import Link
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.links.made import contacts, roster
+from tests.unit.preflight.made import link
 
 THRESHOLDS = PreflightThresholds()
 
@@ -45,31 +46,29 @@ def test_nothing_known_is_skipped() -> None:
 def test_large_frames_vanish_everywhere() -> None:
     (verdict,) = mtu(EVERY)
     assert subjects([verdict]) == [(Status.FAIL, Scope.GROUP, "all")]
-    assert verdict.measured == "large frames vanish above 1500 bytes"
-    assert verdict.expected == "9000 bytes"
-    assert verdict.remedy == (
-        "set the interface's MTU to 1500 (`ip link set dev eth0 mtu 1500` on h1, h2, h3), or that of the switch or bridge "
-        "between them to 9000"
-    )
+    assert ("1500" in str(verdict.measured), "9000" in str(verdict.expected)) == (True, True)
+    # Commands are typed as they are.
+    assert "`ip link set dev eth0 mtu 1500` on h1, h2, h3" in verdict.remedy
 
 
 def test_large_frames_vanish_at_one_host() -> None:
     (verdict,) = mtu(OF_H3)
     assert subjects([verdict]) == [(Status.FAIL, Scope.HOST, "h3")]
-    assert "mtu 1500` on h3)" in verdict.remedy
+    assert "h3" in verdict.remedy
+    assert "h1" not in verdict.remedy
     (sent,) = mtu({(2, 0), (2, 1)})
-    assert (sent.subject, sent.measured) == ("h3", "large frames that it sends vanish above 1500 bytes")
+    assert (sent.subject, "sends" in str(sent.measured)) == ("h3", True)
 
 
 def test_large_frames_vanish_on_one_link() -> None:
     (verdict,) = mtu({(2, 0)})
-    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, "h3 -> h1")]
+    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, link("h3", "h1"))]
 
 
 def test_frames_that_nobody_acknowledges_are_a_warning() -> None:
     assert subjects(mtu(EVERY, largest=0)) == [(Status.WARN, Scope.GROUP, "all")]
     assert subjects(mtu(OF_H3, largest=0)) == [(Status.WARN, Scope.HOST, "h3")]
-    assert subjects(mtu({(0, 1)}, largest=0)) == [(Status.WARN, Scope.LINK, "h1 -> h2")]
+    assert subjects(mtu({(0, 1)}, largest=0)) == [(Status.WARN, Scope.LINK, link("h1", "h2"))]
 
 
 def test_a_smaller_interface_on_one_side_is_nothing_to_find() -> None:
@@ -84,29 +83,37 @@ def reach(bad: set[Link], *, reason: str = "no answer") -> list[Verdict]:
 
 def test_a_port_blocked_one_way() -> None:
     (verdict,) = reach({(2, 0)})
-    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, "h3 -> h1")]
-    assert verdict.measured == "port 29502: no answer"
-    assert "iptables -I INPUT -p tcp -s 10.0.0.3 -m multiport --dports 29502 -j ACCEPT" in verdict.remedy
+    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, link("h3", "h1"))]
+    assert "29502" in str(verdict.measured)
+    command = "iptables -I INPUT -p tcp -s 10.0.0.3 -m multiport --dports 29502 -j ACCEPT"
+    assert command in verdict.remedy
 
 
 @pytest.mark.parametrize(
-    ("bad", "subject", "words"),
+    ("bad", "subject", "scope"),
     [
-        (OF_H3, "h3", "cannot be reached and reaches no other"),
-        ({(2, 0), (2, 1)}, "h3", "reaches no other host"),
-        ({(0, 2), (1, 2)}, "h3", "cannot be reached"),
-        (EVERY, "all", "no host reaches another"),
+        (OF_H3, "h3", Scope.HOST),
+        ({(2, 0), (2, 1)}, "h3", Scope.HOST),
+        ({(0, 2), (1, 2)}, "h3", Scope.HOST),
+        (EVERY, "all", Scope.GROUP),
     ],
 )
-def test_who_cannot_be_reached(bad: set[Link], subject: str, words: str) -> None:
+def test_who_cannot_be_reached(bad: set[Link], subject: str, scope: Scope) -> None:
     (verdict,) = reach(bad)
-    assert (verdict.subject, verdict.measured) == (subject, f"{words} (port 29502: no answer)")
+    assert subjects([verdict]) == [(Status.FAIL, scope, subject)]
+    assert "29502" in str(verdict.measured)
+
+
+def test_the_direction_that_is_dead_is_said() -> None:
+    said = {str(reach(bad)[0].measured) for bad in (OF_H3, {(2, 0), (2, 1)}, {(0, 2), (1, 2)})}
+    assert len(said) == 3
 
 
 def test_an_address_that_another_host_answers_at() -> None:
     for bad in ({(0, 2), (1, 2)}, {(0, 2)}):
         (verdict,) = reach(bad, reason="another host answers at this address")
-        assert "10.0.0.3 on eth0 is used twice" in verdict.remedy
+        assert "twice" in verdict.remedy
+        assert "10.0.0.3" in verdict.remedy
 
 
 def late(bad: set[Link], *, num_hosts: int = 3, latency_s: float = 0.04) -> list[Verdict]:
@@ -125,14 +132,14 @@ def test_a_busy_processor_is_not_late() -> None:
 
 
 def test_a_late_link_is_told_once() -> None:
-    assert subjects(late({(0, 1), (1, 0)})) == [(Status.WARN, Scope.LINK, "h1 -> h2")]
+    assert subjects(late({(0, 1), (1, 0)})) == [(Status.WARN, Scope.LINK, link("h1", "h2"))]
 
 
 def test_two_hosts_are_late_to_each_other() -> None:
     both = {(0, 1), (1, 0)}
     assert subjects(late(both, num_hosts=2)) == [(Status.PASS, Scope.GROUP, "all")]
     (verdict,) = late({(0, 1)}, num_hosts=2)
-    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, "h1 -> h2")]
+    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, link("h1", "h2"))]
 
 
 def clocks(num_hosts: int, ahead: dict[int, float]) -> list[Verdict]:
@@ -142,7 +149,7 @@ def clocks(num_hosts: int, ahead: dict[int, float]) -> list[Verdict]:
 
 def test_clocks() -> None:
     (off,) = clocks(3, {0: 20.0})
-    assert (off.status, off.subject, off.measured, off.unit) == (Status.FAIL, "h1", 20.0, "s ahead of the group")
+    assert (off.status, off.subject, off.measured) == (Status.FAIL, "h1", 20.0)
     assert subjects(clocks(3, {2: -1.5})) == [(Status.WARN, Scope.HOST, "h3")]
     assert subjects(clocks(3, {2: 0.9})) == [(Status.PASS, Scope.GROUP, "all")]
     (pair,) = clocks(2, {1: 3.0})

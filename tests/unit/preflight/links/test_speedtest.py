@@ -27,8 +27,9 @@ def test_sizes(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "M", "-1M", "64X", "1e9", "64 M 3", "0", "0.1", "1025T", "٣M", "nan", "9" * 400])
 def test_other_words_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="a size must be"):
+    with pytest.raises(UsageError) as refused:
         parse_size(text)
+    assert repr(text) in str(refused.value)
 
 
 @pytest.fixture
@@ -54,16 +55,16 @@ def test_a_size_that_is_no_multiple_of_anything(port: int) -> None:
 
 
 def test_what_takes_too_long_is_an_error(port: int) -> None:
-    with pytest.raises(TransportError, match="choose a smaller size"):
+    with pytest.raises(TransportError, match=str(1 << 45)):
         measure_speed("127.0.0.1", port=port, token="a word", size_bytes=1 << 45, limit_s=0.05)
 
 
 def test_another_token_or_nobody_there(port: int) -> None:
-    with pytest.raises(TransportError, match=r"127.0.0.1, port \d+: .*same token"):
+    with pytest.raises(TransportError, match=f"127.0.0.1, port {port}: "):
         measure_speed("127.0.0.1", port=port, token="another", size_bytes=1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        with pytest.raises(TransportError, match="refused; start the listening side"):
+        with pytest.raises(TransportError, match="refused"):
             measure_speed("127.0.0.1", port=free.getsockname()[1], token="a word", size_bytes=1)
 
 

@@ -178,7 +178,7 @@ def test_what_others_have_not_is_not_used(tmp_path: Path) -> None:
     host.device("mlx5_1")
     found = plan(host, agreed=Rdma.NONE)
     assert found.kind is Rdma.NONE
-    assert found.reason == "this host has infiniband, but not every host of the run has it"
+    assert Rdma.INFINIBAND in found.reason
 
 
 def test_several_gids_the_first_that_is_version_2_over_ipv4_and_routable(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_one_index_for_all_ports_or_none(tmp_path: Path) -> None:
     host.roce("mlx5_2", "10.0.2.1", at=5)
     found = plan(host)
     assert (found.kind, found.gid_index, len(found.ports)) == (Rdma.ROCE, None, 3)
-    assert "mlx5_0:1: 3, mlx5_1:1: 3, mlx5_2:1: 5" in found.notes[0]
+    assert all(port in found.notes[0] for port in ("mlx5_0:1: 3", "mlx5_1:1: 3", "mlx5_2:1: 5"))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,8 @@ def test_what_cannot_be_used_is_not(tmp_path: Path) -> None:
     host.device("closed", opened=False)
     host.write("/sys/class/infiniband/rxe0/ports/1/state", "4: ACTIVE\n")
     host.write("/sys/class/infiniband/rxe0/ports/1/link_layer", "InfiniBand\n")
-    assert plan(host) == RdmaPlan(Rdma.NONE, reason="no port that is ACTIVE can be used here")
+    found = plan(host)
+    assert (found.kind, found.ports, "ACTIVE" in found.reason) == (Rdma.NONE, (), True)
 
 
 def test_efa_needs_no_variable(tmp_path: Path) -> None:

@@ -35,12 +35,16 @@ def test_roce_is_right(host: MadeHost) -> None:
 
 
 def test_nothing_and_no_cable_and_efa_are_skipped(host: MadeHost) -> None:
-    assert (only(host).status, only(host).measured) == (Status.SKIP, "no device")
+    nothing = only(host)
     host.device("mlx5_0", state="1: DOWN", physical="3: Disabled")
-    assert (only(host).status, only(host).measured) == (Status.SKIP, "devices, but no port with a link")
-    for layer in ("Unknown", "Ethernet"):
-        host.device("rdmap0s6", link_layer=layer, driver="efa")
-        assert (only(host).status, only(host).measured) == (Status.SKIP, "EFA, which NCCL uses through a plugin")
+    no_cable = only(host)
+    host.device("rdmap0s6", link_layer="Unknown", driver="efa")
+    efa = only(host)
+    host.device("rdmap0s6", link_layer="Ethernet", driver="efa")
+    assert only(host) == efa
+    assert {one.status for one in (nothing, no_cable, efa)} == {Status.SKIP}
+    # Each has a remedy of its own.
+    assert [one.remedy.partition(" ")[0] for one in (nothing, no_cable, efa)] == ["ls", "ibstat", "NCCL_DEBUG=INFO"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ def test_a_link_without_an_active_port(host: MadeHost, state: str, physical: str
     host.device("mlx5_0", state=state, physical=physical, link_layer=layer, netdev="ens1")
     verdict = only(host)
     assert (verdict.status, verdict.expected) == (Status.WARN, "ACTIVE")
-    assert verdict.measured == f"mlx5_0:1 is {state[3:]}, its link {physical[3:]}"
+    assert all(word in str(verdict.measured) for word in ("mlx5_0:1", state[3:], physical[3:]))
     assert verdict.remedy.startswith(remedy)
 
 
@@ -68,8 +72,8 @@ def test_roce_without_the_right_gid(host: MadeHost) -> None:
     assert only(host).status is Status.WARN
 
 
-@pytest.mark.parametrize(("file", "words"), [("state", "state of"), ("link_layer", "link layer of"), ("gids", "GIDs of")])
-def test_what_cannot_be_read(host: MadeHost, file: str, words: str) -> None:
+@pytest.mark.parametrize("file", ["state", "link_layer", "gids"])
+def test_what_cannot_be_read(host: MadeHost, file: str) -> None:
     host.roce("mlx5_0", "10.0.0.1")
     path = host.root / "sys/class/infiniband/mlx5_0/ports/1" / file
     if file == "gids":
@@ -77,7 +81,9 @@ def test_what_cannot_be_read(host: MadeHost, file: str, words: str) -> None:
     else:
         path.write_bytes(b"\xff\x00")
     verdict = only(host)
-    assert (verdict.status, verdict.measured) == (Status.WARN, f"{words} mlx5_0:1 cannot be read")
+    assert (verdict.status, "mlx5_0:1" in str(verdict.measured)) == (Status.WARN, True)
+    # The remedy shows the file.
+    assert verdict.remedy.endswith(f"/mlx5_0/ports/1/{file}")
 
 
 def test_a_device_without_ports(host: MadeHost) -> None:
@@ -96,34 +102,32 @@ def test_software_is_none_of_ours(host: MadeHost) -> None:
     assert only(host).status is Status.SKIP
 
 
-@pytest.mark.parametrize(
-    ("pin", "words"),
-    [("mlx4", "there is no mlx4"), ("=mlx5_0,mlx5_7", "there is no mlx5_7"), ("mlx5_1", "no port of these is ACTIVE")],
-)
-def test_pinned_devices(host: MadeHost, pin: str, words: str) -> None:
+@pytest.mark.parametrize(("pin", "culprit"), [("mlx4", "no mlx4"), ("=mlx5_0,mlx5_7", "no mlx5_7"), ("mlx5_1", "ACTIVE")])
+def test_pinned_devices(host: MadeHost, pin: str, culprit: str) -> None:
     host.device("mlx5_0")
     host.device("mlx5_1", state="1: DOWN", physical="2: Polling")
     verdict = only(host, NCCL_IB_HCA=pin)
     assert verdict.status is Status.FAIL
-    assert words in str(verdict.measured)
-    assert verdict.remedy == "unset NCCL_IB_HCA  # or set NCCL_IB_HCA==mlx5_0:1"
+    assert culprit in str(verdict.measured)
+    assert verdict.remedy.startswith("unset NCCL_IB_HCA")
+    assert verdict.remedy.endswith("NCCL_IB_HCA==mlx5_0:1")
 
 
 @pytest.mark.parametrize(
-    ("index", "status", "words"),
+    ("index", "status", "found"),
     [
-        ("2", Status.WARN, "RoCE v1, 10.0.0.1"),
-        ("1", Status.WARN, "RoCE v2, fe80::e42:a1ff:fe00:1"),
-        ("5", Status.FAIL, "is empty"),
-        ("99", Status.FAIL, "is empty"),
+        ("2", Status.WARN, "10.0.0.1"),
+        ("1", Status.WARN, "fe80::e42:a1ff:fe00:1"),
+        ("5", Status.FAIL, "empty"),
+        ("99", Status.FAIL, "empty"),
     ],
 )
-def test_pinned_index(host: MadeHost, index: str, status: Status, words: str) -> None:
+def test_pinned_index(host: MadeHost, index: str, status: Status, found: str) -> None:
     host.roce("mlx5_0", "10.0.0.1")
     verdict = only(host, NCCL_IB_GID_INDEX=index)
-    assert (verdict.status, verdict.expected) == (status, "3 (RoCE v2, 10.0.0.1)")
-    assert words in str(verdict.measured)
-    assert verdict.remedy.endswith("set NCCL_IB_GID_INDEX=3")
+    assert (verdict.status, str(verdict.expected).partition(" ")[0]) == (status, "3")
+    assert found in str(verdict.measured)
+    assert verdict.remedy.endswith("NCCL_IB_GID_INDEX=3")
 
 
 @pytest.mark.parametrize(("name", "value"), [("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")])
@@ -154,6 +158,6 @@ def test_one_host_without() -> None:
     kinds = {"h1": frozenset({Rdma.INFINIBAND}), "h2": frozenset[Rdma](), "h3": frozenset({Rdma.INFINIBAND})}
     hcas = {name: ports(0) for name in kinds}
     (verdict,) = judge_alike(hcas, kinds, agreed=Rdma.NONE)
-    assert (verdict.subject, verdict.status, verdict.measured) == ("h2", Status.WARN, "no usable infiniband port")
-    assert verdict.remedy.endswith("until then all hosts use sockets")
+    assert (verdict.subject, verdict.status) == ("h2", Status.WARN)
+    assert ("infiniband" in str(verdict.measured), "sockets" in verdict.remedy) == (True, True)
     assert judge_alike(hcas, {name: frozenset() for name in hcas}, agreed=Rdma.NONE) == []

@@ -2,9 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.transport.judge import judge_interface
+from elastictrain.preflight.transport.interfaces import Kind
+from elastictrain.preflight.transport.judge import RENDEZVOUS, judge_interface
 from elastictrain.preflight.transport.plan import Facts
 from elastictrain.preflight.verdict import Scope, Status, Verdict
+from tests.unit.preflight.made import link
 from tests.unit.preflight.transport.made import MadeHost, set_by_hand
 
 PEERS = {"h2": "10.0.0.2", "h3": "10.0.0.3"}
@@ -43,29 +45,31 @@ NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
 
 @pytest.mark.parametrize(
-    ("name", "pin", "status", "words"),
+    ("name", "pin", "status", "culprit"),
     [
-        (NCCL, "docker0", Status.FAIL, "docker0 is a container bridge, behind which no other host is"),
-        (NCCL, "lo", Status.FAIL, "lo is a loopback"),
-        (NCCL, "^lo", Status.FAIL, "docker0 is a container bridge"),
-        (NCCL, "eth7", Status.FAIL, "there is no eth7"),
-        (NCCL, "=eth0,ib0", Status.FAIL, "there is no ib0"),
-        (NCCL, "^eth,lo,docker", Status.FAIL, "no interface that is running"),
-        (NCCL, "=eth1", Status.WARN, "eth1 comes first, but the kernel reaches the others through eth0"),
-        (NCCL, "eth1", Status.WARN, "eth1 comes first"),
-        (GLOO, "docker0", Status.FAIL, "docker0 is a container bridge"),
-        (GLOO, "eth", Status.FAIL, "there is no 'eth'"),
-        (GLOO, "=eth0", Status.FAIL, "there is no '=eth0'"),
-        (GLOO, "eth0,,eth1", Status.FAIL, "there is no ''"),
-        (GLOO, "eth1", Status.WARN, "eth1 comes first"),
+        (NCCL, "docker0", Status.FAIL, f"docker0 is a {Kind.CONTAINER}"),
+        (NCCL, "lo", Status.FAIL, f"lo is a {Kind.LOOPBACK}"),
+        (NCCL, "^lo", Status.FAIL, f"docker0 is a {Kind.CONTAINER}"),
+        (NCCL, "eth7", Status.FAIL, "no eth7"),
+        (NCCL, "=eth0,ib0", Status.FAIL, "no ib0"),
+        (NCCL, "^eth,lo,docker", Status.FAIL, "no interface"),
+        (NCCL, "=eth1", Status.WARN, "eth1"),
+        (NCCL, "eth1", Status.WARN, "eth1"),
+        (GLOO, "docker0", Status.FAIL, f"docker0 is a {Kind.CONTAINER}"),
+        (GLOO, "eth", Status.FAIL, "no 'eth'"),
+        (GLOO, "=eth0", Status.FAIL, "no '=eth0'"),
+        (GLOO, "eth0,,eth1", Status.FAIL, "no ''"),
+        (GLOO, "eth1", Status.WARN, "eth1"),
     ],
 )
-def test_pins_that_contradict(host: MadeHost, name: str, pin: str, status: Status, words: str) -> None:
+def test_pins_that_contradict(host: MadeHost, name: str, pin: str, status: Status, culprit: str) -> None:
     verdict = only(host, **{name: pin})
     assert verdict.status is status
-    assert words in str(verdict.measured)
+    assert culprit in str(verdict.measured).partition(": ")[2]
     assert verdict.expected == "eth0"
-    assert verdict.remedy == f"unset {name}  # or set {name}={'=eth0' if name == NCCL else 'eth0'}"
+    # The remedy is typed as it is.
+    assert verdict.remedy.startswith(f"unset {name}")
+    assert verdict.remedy.endswith(f"{name}={'=eth0' if name == NCCL else 'eth0'}")
 
 
 @pytest.mark.parametrize("pin", ["eth0", "eth0,eth1", "eth0,"])
@@ -79,10 +83,11 @@ def test_one_letter_is_no_pin(host: MadeHost) -> None:
 
 def test_pins_of_an_interface_that_is_down_or_has_no_address(host: MadeHost) -> None:
     host.card("eth2")
-    assert "eth2 has no address" in str(only(host, GLOO_SOCKET_IFNAME="eth2").measured)
+    without = only(host, GLOO_SOCKET_IFNAME="eth2")
+    assert (without.status, "no address" in str(without.measured)) == (Status.FAIL, True)
     host.addresses["eth2"] = ("10.7.0.1",)
     host.write("/sys/class/net/eth2/operstate", "down\n")
-    assert "eth2 is down" in str(only(host).measured)
+    assert (only(host).status, "down" in str(only(host).measured)) == (Status.FAIL, True)
 
 
 def test_nccl_takes_no_interface_that_is_down(host: MadeHost) -> None:
@@ -90,7 +95,6 @@ def test_nccl_takes_no_interface_that_is_down(host: MadeHost) -> None:
     assert only(host, NCCL_SOCKET_IFNAME="^lo").status is Status.PASS
     verdict = only(host, NCCL_SOCKET_IFNAME="docker0")
     assert (verdict.status, verdict.expected) == (Status.FAIL, "eth0")
-    assert "no interface that is running and has an address is among them" in str(verdict.measured)
 
 
 def test_a_pin_in_a_file_is_undone_there(host: MadeHost) -> None:
@@ -109,8 +113,8 @@ def test_a_missing_name_is_a_failure_on_one_host_too(host: MadeHost) -> None:
 
 def test_no_way_to_a_peer(host: MadeHost) -> None:
     (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "10.9.0.4"}))
-    assert (verdict.status, verdict.scope, verdict.subject) == (Status.FAIL, Scope.LINK, "h1 -> h4")
-    assert verdict.measured == "no way to 10.9.0.4: Network is unreachable"
+    assert (verdict.status, verdict.scope, verdict.subject) == (Status.FAIL, Scope.LINK, link("h1", "h4"))
+    assert "10.9.0.4" in str(verdict.measured)
     assert verdict.remedy.startswith("ip route get 10.9.0.4")
     host.routes["node4"] = OSError(-2, "Name or service not known")
     (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "node4"}))
@@ -121,29 +125,28 @@ def test_a_peer_behind_docker0_or_loopback(host: MadeHost) -> None:
     host.way("h4", "172.17.0.1", remote="172.17.0.1")
     host.way("h5", "127.0.1.1", remote="127.0.1.1")
     docker, loopback = judge_interface(host.facts(peers={**PEERS, "h4": "h4", "h5": "h5"}))
-    assert "through docker0, a container bridge: it is this host's own address" in str(docker.measured)
-    assert "h5 is 127.0.1.1, which is loopback" in str(loopback.measured)
-    assert (
-        loopback.remedy == "on h5: torchrun --local-addr ADDRESS, or its address, not 127.0.1.1, beside its name in /etc/hosts"
-    )
+    assert [one.subject for one in (docker, loopback)] == [link("h1", "h4"), link("h1", "h5")]
+    assert ("docker0" in str(docker.measured), "127.0.1.1" in str(loopback.measured)) == (True, True)
+    assert "--local-addr" in loopback.remedy
     assert docker.status is loopback.status is Status.FAIL
     host.way("master", "127.0.1.1", remote="127.0.1.1")
     (verdict,) = judge_interface(host.facts(rendezvous="master", peers=PEERS))
-    assert verdict.subject == "h1 -> the rendezvous"
+    assert verdict.subject == link("h1", RENDEZVOUS)
     assert verdict.remedy.startswith("--rdzv-endpoint=ADDRESS:PORT")
 
 
 def test_peers_on_two_networks(host: MadeHost) -> None:
     host.way("192.168.9.4", "192.168.9.1")
     (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "192.168.9.4"}))
-    assert (verdict.status, verdict.measured) == (Status.WARN, "peers are reached through eth0 and eth1")
+    assert (verdict.status, verdict.scope) == (Status.WARN, Scope.HOST)
+    assert ("eth0" in str(verdict.measured), "eth1" in str(verdict.measured)) == (True, True)
 
 
 def test_another_address_of_the_interface_comes_first(host: MadeHost) -> None:
     host.addresses["eth0"] = ("169.254.1.1", "10.0.0.1")
     verdict = only(host)
     assert verdict.status is Status.WARN
-    assert verdict.measured == "eth0 listens at 169.254.1.1, its first address, but the rendezvous knows it by 10.0.0.1"
+    assert ("169.254.1.1" in str(verdict.measured), verdict.expected) == (True, "10.0.0.1")
 
 
 def test_unknown_things_are_no_failures(host: MadeHost) -> None:

@@ -35,10 +35,10 @@ def values(plan: TransportPlan) -> dict[str, str]:
 def test_a_plain_host(tmp_path: Path) -> None:
     plan = decide(plain(tmp_path).facts(rendezvous="10.0.0.1", peers=PEERS))
     assert values(plan) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}
-    assert plan.variables[0].reason == "the kernel reaches the rendezvous and 2 of 2 peers through eth0 (10.0.0.1)"
+    assert all(word in plan.variables[0].reason for word in ("rendezvous", "2 of 2", "eth0 (10.0.0.1)"))
     assert (plan.interface, plan.link_gbps) == ("eth0", 10.0)
     assert (plan.rdma, plan.hcas, plan.kept, plan.notes) == (Rdma.NONE, (), (), ())
-    assert describe(plan)[2] == "NCCL_IB_DISABLE=1  # no port that is ACTIVE can be used here"
+    assert [line.partition("  # ")[0] for line in describe(plan)] == [f"{name}={value}" for name, value in values(plan).items()]
 
 
 def test_docker_on_the_host_changes_nothing(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_nothing_is_set_where_no_interface_is_fit(tmp_path: Path, local: str) ->
     plan = decide(host.facts(rendezvous="h2", peers={"h2": "h2"}))
     assert plan.interface is None
     assert values(plan) == {"NCCL_IB_DISABLE": "1"}
-    assert plan.notes[0].startswith("no interface is set")
+    assert len(plan.notes) == 1
 
 
 def test_one_host_meets_over_loopback(tmp_path: Path) -> None:
@@ -181,8 +181,10 @@ def test_what_a_person_has_set_is_kept(tmp_path: Path) -> None:
     plan = decide(host.facts(peers=PEERS), after_failure=True)
     assert values(plan).keys() == {"NCCL_IB_DISABLE", "NCCL_DEBUG_SUBSYS"}
     kept = {one.name: (one.value, one.reason) for one in plan.kept}
-    assert kept["GLOO_SOCKET_IFNAME"] == ("eth0", "set in the environment; as planned")
-    assert kept["NCCL_SOCKET_IFNAME"][1].startswith("set in the environment; =eth0 was planned: the kernel reaches")
+    assert kept["GLOO_SOCKET_IFNAME"][0] == "eth0"
+    assert "=eth0" not in kept["GLOO_SOCKET_IFNAME"][1]
+    assert kept["NCCL_SOCKET_IFNAME"][0] == "eth1"
+    assert "=eth0" in kept["NCCL_SOCKET_IFNAME"][1]
     assert plan.interface == "eth0"
 
 
@@ -225,8 +227,9 @@ def test_files_of_nccl_count_as_set_by_a_person(tmp_path: Path) -> None:
         "NCCL_DEBUG": Setting("INFO", "/home/.nccl.conf"),
         "NCCL_SOCKET_IFNAME": Setting("=eth9", "/etc/nccl.conf"),
     }
-    assert found["NCCL_DEBUG"].undo("NCCL_DEBUG") == "remove NCCL_DEBUG from /home/.nccl.conf"
-    assert found["NCCL_IB_HCA"].undo("NCCL_IB_HCA") == "unset NCCL_IB_HCA"
+    undone = {name: setting.undo(name).split() for name, setting in found.items()}
+    assert undone["NCCL_DEBUG"] == ["remove", "NCCL_DEBUG", "from", "/home/.nccl.conf"]
+    assert undone["NCCL_IB_HCA"] == ["unset", "NCCL_IB_HCA"]
     (tmp_path / "mine").write_text("NCCL_DEBUG=TRACE")
     assert settings_of(tmp_path, {"HOME": "/home", "NCCL_CONF_FILE": "/mine"})["NCCL_DEBUG"].value == "TRACE"
 
