@@ -30,7 +30,7 @@ from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
 from elastictrain.train.preflight import PastStarts, RunPreflight, findings_in, last_exit_code
 from tests.unit.checkpoint.fakes import FakeStore
-from tests.unit.preflight.made import verdict
+from tests.unit.preflight.made import settings, verdict
 from tests.unit.train.parts import context_of
 from tests.unit.train.test_loop import config
 
@@ -55,7 +55,13 @@ def store(tmp_path: Path) -> Store:
 @pytest.fixture
 def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(
-        *, level: str = "auto", found: Sequence[Verdict] = (), restart: str = "0", settings: PreflightGroup | None = None
+        *,
+        level: str = "auto",
+        found: Sequence[Verdict] = (),
+        restart: str = "0",
+        settings: PreflightGroup | None = None,
+        hosts: str = "a",
+        backend: str = "gloo",
     ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
@@ -75,12 +81,12 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         plain = config(steps=3)
         context = context_of(
             config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
-            identity=Identity(0, 1, 0, 1, "a", launched=False),
-            generation=AgreedGeneration("000007-aa", (Introduction("a", 1, "gloo", "d"),)),
+            identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1),
+            generation=AgreedGeneration("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in hosts)),
             store=store,
             journal=SimpleNamespace(record=recorded.append),
             samples=SimpleNamespace(digest="x"),
-            backend="gloo",
+            backend=backend,
         )
         return RunPreflight(context, StoreExchange(dist.HashStore())), recorded, checked
 
@@ -260,11 +266,11 @@ CHANGED = replace(
 )
 
 
-@pytest.mark.parametrize("settings", [PreflightGroup(), CHANGED], ids=["default", "changed"])
-def test_thresholds_and_limits_reach_links_and_the_storage_round_trip(settings: PreflightGroup, make: Make) -> None:
-    preflight, _, checked = make(settings=settings)
+@pytest.mark.parametrize("wanted", [PreflightGroup(), CHANGED], ids=["default", "changed"])
+def test_thresholds_and_limits_reach_links_and_the_storage_round_trip(wanted: PreflightGroup, make: Make) -> None:
+    preflight, _, checked = make(settings=wanted)
     preflight.check_hosts()
-    assert checked[0].own.settings == replace(settings, level="auto")
+    assert checked[0].own.settings == replace(wanted, level="auto")
 
 
 @pytest.fixture
@@ -283,15 +289,9 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return told
 
 
-def two_ranks(preflight: RunPreflight) -> RunPreflight:
-    preflight._identity = Identity(0, 2, 0, 1, "a", launched=True)
-    preflight._context.generation = AgreedGeneration("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in "ab"))
-    return preflight
-
-
 def test_collectives_are_recorded(make: Make, collectives: dict[str, object]) -> None:
-    preflight, recorded, _ = make(settings=CHANGED)
-    two_ranks(preflight).check_group(on_part=lambda _: None)
+    preflight, recorded, _ = make(settings=CHANGED, hosts="ab")
+    preflight.check_group(on_part=lambda _: None)
     (event,) = recorded
     assert isinstance(event, Preflight)
     assert (event.stage, event.counts["pass"]) == ("group", 1)
@@ -318,9 +318,9 @@ def test_collectives_that_fail_end_the_start(
     verdicts: list[Verdict], error: type[Exception], make: Make, collectives: dict[str, object]
 ) -> None:
     collectives["verdicts"] = verdicts
-    preflight, recorded, _ = make()
+    preflight, recorded, _ = make(hosts="ab")
     with pytest.raises(error):
-        two_ranks(preflight).check_group(on_part=lambda _: None)
+        preflight.check_group(on_part=lambda _: None)
     assert [type(one) for one in recorded] == [Preflight]
 
 
@@ -329,12 +329,9 @@ def test_a_collective_that_hangs_ends_the_start_also_where_its_check_only_warns(
 ) -> None:
     collectives["verdicts"] = [verdict("fail", check="present", subject="rank 1 on b"), verdict(check="matmul", scope="group")]
     collectives["usable"] = False
-    preflight, _, _ = make()
-    plain = preflight._config
-    checks = replace(plain.preflight.checks, present="off")
-    preflight._config = replace(plain, preflight=replace(plain.preflight, checks=checks))
+    preflight, _, _ = make(settings=settings(present="off"), hosts="ab")
     with pytest.raises(PreflightError, match="rank 1"):
-        two_ranks(preflight).check_group(on_part=lambda _: None)
+        preflight.check_group(on_part=lambda _: None)
 
 
 def test_what_nccl_writes_is_looked_at_and_taken_away(
@@ -343,21 +340,18 @@ def test_what_nccl_writes_is_looked_at_and_taken_away(
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
-    preflight, _, _ = make()
-    preflight._nccl_log = f"{tmp_path}/nccl-%h-%p.txt"
-    preflight._context.backend = "nccl"
+    monkeypatch.setattr(module, "temporary_folder", lambda: str(tmp_path))
+    for nobody in (make(backend="nccl"), make(backend="gloo", hosts="ab")):
+        nobody[0].listen_to_nccl()
+        assert "NCCL_DEBUG_FILE" not in os.environ, "there is nothing to look at in a world of one, or under gloo"
+    preflight, _, _ = make(backend="nccl", hosts="ab")
     preflight.listen_to_nccl()
-    assert "NCCL_DEBUG_FILE" not in os.environ, "a world of one has nothing to look at"
-    preflight._context.backend = "gloo"
-    two_ranks(preflight).listen_to_nccl()
-    assert "NCCL_DEBUG_FILE" not in os.environ
-    preflight._context.backend = "nccl"
-    preflight.listen_to_nccl()
-    assert os.environ["NCCL_DEBUG_FILE"] == preflight._nccl_log
-    (tmp_path / f"nccl-a-{os.getpid()}.txt").write_text("")
+    assert Path(os.environ["NCCL_DEBUG_FILE"]).parent == tmp_path
+    log = tmp_path / f"nccl-a-{os.getpid()}.txt"
+    log.write_text("")
     preflight.check_group(on_part=lambda _: None)
     assert not [name for name in os.environ if name.startswith("NCCL_DEBUG")]
-    assert list(tmp_path.glob("nccl-*")) == []
+    assert not log.exists()
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     preflight.listen_to_nccl()
     assert "NCCL_DEBUG_FILE" not in os.environ, "a person reads it on the terminal"

@@ -37,11 +37,8 @@ def test_hardware_is_told_from_programs(recorded: Recorded) -> None:
     lost, remapped, switch = judge_xids(parse_kernel_log(recorded("dmesg_xids.txt")), REPORT, host="h1")
     assert (lost.status, lost.subject, lost.measured) == (Status.FAIL, gpu(5), f"Xid 79 ({UNFIT[79]})")
     assert "power-cycle" in lost.remedy
-    assert (remapped.status, remapped.subject, remapped.measured) == (
-        Status.WARN,
-        gpu("0000:43:00.0"),
-        "; ".join(["Xid 63", "94"]),
-    )
+    assert (remapped.status, remapped.subject) == (Status.WARN, gpu("0000:43:00.0"))
+    assert all(code in str(remapped.measured) for code in ("63", "94"))
     assert all(word in remapped.remedy for word in ("--gpu-reset", "0000:43:00.0"))
     assert (switch.status, switch.subject.split()[1]) == (Status.FAIL, "0000:c3:00.0")
 
