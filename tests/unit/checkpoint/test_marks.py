@@ -47,7 +47,7 @@ def test_checkpoints_that_are_all_gone_are_no_new_run() -> None:
     save(bench, 1)
     empty(bench)
     before = bench.files()
-    with pytest.raises(NoValidCheckpointError, match=r"had committed checkpoints(?s:.)*checkpoint\.on_invalid=fresh") as caught:
+    with pytest.raises(NoValidCheckpointError, match=r"checkpoint\.on_invalid=fresh") as caught:
         restored_step(bench)
     assert caught.value.exit_code == 74
     assert bench.files() == before
@@ -138,9 +138,7 @@ def test_a_format_of_another_release_stops_the_start(on_invalid: str) -> None:
     save(bench, 2)
     raise_version(bench, 2)
     before = bench.files()
-    with pytest.raises(
-        UnknownFormatError, match=r"step-000000002/manifest\.json: is of format version 2.* version 1"
-    ) as caught:
+    with pytest.raises(UnknownFormatError, match=r"step-000000002/manifest\.json") as caught:
         restored_step(bench, on_invalid=on_invalid)
     assert caught.value.exit_code == 74
     assert bench.files() == before

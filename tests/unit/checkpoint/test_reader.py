@@ -44,12 +44,12 @@ def test_damage_is_an_error_that_names_the_file(folder: Path) -> None:
     (shard,) = folder.glob("*.safetensors")
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + b"?")
-    with pytest.raises(CheckpointException, match=r"i-r00000-000\.safetensors: bytes .* do not have their digest"):
+    with pytest.raises(CheckpointException, match=r"i-r00000-000\.safetensors"):
         dcp.load({"optim.step": torch.tensor(0.0)}, storage_reader=ManifestReader.at(str(folder)))
 
 
 def test_a_folder_without_manifest(tmp_path: Path) -> None:
-    with pytest.raises(InvalidCheckpointError, match=r"manifest.json is not there"):
+    with pytest.raises(InvalidCheckpointError, match=r"manifest\.json"):
         ManifestReader.at(str(tmp_path)).read_metadata()
 
 
@@ -75,4 +75,4 @@ def test_bytes_for_a_device_go_through_memory_that_is_page_locked_if_it_can_be(
     dcp.load(flat, storage_reader=ManifestReader.at(str(folder)))
     assert torch.equal(flat["model.weight"], WEIGHT)
     assert asked
-    assert ("takes longer: out of memory" in caplog.text) is not locks
+    assert ("out of memory" in caplog.text) is not locks

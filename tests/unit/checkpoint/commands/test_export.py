@@ -74,7 +74,7 @@ def test_torch(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert set(loaded) == {"model", "optim", "elastictrain"}
     facts = loaded["elastictrain"]
     assert (facts["step"], facts["world_size"], facts["state"]) == (20, 3, {"step": 20, "data_digest": "d"})
-    assert capsys.readouterr().err.splitlines()[-1] == "done: step 20; torch.load reads it"
+    assert "step 20; torch.load" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -173,10 +173,10 @@ def test_hugging_face_is_the_task_s_business(arguments: tuple[str, ...], dtype: 
             EXIT_USAGE,
             "export_huggingface",
         ),
-        ("nowhere.Task", "", EXIT_USAGE, "--task must be in a module that can be imported"),
+        ("nowhere.Task", "", EXIT_USAGE, "nowhere"),
         ("", "", EXIT_USAGE, f"--task {EXPORTING}"),
-        (EXPORTING, "  depth: 3\n", EXIT_CONFIG, "`task.depth` is not a key"),
-        (EXPORTING, "  width: wide\n", EXIT_CONFIG, "`task.width` must be a whole number"),
+        (EXPORTING, "  depth: 3\n", EXIT_CONFIG, "`task.depth`"),
+        (EXPORTING, "  width: wide\n", EXIT_CONFIG, "`task.width`"),
     ],
 )
 def test_tasks_that_cannot(
@@ -207,7 +207,7 @@ def test_the_task_is_for_hugging_face_alone(to: str, run: Path, tmp_path: Path) 
 def test_no_configuration(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").unlink()
     assert export(run, "hf", tmp_path / "out") == EXIT_CONFIG
-    assert "must be the folder of a run, but has no config.yaml" in capsys.readouterr().err
+    assert "config.yaml" in capsys.readouterr().err
     assert export(run, "safetensors", tmp_path / "out") == EXIT_OK
 
 
@@ -221,12 +221,12 @@ def test_it_goes_back_from_a_damaged_one_and_leaves_nothing_of_it(
     before = sorted(run.rglob("*"))
     assert export(run, to, tmp_path / "out") == EXIT_OK
     error = capsys.readouterr().err
-    assert f"damaged, going back: {shard(newest)}" in error
-    assert "done: step 10" in error
+    assert str(shard(newest)) in error
+    assert error.splitlines()[-1].startswith("done: step 10")
     assert sorted(run.rglob("*")) == before, "the run is only read"
     assert export(newest, to, tmp_path / "other") == EXIT_STORAGE
     error = capsys.readouterr().err
-    assert "has no valid checkpoint:\n  - step-000000020: " in error
+    assert error.splitlines()[-1].startswith("  - step-000000020: ")
     assert not list(tmp_path.glob("other/*"))
 
 
@@ -290,4 +290,4 @@ def test_memory_is_looked_at_before_it_is_used(to: str, run: Path, tmp_path: Pat
 
 def test_unknown_step(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(run, "torch", tmp_path / "out.pt", "--step", "15") == EXIT_STORAGE
-    assert "must hold a checkpoint of step 15, but does not; there is step 10, 20" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("step 10, 20\n")

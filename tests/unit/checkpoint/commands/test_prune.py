@@ -42,7 +42,8 @@ def test_what_goes_and_what_stays(run: Path, capsys: pytest.CaptureFixture[str])
     assert folders(run) == [name(step) for step in (20, 40, 50, 60)]
     out = capsys.readouterr().out
     assert "deleted 3 folders" in out
-    assert "remnant of a save" in out
+    rows = {line.split()[0]: line.split()[3] for line in out.splitlines() if line.startswith("  step-")}
+    assert rows == {name(10): "checkpoint", name(25): "remnant", name(30): "checkpoint"}
 
 
 def test_a_dry_run_deletes_nothing_and_tells_the_bytes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +53,8 @@ def test_a_dry_run_deletes_nothing_and_tells_the_bytes(run: Path, capsys: pytest
     assert sorted(run.rglob("*")) == before
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[2:5]] == [name(step) for step in (10, 20, 25)]
-    assert f"3 folders, {size_bytes / 1000:.1f} kB; left: 4 folders, newest checkpoint {name(50)}" in out
+    for figure in ("3 folders", f"{size_bytes / 1000:.1f} kB", "4 folders", name(50)):
+        assert figure in out.splitlines()[-1]
 
 
 def test_nothing_to_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,14 +100,14 @@ def test_no_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     save(tmp_path, 10, uncommitted=True)
     quarantine(save(tmp_path, 5))
     assert prune(tmp_path, "--keep-last", "1", "--yes") == EXIT_STORAGE
-    assert "has no valid checkpoint; nothing is deleted" in capsys.readouterr().err
+    assert not capsys.readouterr().out
     assert folders(tmp_path) == [name(5), name(10)]
 
 
 def test_it_does_not_delete_unasked(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(run.rglob("*"))
     assert prune(run, "--keep-last", "1") == EXIT_USAGE
-    assert "give --yes, or --dry-run" in capsys.readouterr().err
+    assert "--yes" in capsys.readouterr().err
     monkeypatch.setattr(prune_module, "can_ask", lambda: True)
     for answer in ("n\n", "\n", ""):
         reading, writing = os.pipe()
@@ -114,15 +116,13 @@ def test_it_does_not_delete_unasked(run: Path, monkeypatch: pytest.MonkeyPatch, 
         with os.fdopen(reading) as typed:
             monkeypatch.setattr("sys.stdin", typed)
             assert prune(run, "--keep-last", "1") == EXIT_OK
-        said = capsys.readouterr().err
-        assert "delete 5 folders? [y/N]" in said
-        assert "nothing was deleted" in said
+        assert "5 folders? [y/N]" in capsys.readouterr().err
     assert sorted(run.rglob("*")) == before
 
 
 def test_one_checkpoint_is_no_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prune(run / "checkpoints" / name(10), "--keep-last", "1", "--yes") == EXIT_USAGE
-    assert "prune takes the folder of a run" in capsys.readouterr().err
+    assert len(folders(run)) == 7
 
 
 def test_only_what_was_shown_goes(run: Path) -> None:
@@ -157,15 +157,15 @@ def test_what_this_release_cannot_read_stays(run: Path, capsys: pytest.CaptureFi
     assert folders(run) == [name(step) for step in (20, 50, 60)]
     as_version_2(run / "checkpoints" / name(50))
     assert prune(run, "--keep-last", "1", "--yes") == EXIT_STORAGE
-    assert "but is unknown format: manifest.json: is of format version 2" in capsys.readouterr().err
+    assert "unknown format: manifest.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda folder: truncate(shard(folder)), "damaged: 000001-aa-r00000-000.safetensors: must have"),
-        (lambda folder: (folder / "manifest.json").unlink(), "deleted or damaged meanwhile"),
-        (shutil.rmtree, "deleted meanwhile"),
+        (lambda folder: truncate(shard(folder)), "000001-aa-r00000-000.safetensors"),
+        (lambda folder: (folder / "manifest.json").unlink(), "meanwhile"),
+        (shutil.rmtree, "deleted"),
     ],
 )
 def test_the_newest_is_damaged_meanwhile(damage: Callable[[Path], object], says: str, run: Path) -> None:
@@ -173,9 +173,7 @@ def test_the_newest_is_damaged_meanwhile(damage: Callable[[Path], object], says:
         damage(run / "checkpoints" / name(50))
         return True
 
-    with pytest.raises(
-        InvalidCheckpointError, match=f"must be whole before older ones go, but is {says}.*; nothing was deleted"
-    ):
+    with pytest.raises(InvalidCheckpointError, match=f"{name(50)} .* {says}"):
         prune_checkpoints(str(run), keep_last=1, keep_every=0, ask=ask)
     assert set(folders(run)) >= {name(step) for step in (10, 20, 25, 30, 40, 60)}
 

@@ -79,12 +79,11 @@ def test_a_run_that_has_saved_nothing_yet(tmp_path: Path) -> None:
 def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for url in (f"{tmp_path}/nowhere", f"{tmp_path}/data", "memory://nothing/here"):
-        with pytest.raises(ObjectNotFoundError, match="must be the folder of a run or a checkpoint in it") as caught:
+        with pytest.raises(ObjectNotFoundError, match=url):
             locate(url)
-        assert url in str(caught.value)
-    with pytest.raises(UsageError, match=f"must lie in a folder 'checkpoints', as in RUN/checkpoints/{NAME}"):
+    with pytest.raises(UsageError, match=f"RUN/checkpoints/{NAME}"):
         locate(f"{tmp_path}/{NAME}")
-    with pytest.raises(ConfigError, match="unknown protocol 'foo'"):
+    with pytest.raises(ConfigError, match="foo"):
         locate("foo://bucket/run")
 
 

@@ -74,7 +74,7 @@ def test_memory_that_is_not_there_is_refused_and_nothing_left(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CheckpointError, match=r"own-r00000-s0 cannot get \d+ bytes of host memory: No space left"):
+    with pytest.raises(CheckpointError, match=r"own-r00000-s0.*No space"):
         make(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -89,7 +89,7 @@ def test_a_slot_that_cannot_be_opened_keeps_what_is_in_it(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", no_more_files)
-        with pytest.raises(CheckpointError, match="Too many open files"):
+        with pytest.raises(CheckpointError, match="own-r00000-s0"):
             make(tmp_path)
     again = Slot.open(slot.path)
     assert again.facts == facts_of(3)
