@@ -27,7 +27,7 @@ from elastictrain.preflight.surroundings import Exchange, Surroundings, get_reco
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.interfaces import ask_kernel, find_route, way_out
 from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband, judge_interface
-from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply, decide_transport, read_facts
+from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, worst_first
 
@@ -222,7 +222,7 @@ class HostPreflight:
             ways = {one.name: find_route(one.address, interfaces=facts.interfaces, probe=ask_kernel) for one in others}
             facts = replace(facts, peers=ways)
         plan = decide_transport(facts, agreed=common(kinds), after_failure=self.after_failure)
-        put_record(self.exchange, f"environment/{self.layout.node_rank}", apply(plan, self.environment))
+        put_record(self.exchange, f"environment/{self.layout.node_rank}", apply_plan(plan, self.environment))
         thread.join(self._left_s())
         if own:
             # One whose checks do not end says nothing, and is named for it.

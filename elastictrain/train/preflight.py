@@ -26,10 +26,9 @@ from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, find_layout
 from elastictrain.preflight.policy import STARTS, Chosen, Level, PastFindings, apply_modes, choose_level, decide, find_repeated
 from elastictrain.preflight.transport.infiniband import Rdma
-from elastictrain.preflight.transport.plan import TransportPlan, describe
+from elastictrain.preflight.transport.plan import TransportPlan, describe_plan
 from elastictrain.preflight.transport.settings import own_variables
-from elastictrain.preflight.verdict import Verdict, count, failures, findings, render, summary
-from elastictrain.preflight.verdict import describe as describe_verdict
+from elastictrain.preflight.verdict import Verdict, count, describe, failures, findings, render, summary
 from elastictrain.storage.appendlog import last_part, part_key
 from elastictrain.storage.bounded_read import side_by_side
 from elastictrain.storage.private import temporary_folder
@@ -110,7 +109,7 @@ class RunPreflight:
             # Nothing is read where there is nothing to compare.
             past = within(_READ_S, self._past.findings) if findings(report.verdicts) else None
             lines = [f"again: {one}" for one in find_repeated(report.verdicts, past or [])]
-            lines += describe(plan) if plan is not None and (not report.alone or plan.kept) else []
+            lines += describe_plan(plan) if plan is not None and (not report.alone or plan.kept) else []
             sys.stderr.write("".join(f"  {line}\n" for line in lines))
             sys.stderr.flush()
         if report.error is not None:
@@ -149,7 +148,7 @@ class RunPreflight:
             raise error
         if not found.usable:
             # Its check only warns, but the group is of no use any more.
-            culprits = "; ".join(describe_verdict(one) for one in failures(found.verdicts))
+            culprits = "; ".join(describe(one) for one in failures(found.verdicts))
             raise PreflightError(f"a collective hangs, and the group is of no use any more: {culprits}")
 
     def _layout(self) -> HostLayout:

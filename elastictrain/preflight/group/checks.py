@@ -37,9 +37,6 @@ from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_tran
 from elastictrain.preflight.surroundings import Exchange
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
-CHECKS = ("present", "collectives", "bus_bandwidth", "p2p", "matmul", "nccl_transport")
-"""Their names, as in `preflight.checks`."""
-
 _P2P_S = 20.0
 _TRANSPORT_S = 5.0
 _MATMUL_BUDGET_S = 0.02

@@ -159,6 +159,7 @@ def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
     # The other side gives a receipt by its own clock, whether or not all has come by then.
     with suppress(ChannelError):
         ours = send_for(channel, seconds=seconds, most_bytes=num_bytes)
+        channel.end_sending()
     left_s = max(0.0, deadline - time.monotonic())
     came, best, theirs = RECEIPT.unpack(channel.receive(RECEIPT.size, limit_s=left_s + answer_s))
     return StreamResult(came, best, _either(ours, theirs))
@@ -173,10 +174,8 @@ def ask_to_give(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
     return StreamResult(came, meter.best_bytes_per_s(), _either(meter.waited, theirs))
 
 
-def send_for(channel: Channel, *, seconds: float, most_bytes: int = 0, trailed: bool = False) -> float:
-    """Send zeros for so long, or so many bytes, and end, if `trailed` with a `TRAILER`.
-
-    Returns the part of the time without a processor.
+def send_for(channel: Channel, *, seconds: float, most_bytes: int) -> float:
+    """Send zeros for so long, or so many bytes; the part of the time without a processor.
 
     Raises: ChannelError, also if there is no more room for `_STALL_S`.
     """
@@ -189,11 +188,7 @@ def send_for(channel: Channel, *, seconds: float, most_bytes: int = 0, trailed: 
         except ChannelError:
             if time.monotonic() < deadline:
                 raise
-    part = part_waited(before, read_waiting())
-    if trailed:
-        channel.send(TRAILER.pack(part), limit_s=_IDLE_S)
-    channel.end_sending()
-    return part
+    return part_waited(before, read_waiting())
 
 
 def drain(channel: Channel, *, seconds: float, idle_s: float) -> Meter:
@@ -302,7 +297,9 @@ class Responder:
             meter = drain(channel, seconds=seconds, idle_s=_IDLE_S)
             channel.send(RECEIPT.pack(meter.num_bytes, meter.best_bytes_per_s(), meter.waited), limit_s=_IDLE_S)
         else:
-            send_for(channel, seconds=seconds, most_bytes=most_bytes, trailed=True)
+            waited = send_for(channel, seconds=seconds, most_bytes=most_bytes)
+            channel.send(TRAILER.pack(waited), limit_s=_IDLE_S)
+            channel.end_sending()
 
     def _answer_datagrams(self, datagrams: socket.socket) -> None:
         with datagrams:

@@ -174,7 +174,7 @@ def decide_transport(facts: Facts, *, agreed: Rdma, after_failure: bool = False)
     )
 
 
-def describe(plan: TransportPlan) -> list[str]:
+def describe_plan(plan: TransportPlan) -> list[str]:
     """The plan for a person, one line for each variable."""
     return [
         *(f"{one.name}={one.value}  # {one.reason}" for one in plan.variables),
@@ -210,7 +210,7 @@ def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator
         yield PlannedVariable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason)
 
 
-def apply(plan: TransportPlan, environment: MutableMapping[str, str]) -> dict[str, str]:
+def apply_plan(plan: TransportPlan, environment: MutableMapping[str, str]) -> dict[str, str]:
     """Set the plan's variables, and take back those of an earlier plan; what anybody else has set stays. What was set.
 
     To be done before the first process group: NCCL and gloo read each variable once.

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from elastictrain.config.preflight import PreflightChecks
-from elastictrain.preflight.group.checks import CHECKS
 from elastictrain.preflight.host_checks import Check, Once, OwnChecks, check_host, own_checks, run_checks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
-from tests.unit.preflight.made import OF_DEVICES, settings, verdict
+from tests.unit.preflight.made import OF_DEVICES, OF_GROUPS, settings, verdict
 from tests.unit.preflight.transport.made import MadeHost
 
 Host = Callable[..., Surroundings]
@@ -152,7 +151,7 @@ def test_locked_memory_matters_where_infiniband_will_be_used(tmp_path: Path) -> 
 def test_the_keys_are_the_checks(tmp_path: Path) -> None:
     surroundings, asked = Surroundings(root=tmp_path, environment={}), OwnChecks(level=Level.FULL, transport=True)
     own = own_checks(surroundings, asked)
-    assert {field.name for field in fields(PreflightChecks)} == {check.name for check in own} | BETWEEN_HOSTS | set(CHECKS)
+    assert {field.name for field in fields(PreflightChecks)} == {check.name for check in own} | BETWEEN_HOSTS | OF_GROUPS
 
 
 def test_many_threads_ask_once() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
-from elastictrain.preflight.group.checks import CHECKS, GroupChecks, GroupFindings, Request
+from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.group.measurements import free_memory, matmul_tflops, measure_all_reduce, pair_rounds, sweep_sizes
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.group.ranks import members
-from tests.unit.preflight.made import rank, settings
+from tests.unit.preflight.made import OF_GROUPS, rank, settings
 from tests.unit.preflight.table import Table
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_a_world_of_one() -> None:
 
 @pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
 def test_each_can_be_left_out(check: str) -> None:
-    assert check in CHECKS
+    assert check in OF_GROUPS
     findings = run(Alone(*PLACE), Request(full=True, settings=settings(**{check: "off"})))
     assert check not in {verdict.check for verdict in findings.verdicts}
     assert len({verdict.check for verdict in findings.verdicts}) == 2

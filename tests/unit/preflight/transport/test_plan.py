@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
-from elastictrain.preflight.transport.plan import Facts, PlannedVariable, TransportPlan, apply, decide_transport, describe
+from elastictrain.preflight.transport.plan import (
+    Facts,
+    PlannedVariable,
+    TransportPlan,
+    apply_plan,
+    decide_transport,
+    describe_plan,
+)
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, read_settings
 from tests.unit.preflight.transport.made import AWS, GOOGLE, MadeHost
 
@@ -38,7 +45,9 @@ def test_a_plain_host(tmp_path: Path) -> None:
     assert all(word in plan.variables[0].reason for word in ("rendezvous", "2 of 2", "eth0 (10.0.0.1)"))
     assert (plan.interface, plan.link_gbps) == ("eth0", 10.0)
     assert (plan.rdma, plan.hcas, plan.kept, plan.notes) == (Rdma.NONE, (), (), ())
-    assert [line.partition("  # ")[0] for line in describe(plan)] == [f"{name}={value}" for name, value in values(plan).items()]
+    assert [line.partition("  # ")[0] for line in describe_plan(plan)] == [
+        f"{name}={value}" for name, value in values(plan).items()
+    ]
 
 
 def test_docker_on_the_host_changes_nothing(tmp_path: Path) -> None:
@@ -199,7 +208,7 @@ def settings_of(root: Path, environment: dict[str, str]) -> dict[str, Setting]:
 
 def test_what_is_not_set_is_set_and_the_rest_is_kept(tmp_path: Path) -> None:
     environment = {"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "", "PATH": "/bin"}
-    done = apply(plan(NCCL_DEBUG="INFO", GLOO_SOCKET_IFNAME="eth0", NCCL_IB_DISABLE="1"), environment)
+    done = apply_plan(plan(NCCL_DEBUG="INFO", GLOO_SOCKET_IFNAME="eth0", NCCL_IB_DISABLE="1"), environment)
     assert done == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}
     assert environment["NCCL_DEBUG"] == "WARN"
     assert environment["GLOO_SOCKET_IFNAME"] == "eth0"
@@ -208,10 +217,10 @@ def test_what_is_not_set_is_set_and_the_rest_is_kept(tmp_path: Path) -> None:
 
 def test_the_next_plan_takes_back_what_the_last_one_set_but_nothing_of_a_person(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
-    apply(plan(NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1"), environment)
+    apply_plan(plan(NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1"), environment)
     environment["NCCL_IB_DISABLE"] = "0"
     assert settings_of(tmp_path, environment) == {"NCCL_IB_DISABLE": Setting("0")}
-    apply(plan(NCCL_SOCKET_IFNAME="=eth0"), environment)
+    apply_plan(plan(NCCL_SOCKET_IFNAME="=eth0"), environment)
     assert environment.pop(OWN_VARIABLES) == '{"NCCL_SOCKET_IFNAME": "=eth0"}'
     assert environment == {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "0"}
 
@@ -243,7 +252,7 @@ def test_numbers_are_read_as_nccl_reads_them() -> None:
 @given(st.text())
 def test_a_garbled_record_of_our_own_is_no_record(text: str) -> None:
     environment = {OWN_VARIABLES: text, "NCCL_DEBUG": "INFO"}
-    apply(plan(NCCL_IB_DISABLE="1"), environment)
+    apply_plan(plan(NCCL_IB_DISABLE="1"), environment)
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["NCCL_IB_DISABLE"] == "1"
 
@@ -251,5 +260,5 @@ def test_a_garbled_record_of_our_own_is_no_record(text: str) -> None:
 def test_records_of_another_shape() -> None:
     for text in ("[1]", '{"NCCL_DEBUG": 3}', "null"):
         environment = {OWN_VARIABLES: text, "NCCL_DEBUG": "3"}
-        apply(plan(), environment)
+        apply_plan(plan(), environment)
         assert environment == {"NCCL_DEBUG": "3", OWN_VARIABLES: "{}"}
