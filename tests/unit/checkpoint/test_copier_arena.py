@@ -65,13 +65,13 @@ def test_slots_become_ready_and_keep_what_is_in_them(tmp_path: Path) -> None:
 
 def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int, __: int, ___: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "ENOSPC")
 
     monkeypatch.setattr("os.posix_fallocate", full)
     arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU)
     arena.start()
     arena._thread.join(10)
-    assert "No space left" in arena.broken
+    assert "ENOSPC" in arena.broken
     assert arena.slot(0) is None
     arena.close()
 
@@ -148,7 +148,7 @@ def test_whatever_ends_the_thread_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU)
     arena.start()
     arena._thread.join(10)
-    assert arena.broken == "ValueError: mmap length is greater than file size"
+    assert "ValueError" in arena.broken
     arena.close()
 
 

@@ -136,11 +136,11 @@ def test_reasons(path: tuple[str | int, ...], value: JsonValue, reason: str) -> 
 
 def test_a_garbled_version_is_damage_and_another_kind_of_digest_is_not() -> None:
     garbled = RAW.replace(b'"version":1', b'"version":3')
-    with pytest.raises(InvalidCheckpointError, match="bytes were changed"):
+    with pytest.raises(InvalidCheckpointError, match="digest"):
         parse_manifest(garbled, where="m")
     with pytest.raises(UnknownFormatError, match="version 3"):
         parse_manifest(garbled.replace(b"xxh3_128", b"blake4"), where="m")
-    with pytest.raises(InvalidCheckpointError, match="bytes were changed"):
+    with pytest.raises(InvalidCheckpointError, match="digest"):
         parse_manifest(RAW.replace(b"xxh3_128", b"blake4"), where="m")
 
 
@@ -157,5 +157,5 @@ def test_hostile_json() -> None:
 
 def test_state_must_be_json() -> None:
     bad = Manifest(1, 1, "i", 0.0, "c", {}, {"x": float("nan")}, (), {})
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(ValueError, match="JSON"):
         encode_manifest(bad)

@@ -29,7 +29,9 @@ def test_rates(slowdown: float, rate: float) -> None:
 
 
 def test_the_reason_has_the_slowdown_and_the_limit() -> None:
-    assert decide(0.5)[1] == "steps take +50.0 % while sending at 0 MB/s: more than 2 %"
+    reason = decide(0.5)[1]
+    assert "+50.0" in reason
+    assert "2 %" in reason
 
 
 def test_a_sender_that_something_else_holds_back_gets_no_higher_rate() -> None:

@@ -76,7 +76,7 @@ def test_one_peer_per_host_makes_a_ring() -> None:
 
 
 def test_a_stranger_has_no_buddy() -> None:
-    with pytest.raises(ValueError, match="not in the roster"):
+    with pytest.raises(ValueError, match="roster"):
         replica_target_of(Peer("z", "10.0.0.1", 1, (), 99), roster_of(["a", "b"]))
 
 
@@ -90,7 +90,7 @@ def test_peers_must_be_told_apart() -> None:
     check_roster([one, replace(one, ranks=(), number=1)])
     with pytest.raises(ValueError, match="different numbers"):
         check_roster([one, replace(one, ranks=())])
-    with pytest.raises(ValueError, match=r"at several: \[1\]"):
+    with pytest.raises(ValueError, match=r"\[1\]"):
         check_roster([one, replace(one, ranks=(1,), number=1)])
-    with pytest.raises(ValueError, match="must have peers"):
+    with pytest.raises(ValueError, match="peers"):
         check_roster([])

@@ -149,7 +149,7 @@ def test_a_failure_is_told_once_and_tried_again(a: Path, b: Host) -> None:
         desk.wait(lambda: desk.failed != [])
         time.sleep(0.4)
         assert len(desk.failed) == 1
-        assert "does not keep replicas of rank 0" in desk.failed[0][2]
+        assert "rank 0" in desk.failed[0][2]
         b.server.replicas.set_kept([0])
         desk.wait_replicated((0, 1))
 
@@ -222,7 +222,8 @@ def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host) -> None:
     ) as replicator:
         offer(replicator, a, 1)
         desk.wait(lambda: desk.failed != [])
-        assert "a replica took longer than 0.1 s at 1 MB/s" in desk.failed[0][2]
+        assert "0.1 s" in desk.failed[0][2]
+        assert "1 MB/s" in desk.failed[0][2]
     assert b.replicas() == {}
 
 
@@ -274,7 +275,8 @@ def test_a_slot_that_is_being_written_is_told_of_each_time(a: Path, b: Host) -> 
         for number in (1, 2):
             replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
             desk.wait(lambda number=number: len(desk.failed) == number)  # type: ignore[misc]
-        assert desk.failed[0] == (0, 1, "own-r00000-s0 holds something else by now")
+        assert desk.failed[0][:2] == (0, 1)
+        assert "own-r00000-s0" in desk.failed[0][2]
         slot.unlock()
         replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         desk.wait_replicated((0, 1))
@@ -289,7 +291,9 @@ def test_digests_that_never_come_are_told_of(a: Path, b: Host) -> None:
     with replicating(a, b.peer, desk, options=replace(OPTIONS, digest_limit_s=0.05)) as replicator:
         replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         desk.wait(lambda: desk.failed != [])
-    assert desk.failed == [(0, 1, "its digests were not stored within 0.05 s")]
+    ((rank, step, reason),) = desk.failed
+    assert (rank, step) == (0, 1)
+    assert "0.05 s" in reason
 
 
 def test_a_layout_that_is_gone_is_told_of(a: Path, b: Host) -> None:

@@ -17,6 +17,7 @@ from elastictrain.events import Event, KeeperLost, KeeperStarted
 
 FACTS = SaverConfig("unused", "run", keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={})
 HELLO = WorkerHello(rank=0, ranks=(0,), world_size=1, incarnation="000001-aa", agent=0, address="")
+REASON = "too-late"
 WELCOME = {"op": "welcome", "pid": 4242, "port": 7}
 
 
@@ -166,7 +167,7 @@ def test_a_step_that_was_written_and_not_committed_has_failed_when_its_saver_is_
         assert link.take_news() == [], "the same saver"
         link.pid = 1
         saver.hang_up()
-        assert news_of(link) == [SaveFailure(30, "its saver ended before it was committed")]
+        assert [(type(one), one.step) for one in news_of(link)] == [(SaveFailure, 30)]
         assert link.needs(1, 31)
 
 
@@ -230,12 +231,12 @@ def test_a_refusal_is_final(folder: Path) -> None:
     with linked(folder) as (link, events):
         until(lambda: "hello" in quiet.ops())
         link.announce(0, 30, durable=True)
-        quiet.send({"op": "refused", "reason": "incarnation 1 is past"})
+        quiet.send({"op": "refused", "reason": REASON})
         until(lambda: link.broken)
-        assert "it refuses this worker: incarnation 1 is past" in link.broken
+        assert REASON in link.broken
         assert not link.needs(0, 30)
         assert [one.step for one in link.take_news()] == [30]
-        with pytest.raises(CheckpointError, match="refuses this worker"):
+        with pytest.raises(CheckpointError, match=REASON):
             link.wait(1)
         time.sleep(0.1)
         assert len(quiet.connections) == 1
@@ -255,7 +256,6 @@ def test_a_saver_that_talks_nonsense_is_none(words: bytes, folder: Path) -> None
         until(lambda: "hello" in quiet.ops())
         quiet.connections[-1].sendall(words)
         until(lambda: link.broken)
-        assert "does not run" in link.broken
     quiet.end()
 
 
@@ -270,7 +270,8 @@ def test_a_saver_that_hangs_is_given_up_when_a_save_is_overdue(folder: Path, sav
         assert not link.broken
         now[0] += 2
         assert [one.step for one in link.take_news()] == [30]
-        assert link.broken == "step 30 was not durable within 60 s"
+        assert "step 30" in link.broken
+        assert "60 s" in link.broken
         assert not link.needs(0, 30)
         assert not link.needs(1, 31)
         time.sleep(0.1)
@@ -317,5 +318,5 @@ def test_a_lost_rank_is_known(folder: Path, saver: FakeSaver) -> None:
 
 
 def test_nobody_answers(folder: Path) -> None:
-    with linked(folder) as (link, _), pytest.raises(CheckpointError, match=r"does not answer within 0\.1 s"):
+    with linked(folder) as (link, _), pytest.raises(CheckpointError, match=r"0\.1 s"):
         link.wait(0.1)

@@ -134,7 +134,7 @@ def test_memory_that_has_changed_since_it_was_digested_is_no_checkpoint(memory: 
     assert heard.saved == []
     ((step, error),) = heard.failed
     assert step == 5
-    assert "own-r00000-s0 is not what it was" in error
+    assert "own-r00000-s0" in error
     assert [info.key for info in store.list(ROOT)] == [], "nothing is left of it"
 
 
@@ -156,7 +156,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(
     memory: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise StorageError("the disk is on fire")
+        raise StorageError("EIO")
 
     with saving(store) as (saver, heard):
         monkeypatch.setattr(writer, "check_files", broken)
@@ -165,7 +165,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(
             threading.Event().wait(0.01)
         monkeypatch.undo()
         saver.begin(job_of(memory, 5))
-    assert heard.failed == [(5, "the disk is on fire")]
+    assert heard.failed == [(5, "EIO")]
     assert heard.saved == [(5, "step-000000005")]
 
 
@@ -175,14 +175,17 @@ def test_a_bug_is_told_by_its_name(
     monkeypatch.setattr(writer, "check_files", lambda *_, **__: 1 // 0)
     with saving(store) as (saver, heard):
         saver.begin(job_of(memory, 5))
-    assert heard.failed == [(5, "ZeroDivisionError: integer division or modulo by zero")]
-    assert "step 5 could not be saved" in caplog.text
+    ((_, error),) = heard.failed
+    assert "ZeroDivisionError" in error
+    assert "step 5" in caplog.text
 
 
 def test_a_run_that_was_deleted_is_not_made_again(memory: Path, tmp_path: Path) -> None:
     with saving(open_store(str(tmp_path / "gone"))) as (saver, heard):
         saver.begin(job_of(memory, 5))
-    assert heard.failed == [(5, f"{tmp_path}/gone was deleted")]
+    ((step, error),) = heard.failed
+    assert step == 5
+    assert f"{tmp_path}/gone" in error
     assert not (tmp_path / "gone").exists()
 
 
@@ -211,17 +214,19 @@ def test_a_host_that_cannot_write_is_named(tmp_path: Path, store: Store) -> None
     assert len(other.failed) == 1
     ((_, error),) = heard.failed
     assert error.startswith("the host of rank 1 could not save: ")
-    assert "own-r00001-s0 is not what it was" in error
+    assert "own-r00001-s0" in error
 
 
 def test_a_host_that_says_nothing_is_named(memory: Path, store: Store) -> None:
     with saving(store) as (saver, heard):
         saver.begin(job_of(memory, 5, world_size=2, limit_s=0.3))
-    assert heard.failed == [(5, "the hosts of ranks 1 did not say within 0 s that their files are written")]
+    assert [step for step, _ in heard.failed] == [5]
+    assert "ranks 1 " in heard.failed[0][1]
     assert not [info for info in store.list(ROOT) if info.key.endswith(".safetensors")]
     with saving(store) as (saver, heard):
         saver.begin(job_of(memory, 6, ranks=(1,), world_size=2, limit_s=0.3))
-    assert heard.failed == [(6, "the host of rank 0 did not begin to save step 6 within 0 s")]
+    assert [step for step, _ in heard.failed] == [6]
+    assert "rank 0 " in heard.failed[0][1]
 
 
 def two_hosts(tmp_path: Path) -> list[Path]:
@@ -248,7 +253,7 @@ def test_a_failed_attempt_of_several_hosts_is_tried_again(
     here, there = two_hosts(tmp_path)
 
     def broken(*_: object, **__: object) -> None:
-        raise StorageError("the disk is on fire")
+        raise StorageError("EIO")
 
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
         monkeypatch.setattr(writer, "check_files", broken)
@@ -259,7 +264,7 @@ def test_a_failed_attempt_of_several_hosts_is_tried_again(
         monkeypatch.undo()
         second.begin(job_of(there, 5, ranks=(1,), world_size=2))
         first.begin(job_of(here, 5, world_size=2))
-    assert (heard.failed, other.failed) == ([(5, "the disk is on fire")], [])
+    assert (heard.failed, other.failed) == ([(5, "EIO")], [])
     assert heard.saved == [(5, "step-000000005")]
     assert manifest_of(store, 5).world_size == 2
 
@@ -273,7 +278,7 @@ def test_a_failed_attempt_that_could_not_be_cleared_does_not_spoil_the_next_one(
 
     def broken(saver: SnapshotWriter, job: SaveJob, folder: str) -> object:
         if not job.leader:
-            raise StorageError("disk full")
+            raise StorageError("ENOSPC")
         return write(saver, job, folder)
 
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
@@ -285,7 +290,9 @@ def test_a_failed_attempt_that_could_not_be_cleared_does_not_spoil_the_next_one(
             until(lambda: heard.failed and not second.busy)
         second.begin(job_of(there, 5, ranks=(1,), world_size=2))
         first.begin(job_of(here, 5, world_size=2))
-    assert heard.failed == [(5, "the host of rank 1 could not save: disk full")]
+    assert [step for step, _ in heard.failed] == [5]
+    assert "rank 1 " in heard.failed[0][1]
+    assert "ENOSPC" in heard.failed[0][1]
     assert (heard.saved, other.written) == ([(5, "step-000000005")], [5])
 
 
@@ -307,7 +314,8 @@ def test_a_host_does_not_wait_for_a_step_that_the_first_one_is_past(
         first.begin(job_of(here, 6, world_size=2, index=1, limit_s=60.0))
         second.begin(job_of(there, 6, ranks=(1,), world_size=2, index=1, limit_s=60.0))
     assert heard.saved == [(6, "step-000000006")]
-    assert other.failed == [(5, "the host of rank 0 is past step 5")]
+    assert [step for step, _ in other.failed] == [5]
+    assert "rank 0 " in other.failed[0][1]
     assert time.monotonic() - began < 10
 
 
@@ -372,7 +380,7 @@ def test_what_is_said_late_of_a_failed_attempt_is_not_heard(store: Store) -> Non
     again.prepare(lambda: "step-000000005-2")
     other.report_failure("too slow")
     other.acknowledge([])
-    with pytest.raises(CheckpointError, match="the hosts of ranks 0, 1 did not say within 0 s"):
+    with pytest.raises(CheckpointError, match="ranks 0, 1"):
         again.wait_for_acknowledgements(2, own=[], deadline=Deadline(0.2), wrote_s=0.0)
 
 
@@ -413,7 +421,7 @@ def test_what_hosts_say_may_be_garbled(store: Store) -> None:
     other.acknowledge([])
     (key,) = [info.key for info in store.list(f"{ROOT}/pending") if "host-" in info.key]
     store.write(key, b"[1, 2]")
-    with pytest.raises(InvalidCheckpointError, match=r"host-00001-\w+\.json: is garbled"):
+    with pytest.raises(InvalidCheckpointError, match=r"host-00001-\w+\.json"):
         leader.wait_for_acknowledgements(2, own=[], deadline=Deadline(1), wrote_s=0.0)
 
 
@@ -436,7 +444,7 @@ def test_a_configuration_is_stored_and_loaded(tmp_path: Path) -> None:
     assert load_config(str(tmp_path)) == FACTS
     for garbled in (b"", b"[]", b"{}", b"7", b"[" * 5000):
         (tmp_path / "run.json").write_bytes(garbled)
-        with pytest.raises(InvalidCheckpointError, match=r"run\.json does not say what to keep"):
+        with pytest.raises(InvalidCheckpointError, match=r"run\.json"):
             load_config(str(tmp_path))
 
 
