@@ -49,17 +49,6 @@ _NOTHING = JobMemory()
 
 
 @dataclass(frozen=True, slots=True)
-class SaveResult:
-    """A committed checkpoint. `bytes` counts all shard files; `skipped`: it was committed before, nothing was written."""
-
-    step: int
-    checkpoint: str
-    bytes: int
-    seconds: Mapping[str, float]
-    skipped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class RestoreResult:
     """What was loaded. `bytes` counts what all ranks read."""
 
@@ -98,14 +87,16 @@ class Checkpointer:
     """The same on all ranks: signs what is saved, and nothing else is restored from storage."""
 
     def __post_init__(self) -> None:
-        self._saved: SaveResult | None = None
+        self._saved: tuple[int, str] | None = None
+        """The step that was committed last, and its checkpoint."""
+
         self._listing = Listing((), begun=False)
         """As rank 0 found things before it saved."""
         keep_last, keep_every = self.options.keep_last, self.options.keep_every
         self._committer = Committer(self.store, keep_last=keep_last, keep_every=keep_every, signing=self.signing)
 
-    def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
-        """Writes and commits a checkpoint; synchronous. Collective: yes.
+    def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> str:
+        """Writes and commits a checkpoint, unless this step was committed before; its name. Synchronous. Collective: yes.
 
         `tensors`, the same names on all ranks, may be shards (DTensor), or whole and the same on all ranks (written once).
         `state` is taken from rank 0. A failure leaves earlier checkpoints as they are, and is raised on all ranks alike.
@@ -116,7 +107,7 @@ class Checkpointer:
         began = time.monotonic()
         folder = from_first(lambda: self._prepare(step), group=self.group)
         if self._saved is not None and not folder:
-            return SaveResult(step, self._saved.checkpoint, self._saved.bytes, {}, skipped=True)
+            return self._saved[1]
         prepared = time.monotonic()
         part = self._write_together(tensors, folder)
         parts = gather_bytes(part, group=self.group, to_first=True)
@@ -131,7 +122,7 @@ class Checkpointer:
             state=state,
         )
 
-        def conclude() -> tuple[int, dict[str, float]]:
+        def conclude() -> None:
             of_ranks = (part for data in parts for part in decode_parts(data, where=folder))
             try:
                 manifest = self._committer.commit(of_ranks, facts=facts, folder=folder, names=tensors.keys())
@@ -143,17 +134,16 @@ class Checkpointer:
             size_bytes = manifest.size_bytes
             self.record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
             self._committer.tidy(folder, manifest, listing=self._listing, time_s=self.clock(), record=self.record)
-            return size_bytes, seconds
 
-        size_bytes, seconds = from_first(conclude, group=self.group)
-        self._saved = SaveResult(step, folder, size_bytes, seconds)
-        return self._saved
+        from_first(conclude, group=self.group)
+        self._saved = (step, folder)
+        return folder
 
     def _prepare(self, step: int) -> str:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
         self._listing = listing = list_checkpoints(self.store)
-        if self._saved is not None and self._saved.step == step:
-            folder = listing.folder(self._saved.checkpoint)
+        if self._saved is not None and self._saved[0] == step:
+            folder = listing.folder(self._saved[1])
             if folder is not None and folder.has_manifest and not folder.quarantined:
                 return ""
         return clear_target(self.store, listing, step=step, at_work=self.incarnation)

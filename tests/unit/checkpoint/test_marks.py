@@ -181,7 +181,7 @@ def test_a_remnant_that_was_committed_meanwhile_is_left_alone() -> None:
 
     bench.store.list = lagging  # type: ignore[method-assign]
     result = bench.checkpointer("inc2").save(1, tensors=state_of(1), state={"step": 1}, reason="step")
-    assert result.checkpoint == "step-000000001-2"
+    assert result == "step-000000001-2"
     # Neither cleared away for the save, nor pruned after it.
     assert kept <= set(bench.store.objects)
 
@@ -229,11 +229,11 @@ def test_files_that_a_saver_of_the_same_incarnation_may_still_write_are_left_alo
     left = FOLDER.format(1) + "inc1-r00000-000.safetensors"
     bench.store.objects[left] = b"of its saver"
     result = bench.checkpointer("inc1").save(1, tensors=state_of(1), state={"step": 1}, reason="step")
-    assert result.checkpoint == "step-000000001-2"
+    assert result == "step-000000001-2"
     # Those of an incarnation that is gone are cleared away.
     other = FOLDER.format(2) + "inc0-r00000-000.safetensors"
     bench.store.objects[other] = b"of a dead one"
-    assert bench.checkpointer("inc1").save(2, tensors=state_of(2), state={}, reason="step").checkpoint == "step-000000002"
+    assert bench.checkpointer("inc1").save(2, tensors=state_of(2), state={}, reason="step") == "step-000000002"
     assert other not in bench.store.objects
 
 
