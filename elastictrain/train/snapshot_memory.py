@@ -209,7 +209,7 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
         return _without_memory(memory, synchronous, in_storage=in_storage)
     if memory.others is not None:
         memory.others.close()
-        link.replicate(on=buffers.replicate)
+        link.replicates = buffers.replicate
     restored = None if in_storage else memory.restore.best()
     steps = _agree_on_steps(memory, indices, synchronous, restored=restored, layout=layout.digest)
     device = context.group.device

@@ -174,7 +174,7 @@ class SnapshotSaving:
     def save_now(self, step: int, reason: SaveReason) -> Reached:
         self._context.tracker.set_phase(Phase.SAVE, step=step)
         # What is being sent holds its slot, and this step is newer.
-        self._link.replicate(on=False)
+        self._link.send(None)
         self._snapshots.spare(())
         held: Reached | None = None
         while not self._fallen_back:
@@ -286,8 +286,7 @@ class SnapshotSaving:
             left_s = least([one.left_s for one in told])
             if self._rounds is not None and not replicating and left_s is not None:
                 # Nobody trains any more, so nobody is slowed down.
-                self._link.replicate(on=True, unpaced=True)
-                self._link.send(step)
+                self._link.send(step, unpaced=True)
                 replicating = True
             if self._first:
                 until_s = deadline_s if left_s is None else min(deadline_s, self._clock() + left_s)

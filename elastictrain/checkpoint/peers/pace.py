@@ -91,6 +91,13 @@ class Pacer:
         self._quiet: deque[tuple[int, float]] = deque(maxlen=4 * options.baseline)
         """Numbers and durations."""
 
+    def forget_steps(self) -> None:
+        """Another group trains from now on: its steps take another time."""
+        with self._lock:
+            self._num_steps = 0
+            self._sending.clear()
+            self._quiet.clear()
+
     def switch(self, *, sending: bool) -> None:
         """Sending begins or ends."""
         with self._lock:

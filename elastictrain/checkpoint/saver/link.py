@@ -150,10 +150,11 @@ class SaverLink:
         # All guarded by the condition.
         self._socket: socket.socket | None = None
         self._roster: messages.SaverRoster | None = None
-        self._switch: messages.ReplicateSwitch | None = None
         self._roster_known = False
         self._pending_saves = PendingSaves()
         self.replicates = False
+        """Whether snapshots are kept on another host, too."""
+
         self._sending: int | None = None
         self._sending_failed = False
         self._closing = False
@@ -201,22 +202,15 @@ class SaverLink:
         with self._changed:
             self._send(message)
 
-    def replicate(self, *, on: bool, unpaced: bool = False) -> None:
-        """Whether snapshots are to be kept on another host, too; `unpaced`: as fast as they can be sent."""
-        with self._changed:
-            self.replicates = on
-            if self._starts:
-                self._switch = messages.ReplicateSwitch(on, unpaced)
-                self._send(self._switch)
-
-    def send(self, step: int) -> None:
-        """Have the saver send the snapshots of a step to another host; `sending` tells when that is over."""
+    def send(self, step: int | None, *, unpaced: bool = False) -> None:
+        """Have the saver send the snapshots of a step to another host, and no older ones; None: send no more. `sending` tells
+        when that is over. `unpaced`: nobody trains who could be slowed down."""
         with self._changed:
             if self._starts:
                 # A saver that is not there will not answer, and its successor does not get this.
-                there = self._socket is not None
-                self._sending, self._sending_failed = (step, False) if there else (None, True)
-                self._send(messages.SendReplicas(step))
+                lost = step is not None and self._socket is None
+                self._sending, self._sending_failed = (None if lost else step, lost)
+                self._send(messages.SendReplicas(step, unpaced))
 
     def sending(self) -> tuple[bool, bool]:
         """Whether the saver still sends what it was asked to, and whether that failed."""
@@ -376,9 +370,8 @@ class SaverLink:
             self._pending_saves.succeed("its saver ended before it was committed")
         # The other hosts know this port, so a successor is asked to take it over.
         self._hello = msgspec.structs.replace(self._hello, port=self.port)
-        for known in (self._roster, self._switch):
-            if known is not None:
-                self._send(known)
+        if self._roster is not None:
+            self._send(self._roster)
         for announcement in self._pending_saves.announcements():
             self._send(announcement)
 

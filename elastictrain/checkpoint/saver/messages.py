@@ -94,17 +94,11 @@ class SaverRoster(_Message, frozen=True, tag="roster"):
         return next(peer for peer in self.hosts if peer.number == self.own)
 
 
-class ReplicateSwitch(_Message, frozen=True, tag="replicate"):
-    """Whether snapshots are sent to another host on request; `unpaced`: as fast as they can be sent."""
-
-    on: bool
-    unpaced: bool = False
-
-
 class SendReplicas(_Message, frozen=True, tag="send"):
-    """Send the snapshots of a step to the other host."""
+    """Send the snapshots of a step to the other host; without a step: send no more. `unpaced`: as fast as they can be sent."""
 
-    step: Count
+    step: Count | None
+    unpaced: bool = False
 
 
 class StepTook(_Message, frozen=True, tag="step"):
@@ -203,16 +197,7 @@ class Flushed(_Message, frozen=True, tag="flushed"):
 
 
 ToSaver: TypeAlias = (
-    WorkerHello
-    | SnapshotTaken
-    | SaverRoster
-    | ReplicateSwitch
-    | SendReplicas
-    | StepTook
-    | OldSlots
-    | RunFinished
-    | Goodbye
-    | FlushRequest
+    WorkerHello | SnapshotTaken | SaverRoster | SendReplicas | StepTook | OldSlots | RunFinished | Goodbye | FlushRequest
 )
 ToWorker: TypeAlias = (
     SaverWelcome

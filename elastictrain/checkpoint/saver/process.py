@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -10,6 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+
+import psutil
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.memory.folder import make_private
@@ -92,14 +93,8 @@ class SaverStarter:
 
     def wait_for_end(self, pid: int, *, timeout_s: float) -> None:
         """Until the saver of that number, started here or elsewhere, has ended, or the time is over."""
-        with suppress(OSError):
-            descriptor = os.pidfd_open(pid)
-            try:
-                poll = select.poll()
-                poll.register(descriptor, select.POLLIN)
-                poll.poll(1e3 * timeout_s)
-            finally:
-                os.close(descriptor)
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            psutil.Process(pid).wait(timeout_s)
         if self._child is not None:
             # Collected, or it would stay in the table of processes as long as this one lives.
             self._child.poll()

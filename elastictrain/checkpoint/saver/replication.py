@@ -59,20 +59,37 @@ class ReplicaService:
     def set_roster(self, roster: SaverRoster) -> None:
         """Learn who the others are."""
         self._stop_sending()
+        self.pacer.forget_steps()
         self._roster = roster
         if self._server is not None:
             self._server.set_token(bytes.fromhex(roster.token))
             sources = replica_sources_of(roster.own_peer, roster.hosts)
             self._server.replicas.set_kept(rank for source in sources for rank in source.ranks)
 
-    def switch(self, *, on: bool, incarnation: str, unpaced: bool = False) -> None:
-        """Be ready to send snapshots to the target from now on, or send no more; `unpaced`: nobody trains who could be slowed
-        down."""
-        self._stop_sending()
-        target = None if self._roster is None else replica_target_of(self._roster.own_peer, self._roster.hosts)
-        if not on or self._roster is None or target is None:
+    def send(self, step: int | None, *, incarnation: str, unpaced: bool = False) -> None:
+        """Send the snapshots that this host's ranks have of a step, and no older ones; None: send no more. `unpaced`: nobody
+        trains who could be slowed down."""
+        if step is None:
+            self._stop_sending()
             return
-        roster, arrived = self._roster, dict[int, set[int]]()
+        held = {
+            one.facts.rank: one
+            for one in look(self._folder, host=0)
+            if not one.replica and (one.facts.incarnation, one.facts.step) == (incarnation, step)
+        }
+        ranks = self._roster.own_peer.ranks if self._roster is not None else ()
+        self._replicator = self._replicator or self._begin_sending(incarnation, unpaced=unpaced)
+        if self._replicator is None or any(rank not in held for rank in ranks):
+            self._ended(incarnation, step, False)
+        else:
+            self._replicator.send([held[rank] for rank in ranks])
+
+    def _begin_sending(self, incarnation: str, *, unpaced: bool) -> Replicator | None:
+        roster = self._roster
+        target = None if roster is None else replica_target_of(roster.own_peer, roster.hosts)
+        if roster is None or target is None:
+            return None
+        arrived: dict[int, set[int]] = {}
 
         def replicated(rank: int, step: int, size_bytes: int, seconds: float) -> None:
             self._record(incarnation, Replicated(of_rank=rank, step=step, host=target.host, bytes=size_bytes, seconds=seconds))
@@ -85,33 +102,18 @@ class ReplicaService:
             self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=target.host, error=error))
             self._ended(incarnation, step, False)
 
-        self._replicator = Replicator(
-            self._folder,
-            target=target,
-            token=bytes.fromhex(roster.token),
-            replicated=replicated,
-            failed=failed,
-            pacer=Pacer(PaceOptions(first=PaceOptions().most)) if unpaced else self.pacer,
-        )
-        self._replicator.start()
-
-    def send(self, step: int, *, incarnation: str) -> None:
-        """Send the snapshots that this host's ranks have of a step."""
-        held = {
-            one.facts.rank: one
-            for one in look(self._folder, host=0)
-            if not one.replica and (one.facts.incarnation, one.facts.step) == (incarnation, step)
-        }
-        ranks = self._roster.own_peer.ranks if self._roster is not None else ()
-        if self._replicator is None or any(rank not in held for rank in ranks):
-            self._ended(incarnation, step, False)
-        else:
-            self._replicator.send([held[rank] for rank in ranks])
+        pacer = Pacer(PaceOptions(first=PaceOptions().most)) if unpaced else self.pacer
+        token = bytes.fromhex(roster.token)
+        replicator = Replicator(self._folder, target=target, token=token, replicated=replicated, failed=failed, pacer=pacer)
+        replicator.start()
+        return replicator
 
     def step_took(self, seconds: float) -> None:
         """How long training took for a step: replicas must not slow it down."""
         if self._replicator is not None:
             self._replicator.step_took(seconds)
+        else:
+            self.pacer.step_took(seconds)
 
     def drop_others(self) -> None:
         """Remove replicas of ranks that other hosts keep now."""

@@ -179,10 +179,8 @@ class SaverService:
             case messages.SaverRoster():
                 self._replicas.set_roster(message)
                 self._workers.send(one, messages.RosterKnown())
-            case messages.ReplicateSwitch():
-                self._replicas.switch(on=message.on, unpaced=message.unpaced, incarnation=self._incarnation)
             case messages.SendReplicas():
-                self._replicas.send(message.step, incarnation=self._incarnation)
+                self._replicas.send(message.step, incarnation=self._incarnation, unpaced=message.unpaced)
             case messages.StepTook():
                 self._replicas.step_took(message.micros / 1e6)
 

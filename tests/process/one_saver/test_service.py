@@ -418,7 +418,7 @@ def test_words_of_the_past_do_not_count(memory: Path, run: Path) -> None:
         new = Worker(memory, incarnation="000002-bb")
         put(memory, replace(facts_of(5), incarnation="000002-bb"))
         old.send(op="finish")
-        old.send(op="replicate", on=False, unpaced=False)
+        old.send(op="send", step=None)
         assert old.hear("refused")["reason"]
         old.socket.close()
         new.socket.close()

@@ -63,6 +63,7 @@ class Scene:
     """Why it does not answer."""
 
     takes_no_note: str = ""
+    replicates: bool = False
 
     def wait(self) -> None:
         if self.silent:
@@ -78,9 +79,6 @@ class Scene:
 
     def close(self) -> None:
         self.did.append("close")
-
-    def replicate(self, *, on: bool) -> None:
-        self.did.append(f"replicate {on}")
 
     def save(self, step: int, **_: object) -> None:
         if not self.storage_works:

@@ -111,18 +111,17 @@ class FakeLink:
     failures: list[SaveFailure] = field(default_factory=list)
     slow: list[SlowSave] = field(default_factory=list)
     told: list[Mapping[str, object]] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
+    sent: list[object] = field(default_factory=list)
     sends: tuple[bool, bool] = (False, False)
     replicates: bool = False
     broken: str = ""
     pid: int = 4242
-    replications: list[tuple[bool, bool]] = field(default_factory=list)
     news: list[Callable[[], None]] = field(default_factory=list)
     """What happens while it is waited for, one after another."""
 
-    def send(self, step: int) -> None:
-        self.sent.append(step)
-        self.sends = (True, False)
+    def send(self, step: int | None, *, unpaced: bool = False) -> None:
+        self.sent.append(step if not unpaced else (step, "unpaced"))
+        self.sends = (step is not None, False)
 
     def take_news(self) -> list[News]:
         taken: list[News] = [*self.failures, *self.saved, *self.slow]
@@ -131,9 +130,6 @@ class FakeLink:
 
     def sending(self) -> tuple[bool, bool]:
         return self.sends
-
-    def replicate(self, *, on: bool, unpaced: bool = False) -> None:
-        self.replications.append((on, unpaced))
 
     def step_took(self, seconds: float) -> None: ...
 
@@ -459,7 +455,7 @@ def test_without_a_deadline_storage_is_waited_for_and_peers_are_not() -> None:
     one = stage(replicates=True)
     one.link.news = [lambda: None, lambda: one.link.saved.append(Saved(9, "step-9", 8))]
     assert one.saving.save_now(9, STOP) == Reached(9, "storage")
-    assert (one.link.replications, one.link.sent) == ([(False, False)], [])
+    assert one.link.sent == [None]
     assert one.snapshots.spared[-1] == ()
 
 
@@ -478,8 +474,7 @@ def test_out_of_time_memory_is_what_was_reached_and_the_peers_if_all_of_it_arriv
     one.left[0] = 3.0
     one.link.news = [lambda: setattr(one.link, "sends", arrives), lambda: one.left.__setitem__(0, 0.0)]
     assert one.saving.save_now(9, STOP) == Reached(9, tier)  # type: ignore[arg-type]
-    assert one.link.replications == [(False, False), (True, True)]
-    assert one.link.sent == [9]
+    assert one.link.sent == [None, (9, "unpaced")]
     assert one.snapshots.began == [(0, 9, "stop")]
 
 
@@ -487,7 +482,7 @@ def test_a_request_that_comes_while_storage_is_waited_for_counts_too() -> None:
     one = stage(replicates=True)
     one.link.news = [lambda: one.left.__setitem__(0, 2.0), lambda: None, lambda: one.left.__setitem__(0, -0.1)]
     assert one.saving.save_now(9, INTERVAL) == Reached(9, "memory")
-    assert one.link.sent == [9]
+    assert one.link.sent == [None, (9, "unpaced")]
 
 
 def test_a_deadline_that_is_past_leaves_time_for_memory() -> None:

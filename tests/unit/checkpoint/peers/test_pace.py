@@ -105,6 +105,18 @@ def test_a_baseline_is_wanted_once_steps_are_told_of_and_again_when_it_is_old() 
     assert found.needs_quiet
 
 
+def test_another_group_is_compared_with_its_own_steps() -> None:
+    found = pacer()
+    take_steps(found, sending_s=1.5)
+    assert found.rate == 25
+    found.forget_steps()
+    assert not found.needs_quiet
+    found.step_took(1.5)
+    assert found.needs_quiet
+    take_steps(found, sending_s=1.5, quiet_s=1.5)
+    assert found.rate == 25
+
+
 @given(st.lists(st.integers(1, 1000), min_size=5, max_size=50), st.floats(10, 1e5))
 def test_bytes_keep_to_the_rate(counts: list[int], rate: float) -> None:
     clock = Clock()
@@ -128,14 +140,14 @@ def test_what_was_not_used_is_lost_but_for_a_little() -> None:
     assert clock.now == pytest.approx(1000.01)
 
 
-def take_steps(sender: Pacer, *, sending_s: float) -> None:
+def take_steps(sender: Pacer, *, sending_s: float, quiet_s: float = 1.0) -> None:
     """Enough of both kinds to decide a rate."""
-    for sending, seconds in ((False, 1.0), (True, sending_s)):
+    for sending, seconds in ((False, quiet_s), (True, sending_s)):
         sender.switch(sending=sending)
         for _ in range(4):
             sender.step_took(seconds)
     sender.switch(sending=False)
-    sender.step_took(1.0)
+    sender.step_took(quiet_s)
 
 
 def test_a_new_rate_holds_for_who_is_waiting() -> None:

@@ -25,11 +25,10 @@ def test_a_host_that_trains_no_more_sends_as_fast_as_it_can(tmp_path: Path, monk
         hosts = (Peer("a", "127.0.0.1", 1, (0,), 0), Peer("b", "127.0.0.1", buddy.peer.port, (1,), 1))
         replicas.set_roster(SaverRoster(hosts, 0, TOKEN.hex()))
         replicas.pacer.rate = 1000.0
-        replicas.switch(on=True, incarnation=INCARNATION, unpaced=True)
-        replicas.send(7, incarnation=INCARNATION)
+        replicas.send(7, incarnation=INCARNATION, unpaced=True)
         assert ended.get(timeout=10.0) == (INCARNATION, 7, True)
         assert buddy.replicas() == {"replica-r00000-s0": 7}
-        replicas.switch(on=False, incarnation=INCARNATION)
+        replicas.send(None, incarnation=INCARNATION)
         # Who trains next on this host must not be slowed down.
         assert replicas.pacer.rate == 1000.0
         replicas.close()
