@@ -3,6 +3,7 @@
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from elastictrain.data.index import TokenIndex, stored_type
 from elastictrain.storage.posix import Place, opened_folder
 
 
+@dataclass(eq=False)
 class TokenDataset:
     """Samples [first_sample, first_sample + num_samples) of token files on a local disk.
 
@@ -23,36 +25,30 @@ class TokenDataset:
     in every process that the data set is sent to.
     """
 
-    def __init__(
-        self,
-        index: TokenIndex,
-        *,
-        paths: Sequence[Path],
-        seq_len: int,
-        first_sample: int,
-        num_samples: int,
-        lease: object = None,
-    ) -> None:
-        """`lease` is kept alive as long as the data set, so that the files are not removed from a cache meanwhile."""
-        self._dtype = stored_type(index.dtype)
-        self._paths = tuple(str(path) for path in paths)
-        self._ends = tuple(accumulate(shard.num_tokens for shard in index.shards))
-        self._seq_len = seq_len
-        self._first_sample = first_sample
-        self._num_samples = num_samples
-        self._lease = lease
-        self._maps: list[npt.NDArray[np.uint16 | np.uint32] | None] = [None] * len(paths)
+    index: TokenIndex
+    _: KW_ONLY
+    paths: Sequence[Path]
+    seq_len: int
+    first_sample: int
+    num_samples: int
+    lease: object = None
+    """Kept alive as long as the data set, so that the files are not removed from a cache meanwhile."""
+
+    def __post_init__(self) -> None:
+        self._dtype = stored_type(self.index.dtype)
+        self._ends = tuple(accumulate(shard.num_tokens for shard in self.index.shards))
+        self._maps: list[npt.NDArray[np.uint16 | np.uint32] | None] = [None] * len(self.paths)
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def __getitem__(self, index: int, /) -> Batch:
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} is not in [0, {self._num_samples})")
-        start = (self._first_sample + index) * self._seq_len
-        end = start + self._seq_len + 1
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} is not in [0, {self.num_samples})")
+        start = (self.first_sample + index) * self.seq_len
+        end = start + self.seq_len + 1
         number = bisect_right(self._ends, start)
-        tokens = np.empty(self._seq_len + 1, dtype=np.int64)
+        tokens = np.empty(self.seq_len + 1, dtype=np.int64)
         filled = 0
         while filled < len(tokens):
             begin = self._ends[number - 1] if number else 0
@@ -70,9 +66,9 @@ class TokenDataset:
         # An empty file cannot be mapped.
         tokens = np.empty(0, dtype=self._dtype)
         if size:
-            folder, _, name = self._paths[number].rpartition("/")
-            with opened_folder(folder or ".", "") as handle:
-                descriptor = Place(handle, name, self._paths[number]).open(os.O_RDONLY, follow=True)
+            path = self.paths[number]
+            with opened_folder(str(path.parent), "") as handle:
+                descriptor = Place(handle, path.name, str(path)).open(os.O_RDONLY, follow=True)
             with open(descriptor, "rb") as file:  # noqa: PTH123
                 # The view is a plain array: slicing a memmap costs several times as much.
                 tokens = np.memmap(file, dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
@@ -80,4 +76,4 @@ class TokenDataset:
         return tokens
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_maps": [None] * len(self._maps), "_lease": None}
+        return {**self.__dict__, "_maps": [None] * len(self._maps), "lease": None}

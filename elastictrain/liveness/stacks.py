@@ -64,7 +64,9 @@ def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     # Opened now: the handler runs where nothing can be opened any more. It needs no lock, so it works while the
     # interpreter's lock is held by a thread that never gives it back.
-    file = open(stacks_path(folder, rank), "w", opener=_private)  # noqa: SIM115
+    ours = os.O_CLOEXEC | os.O_NOFOLLOW
+    path = stacks_path(folder, rank)
+    file = open(path, "w", opener=lambda name, flags: os.open(name, flags | ours, 0o600))  # noqa: SIM115
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
     return file
 
@@ -80,21 +82,17 @@ def no_stacks_any_more(file: TextIO) -> None:
 def take_stacks(folder: str, ranks: Sequence[tuple[int, int]], *, patience_s: float = _PATIENCE_S) -> str:
     """The stacks of `(rank, pid)` of this host, as a text for a person; within a bounded time. Never raises."""
     spy = shutil.which("py-spy")
-    asked = [_ask(folder, rank, pid) for rank, pid in ranks] if spy is None else []
-    parts = []
     deadline = time.monotonic() + (patience_s if spy is None else _PY_SPY_S)
+    sizes = [_ask(folder, rank, pid) for rank, pid in ranks] if spy is None else []
+    parts = []
     for place, (rank, pid) in enumerate(ranks):
-        if spy is not None:
-            own = _spy(spy, pid, limit_s=max(0.1, deadline - time.monotonic()))
+        if spy is None:
+            own = _answer(folder, rank, sizes[place], deadline=deadline)
         else:
-            own = _answer(folder, rank, asked[place], deadline=deadline)
+            own = _spy(spy, pid, limit_s=max(0.1, deadline - time.monotonic()))
         told = own or "(it does not tell its own stacks)\n"
         parts.append(f"rank {rank}, process {pid}, as the kernel sees it:\n{describe_process(pid)}\n{told}")
     return "\n".join(parts)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _ask(folder: str, rank: int, pid: int) -> int:

@@ -202,8 +202,14 @@ class LocalStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = folder_of(prefix, url=self.url)
         for key, place in self._walk(folder):
-            if not place.name.startswith(TEMPORARY_PREFIX) and (info := self._find_listed(key, place)):
-                yield info
+            if place.name.startswith(TEMPORARY_PREFIX):
+                continue
+            try:
+                yield self._try("find", key, partial(_info, key, place, follow=False))
+            except ObjectNotFoundError:
+                continue
+            except IrregularFileError:
+                self._pass_over(place.path, "is a file no more")
 
     def delete(self, key: str) -> None:
         self._try("delete", key, lambda: self._delete(key))
@@ -238,15 +244,6 @@ class LocalStore:
         folder, _, name = key.rpartition("/")
         with opened_folder(self.root, folder) as handle:
             yield Place(handle, name, f"{self.root}/{key}")
-
-    def _find_listed(self, key: str, place: Place) -> ObjectInfo | None:
-        """What a listing came upon, if it still is there."""
-        with suppress(ObjectNotFoundError):
-            try:
-                return self._try("find", key, lambda: _info(key, place, follow=False))
-            except IrregularFileError:
-                self._pass_over(place.path, "is a file no more")
-        return None
 
     def _delete(self, key: str) -> None:
         """Deletes the file if it is there, and folders that it leaves empty: a folder is no object."""
