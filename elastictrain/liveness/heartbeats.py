@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -35,12 +35,9 @@ _DUMP_LIMIT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank writes of itself. The times in `mark`, and `time`, are of its host's clocks, which may differ from ours."""
+    """What a rank writes of itself. The times in the mark, and `time`, are of its host's clocks, which may differ from ours."""
 
-    mark: ProgressMark
-    silent_s: float
-    bound_s: float
-    entered: Entered
+    status: RankStatus
     time: float
     number: int
 
@@ -101,8 +98,7 @@ class HeartbeatStore:
             number, since_s = self._seen.get(rank, (beat.number, now_s))
             self._seen[rank] = (beat.number, since_s if beat.number == number else now_s)
             still_s = now_s - self._seen[rank][1]
-            silent_s = beat.silent_s + still_s
-            statuses.append(RankStatus(rank, self.hosts[rank], beat.mark, silent_s, beat.bound_s, still_s, beat.entered))
+            statuses.append(replace(beat.status, silent_s=beat.status.silent_s + still_s, still_s=still_s))
         return statuses
 
     def last_heard(self) -> dict[str, str]:
@@ -116,7 +112,7 @@ class HeartbeatStore:
             news = []
             for rank, beat in beats.items():
                 age_s = float("inf") if beat is None else max(0.0, self.clock() - beat.time)
-                text = "never heard in this generation" if beat is None else f"{beat.mark}, {age_s:.1f} s ago"
+                text = "never heard in this generation" if beat is None else f"{beat.status.mark}, {age_s:.1f} s ago"
                 news.append((age_s, self._names[rank], text))
             return {name: text for _, name, text in sorted(news, reverse=True)}
 
@@ -149,11 +145,9 @@ class HeartbeatStore:
         number = 0
         while True:
             number += 1
-            mark = self.mark()
-            own = self.own_status(mark)
-            beat = Heartbeat(mark, round(own.silent_s, 3), own.bound_s, own.entered, self.clock(), number)
+            beat = encode_record(Heartbeat(self.own_status(self.mark()), self.clock(), number))
             try:
-                self._writing.set(f"beat/{self.rank}", encode_record(beat).decode())
+                self._writing.set(f"beat/{self.rank}", beat.decode())
             except RuntimeError as error:
                 # The store's host may be gone; then the collectives will notice.
                 logger.debug("heartbeat not written: %s", error)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -62,23 +62,14 @@ class RankMonitorClient:
             undo.callback(remove_folder, self.folder, with_files=False)
             # Kept from being swept for the life of this process.
             undo.callback(os.close, lock_folder(self.folder, fcntl.LOCK_SH))
-            self._marks = ProgressFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
-            undo.callback(self._marks.close)
+            self.progress = ProgressFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
+            undo.callback(self.progress.close)
             undo.callback(no_stacks_any_more, tell_stacks_when_asked(self.folder, rank))
             self._undo = undo.pop_all()
         self._monitor: subprocess.Popen[bytes] | None = None
 
-    @property
-    def beat(self) -> Callable[[], None]:
-        """To be called as long as threads of this process can run."""
-        return self._marks.beat
-
     def write(self, mark: ProgressMark) -> None:
-        self._marks.write(mark, bound_s=bound_s(mark, self._options), limit_s=limit_s(mark, self._options))
-
-    def announce_ending(self) -> None:
-        """This process ends itself, and is left the time for that."""
-        self._marks.announce_ending()
+        self.progress.write(mark, bound_s=bound_s(mark, self._options), limit_s=limit_s(mark, self._options))
 
     def start_monitor(self) -> None:
         """For the whole host; it ends when the last of its workers has. Raises: OSError."""

@@ -62,7 +62,7 @@ class HangWatch:
     def beat(self) -> None:
         """Threads of this process can run."""
         if self._monitor_client is not None:
-            self._monitor_client.beat()
+            self._monitor_client.progress.beat()
 
     def others(self) -> Others:
         """Another rank that is gone, and whether a silence beyond this rank's bound will not end by itself."""
@@ -85,7 +85,7 @@ class HangWatch:
     def announce_ending(self) -> None:
         """This rank ends because of an error, and is left the time to say so."""
         if self._monitor_client is not None:
-            self._monitor_client.announce_ending()
+            self._monitor_client.progress.announce_ending()
 
     def tell_others(self) -> None:
         """This rank ends because of an error, which a collective of the others may never notice."""

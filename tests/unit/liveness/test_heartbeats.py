@@ -10,7 +10,7 @@ import torch.distributed as dist
 from elastictrain.bounded_json import encode_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness import heartbeats as module
-from elastictrain.liveness.diagnosis import Entered
+from elastictrain.liveness.diagnosis import Entered, RankStatus
 from elastictrain.liveness.heartbeats import Heartbeat, HeartbeatStore, PeerMonitor
 from elastictrain.liveness.progress import Phase, ProgressMark
 
@@ -179,12 +179,15 @@ def test_statuses_tell_how_long_nothing_new_came_whatever_the_clocks_of_hosts_sa
     assert second.still_s == 0.0
 
 
+MARK = {"phase": "data", "step": 1, "micro_batch": 0, "since_s": 0.0, "first_step_done": True}
+
+
 @pytest.mark.parametrize(
     "broken",
     [
-        {"mark": {"phase": "lunch"}},
-        {"mark": {"step": "seven"}},
-        {"mark": {"micro_batch": True}},
+        {"mark": {**MARK, "phase": "lunch"}},
+        {"mark": {**MARK, "step": "seven"}},
+        {"mark": {**MARK, "micro_batch": True}},
         {"bound_s": None},
         {"silent_s": float("inf")},
         {"entered": {"sequences": {"0": "many"}}},
@@ -200,8 +203,7 @@ def test_a_heartbeat_of_another_release_was_not_heard(broken: dict[str, Any]) ->
     reader = heartbeats(store, 1)
     good = json.loads(store.get("beat/0"))
     assert [one.rank for one in reader.statuses()] == [0]
-    merged = {name: {**good[name], **value} if isinstance(value, dict) else value for name, value in broken.items()}
-    for beat in ({**good, **merged}, {"where": "data of step 1"}, 5):
+    for beat in ({**good, "status": {**good["status"], **broken}}, {"where": "data of step 1"}, 5):
         store.set("beat/0", json.dumps(beat))
         assert reader.statuses() == []
 
@@ -250,7 +252,8 @@ class Group:
 
     def beat(self, rank: int, phase: Phase, *, silent_s: float, bound_s: float = 10.0) -> None:
         self.number += 1
-        beat = Heartbeat(ProgressMark(phase, 7, 0, 0.0, True), silent_s, bound_s, Entered(), 0.0, self.number)
+        status = RankStatus(rank, HOSTS[rank], ProgressMark(phase, 7, 0, 0.0, True), silent_s, bound_s)
+        beat = Heartbeat(status, 0.0, self.number)
         self.store.set(f"beat/{rank}", encode_record(beat).decode())
 
     def pass_time(self, seconds: float, **phases: Phase) -> None:

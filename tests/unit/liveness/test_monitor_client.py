@@ -55,7 +55,7 @@ def test_a_living_worker_is_seen_to_go_on(tmp_path: Path) -> None:
         worker = LiveWorker(monitor_client.folder, 5)
         first = worker.look(0.0)
         second = worker.look(0.5)
-        monitor_client.beat()
+        monitor_client.progress.beat()
         third = worker.look(0.5)
         monitor_client.write(ProgressMark(Phase.REDUCE, 7, 0, 1.0, True))
         fourth = worker.look(0.5)
