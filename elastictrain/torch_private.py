@@ -119,10 +119,8 @@ def read_flight_recorders() -> tuple[str, ...]:
 
 
 def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None]) -> tuple[str, ...]:
-    """Have these called from now on if this process compiles: what runs without does not pay for the import.
-
-    Returns what torch lacks for that, in which case they are not called.
-    """
+    """Have these called from now on if this process compiles: what runs without does not pay for the import. Returns what torch
+    lacks for that, in which case they are not called."""
     if COMPILER not in sys.modules:
         return ()
     if changes := find_changes(COMPILATIONS):

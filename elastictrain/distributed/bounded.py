@@ -14,11 +14,9 @@ T = TypeVar("T")
 
 
 def call_until(act: Callable[[], T], *, left_s: Callable[[], float], poll: Callable[[], None] = lambda: None) -> T:
-    """What `act` returns or raises, in a thread of its own that is left behind where there is no answer in time.
-
-    `left_s`: how much time is left. `poll` is called by the waiting thread again and again, and may raise to leave early.
-    Raises: TimeoutError.
-    """
+    """What `act` returns or raises, in a thread of its own that is left behind where there is no answer in time. `left_s`: how
+    much time is left. `poll` is called by the waiting thread again and again, and may raise to leave early. Raises:
+    TimeoutError."""
     answers: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
 
     def run() -> None:

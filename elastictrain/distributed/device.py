@@ -20,11 +20,9 @@ Backend = Literal["nccl", "gloo"]
 def start_device(
     backend: Literal["auto", "nccl", "gloo"], *, local_rank: int, wait: Callable[[], object]
 ) -> threading.Thread | None:
-    """Make the CUDA context of the device that this rank will use, in the background; None where it will use none.
-
-    Where there is no room for it, it is tried again when `wait` returns: another process gives the device back.
-    What goes wrong then goes wrong again, and is reported, where the device is used first.
-    """
+    """Make the CUDA context of the device that this rank will use, in the background; None where it will use none. Where there
+    is no room for it, it is tried again when `wait` returns: another process gives the device back. What goes wrong then goes
+    wrong again, and is reported, where the device is used first."""
     if backend == "gloo" or torch.cuda.device_count() <= local_rank:
         return None
 
@@ -48,10 +46,8 @@ def start_device(
 def find_backend(
     wanted: Literal["auto", "nccl", "gloo"], *, environment: Mapping[str, str], local_world_size: int
 ) -> tuple[Backend, str]:
-    """The collective library; and why the CPU is used although this host has GPUs, if nobody has asked for that.
-
-    Raises: HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs.
-    """
+    """The collective library; and why the CPU is used although this host has GPUs, if nobody has asked for that. Raises:
+    HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs."""
     if wanted == "gloo":
         return "gloo", ""
     with warnings.catch_warnings():
@@ -75,10 +71,8 @@ def find_backend(
 
 
 def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str, present: Mapping[str, str]) -> dict[str, str]:
-    """What to set before a process group is made; what the user has set already is kept.
-
-    `dump_prefix` is a local path, to which the rank is appended.
-    """
+    """What to set before a process group is made; what the user has set already is kept. `dump_prefix` is a local path, to
+    which the rank is appended."""
     wanted = {
         # The store's client looks up the name of 127.0.0.1: a resolver that does not answer costs a second, not five each time.
         "RES_OPTIONS": "timeout:1 attempts:1",

@@ -124,9 +124,7 @@ def coordinate(
     hellos: Mapping[int, str], *, world_size: int, proposed: tuple[str, ...] | None, acknowledged: frozenset[int]
 ) -> KeepWaiting | Literal["publish", "go"]:
     """What rank 0 does next: wait, publish a proposal with the nonces of `hellos`, or give the go for the published one.
-
-    `hellos` maps ranks to the nonces read now; `acknowledged` are acks of the proposal with the nonces `proposed`.
-    """
+    `hellos` maps ranks to the nonces read now; `acknowledged` are acks of the proposal with the nonces `proposed`."""
     silent = tuple(rank for rank in range(world_size) if rank not in hellos)
     if silent:
         return KeepWaiting(silent, "say hello")

@@ -21,11 +21,8 @@ _CONNECT_MARGIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What ranks meet through.
-
-    `control` is a gloo group of its own for everything that is not the training step: collectives from elsewhere on the
-    training's group would be paired with the wrong ones.
-    """
+    """What ranks meet through. `control` is a gloo group of its own for everything that is not the training step: collectives
+    from elsewhere on the training's group would be paired with the wrong ones."""
 
     control: dist.ProcessGroup
     backend: Backend
@@ -33,11 +30,9 @@ class Group:
 
 
 def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
-    """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address.
-
-    A store whose host is frozen keeps this call for ever: `BoundedStore` bounds it. Where nobody listens, it ends later than
-    `timeout_s`, so that whoever bounds it speaks first.
-    """
+    """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address. A store
+    whose host is frozen keeps this call for ever: `BoundedStore` bounds it. Where nobody listens, it ends later than
+    `timeout_s`, so that whoever bounds it speaks first."""
     if not identity.launched:
         return dist.HashStore()
     try:
@@ -70,11 +65,9 @@ def make_group(
 
 
 def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, timeout_s: float) -> None:
-    """From now on a collective of the default group and of these fails after `timeout_s`.
-
-    Start-up, restore and compilation take minutes and differ between ranks, so groups begin with a generous timeout, and get
-    the tight one when the first step is through.
-    """
+    """From now on a collective of the default group and of these fails after `timeout_s`. Start-up, restore and compilation
+    take minutes and differ between ranks, so groups begin with a generous timeout, and get the tight one when the first step is
+    through."""
     for group in (None, *groups):
         set_group_timeout(group, _collective_timeout(timeout_s, backend))
 

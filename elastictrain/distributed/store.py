@@ -78,11 +78,9 @@ class BoundedStore:
 
 
 class StoreExchange:
-    """Leaves messages in a store, in small pieces, and waits for them; may be used by several threads.
-
-    The store's own wait would block every other user of the connection, and has a limit of its own; so it is asked again and
-    again, over a connection that nobody else uses.
-    """
+    """Leaves messages in a store, in small pieces, and waits for them; may be used by several threads. The store's own wait
+    would block every other user of the connection, and has a limit of its own; so it is asked again and again, over a
+    connection that nobody else uses."""
 
     def __init__(
         self,

@@ -3,14 +3,14 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -49,13 +49,6 @@ def mesh_shape(kind: Literal["ddp", "fsdp", "hsdp"], *, world_size: int, local_w
     return MeshShape(world_size // wanted, wanted)
 
 
-def make_mesh(shape: MeshShape, *, device_type: str) -> DeviceMesh:
-    """The mesh over the default group; two-dimensional where there are several copies. Collective: yes."""
-    if shape.replicas == 1:
-        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
-    return init_device_mesh(device_type, (shape.replicas, shape.shards), mesh_dim_names=("replica", "shard"))
-
-
 @dataclass(frozen=True, slots=True)
 class Wrapped:
     """A model ready to train. `module` is what the forward pass goes through, `bare` the model with its own parameter names."""
@@ -82,10 +75,8 @@ def wrap(
     train: TrainGroup,
     device: torch.device,
 ) -> nn.Module:
-    """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled.
-
-    Order matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes.
-    """
+    """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled. Order
+    matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes."""
     for block in blocks:
         if train.activation_checkpointing != "none":
             _checkpoint(block, selective=train.activation_checkpointing == "selective")
@@ -98,7 +89,8 @@ def wrap(
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if train.precision == "bf16" else None, reduce_dtype=torch.float32
         )
-        mesh = make_mesh(shape, device_type=device.type)
+        sizes, names = ((shape.shards,), ("data",)) if shape.replicas == 1 else (astuple(shape), ("replica", "shard"))
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -201,11 +193,8 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def _selective_contexts() -> _Contexts:
-    """Keep attention and every other matrix product; recompute the rest.
-
-    Source: the per-operator policy of Korthikanti et al. 2022, as used widely for Llama; a product costs far more time per byte
-    of its result than an elementwise operation.
-    """
+    """Keep attention and every other matrix product; recompute the rest. Source: the per-operator policy of Korthikanti et al.
+    2022, as used widely for Llama; a product costs far more time per byte of its result than an elementwise operation."""
     # Products are counted in the forward and in the recomputation, so each pass through a block needs a policy of its own.
     counts = {False: 0, True: 0}
 

@@ -100,10 +100,8 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
-    """The folder takes writes, if that is to be tried, and this configuration continues what is in it.
-
-    Raises: StorageError; ConfigError that names the keys which would change the answer.
-    """
+    """The folder takes writes, if that is to be tried, and this configuration continues what is in it. Raises: StorageError;
+    ConfigError that names the keys which would change the answer."""
     try:
         if try_writing:
             check_writable(store)
@@ -174,10 +172,8 @@ class MemorySize:
 
 
 def measure_state(task: Task) -> StateSize | None:
-    """The size of what the task trains; None if its model cannot be built without memory.
-
-    Raises: ConfigError if it cannot be built at all.
-    """
+    """The size of what the task trains; None if its model cannot be built without memory. Raises: ConfigError if it cannot be
+    built at all."""
     try:
         with torch.device("meta"):
             model = task.build_model()
@@ -209,10 +205,8 @@ def size_of(model: nn.Module) -> StateSize:
 def judge_fit(
     size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize
 ) -> ConfigError | HostUnfitError | str:
-    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU.
-
-    Returns why the state fits nowhere, or not here; else what to warn of, empty if there is room.
-    """
+    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU. Returns why
+    the state fits nowhere, or not here; else what to warn of, empty if there is room."""
     of_rank = size.of_rank(shards=spread.shards)
     ranks = 1 if device is not None else spread.local_world_size
     needed = ranks * of_rank

@@ -131,6 +131,19 @@ def test_without_mountinfo_the_usual_place_is_taken(tmp_path: Path) -> None:
     assert read_allowance(host) == Allowance(cpus=2.0)
 
 
+def test_a_limit_of_version_1_that_is_none_is_left_out(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory"
+    files = {"proc/self/cgroup": "4:memory:/\n", f"{folder}/memory.limit_in_bytes": "9223372036854771712\n"}
+    assert memory_groups(made(tmp_path, {**files, f"{folder}/memory.usage_in_bytes": "5\n"})) == []
+
+
+def test_the_level_that_was_throttled_most_counts(tmp_path: Path) -> None:
+    stats = {"": (400, 100), "job/": (300, 200), "job/run/": (10, 1)}
+    files = {f"sys/fs/cgroup/{name}cpu.stat": f"nr_periods {a}\nnr_throttled {b}\n" for name, (a, b) in stats.items()}
+    found = read_allowance(made(tmp_path, {"proc/self/cgroup": "0::/job/run\n", **files}))
+    assert found.throttling == Throttling(300, 200)
+
+
 def test_every_level_that_limits_memory_is_listed(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/job/run\n"}
     for folder, limit, used, inactive in (

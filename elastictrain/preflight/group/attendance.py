@@ -44,10 +44,8 @@ Act = Callable[[Callable[[str], None]], object]
 
 
 def run_act(act: Act, *, limit_s: float) -> RankResult:
-    """What it comes to, after `limit_s` at the latest. Never raises.
-
-    A collective that hangs cannot be woken from outside: its thread stays, and ends with the process.
-    """
+    """What it comes to, after `limit_s` at the latest. Never raises. A collective that hangs cannot be woken from outside: its
+    thread stays, and ends with the process."""
     begun: list[str] = []
 
     def run() -> RankResult:
@@ -88,9 +86,7 @@ class Attendance:
 @dataclass(frozen=True, slots=True)
 class Entries:
     """One rank's side. `grace_s`: how much later than the deadline the word of a rank may come before it counts as silent.
-
-    Raises, in all methods: TransportError if the exchange cannot be reached.
-    """
+    Raises, in all methods: TransportError if the exchange cannot be reached."""
 
     exchange: Exchange
     rank: int
@@ -133,11 +129,9 @@ def scope_of(culprits: Collection[int], members: Sequence[GroupMember]) -> Scope
 
 
 def judge_attendance(check: str, attendance: Attendance, members: Sequence[GroupMember]) -> list[Verdict]:
-    """One failure for each culprit; nothing if all came through.
-
-    Those that did not enter are to blame, even if others are stuck: they wait for them. Then those that entered and have not
-    been heard of since, then those that raised, and where all are stuck, those that came least far.
-    """
+    """One failure for each culprit; nothing if all came through. Those that did not enter are to blame, even if others are
+    stuck: they wait for them. Then those that entered and have not been heard of since, then those that raised, and where all
+    are stuck, those that came least far."""
     if attendance.complete:
         return []
     culprits, words = _culprits(attendance), attendance.words

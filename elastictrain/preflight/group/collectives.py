@@ -98,9 +98,7 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class ExpectedResult:
     """What a rank must get: exactly that, in the message's dtype, or in float64 and by how much each element may differ.
-
-    `sources`: the ranks from which its parts come, all of one length; none where all ranks have a share in each element.
-    """
+    `sources`: the ranks from which its parts come, all of one length; none where all ranks have a share in each element."""
 
     expected: Tensor
     tolerance: Tensor | None = None
@@ -185,10 +183,8 @@ class WrongResult:
 
 
 def examine(collective: Collective, at: Callable[[str], None], *, collectives: Collectives, full: bool) -> list[WrongResult]:
-    """All trials of one collective, which every rank makes in the same order; `at` is told what is about to begin.
-
-    Collective: yes.
-    """
+    """All trials of one collective, which every rank makes in the same order; `at` is told what is about to begin. Collective:
+    yes."""
     rank, world_size, device = collectives.rank, collectives.world_size, collectives.device
     if collective is Collective.SEND_RECV and world_size == 1:
         return []

@@ -73,10 +73,8 @@ def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
 def judge_rates(
     first: Mapping[int, float], again: Mapping[int, float] | None, members: Sequence[GroupMember], *, ratio: float
 ) -> list[Verdict]:
-    """Check `matmul`. Who is slow once is measured again (`again`), and who is slow twice is a straggler.
-
-    That is a failure among GPUs of one kind, where nothing else runs, and a warning on CPUs and where kinds are mixed.
-    """
+    """Check `matmul`. Who is slow once is measured again (`again`), and who is slow twice is a straggler. That is a failure
+    among GPUs of one kind, where nothing else runs, and a warning on CPUs and where kinds are mixed."""
     rates = {rank: max(rate, again[rank]) if again else rate for rank, rate in first.items()}
     typical = _rounded(statistics.median(rates.values()))
     slow = stragglers(rates, ratio=ratio)

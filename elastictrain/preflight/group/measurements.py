@@ -34,10 +34,8 @@ class Point:
 
     @property
     def bus_gbs(self) -> float:
-        """GB/s (1e9 bytes) over the bus. Of n parts, n - 1 have to leave their rank, and their sums to come back.
-
-        Source: the performance notes of nccl-tests.
-        """
+        """GB/s (1e9 bytes) over the bus. Of n parts, n - 1 have to leave their rank, and their sums to come back. Source: the
+        performance notes of nccl-tests."""
         return self.num_bytes / self.seconds * 2 * (self.world_size - 1) / self.world_size / 1e9
 
     def reachable_gbs(self, gbs: float, *, slack_s: float) -> float:
@@ -109,11 +107,9 @@ def free_memory(device: torch.device, *, local_world_size: int) -> int:
 
 
 def matmul_tflops(device: torch.device, *, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """TFLOP/s of the fastest product within `budget_s`, after a warm-up: bfloat16 on a GPU, float32 on a CPU.
-
-    The fastest, because what else a processor does makes products slower, and never faster. Raises: RuntimeError if the device
-    fails, or has no memory.
-    """
+    """TFLOP/s of the fastest product within `budget_s`, after a warm-up: bfloat16 on a GPU, float32 on a CPU. The fastest,
+    because what else a processor does makes products slower, and never faster. Raises: RuntimeError if the device fails, or has
+    no memory."""
     cuda = device.type == "cuda"
     side = _CUDA_SIDE if cuda else _CPU_SIDE
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -149,10 +145,8 @@ class Reach:
 
 
 def pair_rounds(num: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs, in which each of `num` meets each other once.
-
-    Source: the circle method of tournaments: one stays, the others move on by a place; an odd one out rests.
-    """
+    """Rounds of disjoint pairs, in which each of `num` meets each other once. Source: the circle method of tournaments: one
+    stays, the others move on by a place; an odd one out rests."""
     places = list(range(num + num % 2))
     rounds = []
     for _ in range(len(places) - 1):
@@ -170,10 +164,8 @@ def measure_pairs(
     num_bytes: int = PAIR_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Reach]:
-    """What this rank receives from each other one. `neighbours`: ranks of this host, by local rank.
-
-    Collective: within a host.
-    """
+    """What this rank receives from each other one. `neighbours`: ranks of this host, by local rank. Collective: within a
+    host."""
     own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     found = []
@@ -186,7 +178,11 @@ def measure_pairs(
                 peer = neighbours[target if own == source else source]
                 seconds = _pass_on(collectives, buffer, peer=peer, sends=own == source, clock=clock)
                 if own == target:
-                    found.append(Reach(peer, num_bytes / seconds / 1e9, _access(device, own, source)))
+                    access = None
+                    # Unknown where each process sees its own device only.
+                    if device.type == "cuda" and device.index == own and torch.cuda.device_count() > source:
+                        access = bool(torch.cuda.can_device_access_peer(own, source))
+                    found.append(Reach(peer, num_bytes / seconds / 1e9, access))
     return found
 
 
@@ -200,10 +196,3 @@ def _pass_on(collectives: Collectives, buffer: Tensor, *, peer: int, sends: bool
         collectives.send_recv(None if sends else buffer, buffer if sends else None, source=peer, target=peer)
     _settle(buffer.device)
     return (clock() - began) / _ROUNDS
-
-
-def _access(device: torch.device, own: int, other: int) -> bool | None:
-    """None where each process sees its own device only."""
-    if device.type != "cuda" or device.index != own or torch.cuda.device_count() <= other:
-        return None
-    return bool(torch.cuda.can_device_access_peer(own, other))

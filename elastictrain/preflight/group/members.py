@@ -57,11 +57,9 @@ Source: the vendor's data sheets."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
-    """One rank, as it introduces itself.
-
-    `pid` is None for a rank that has not. `device`: the GPU's name, or `cpu`. `network_gbps`: of all ports together that the
-    backend uses to reach other hosts. `planned`: what the transport plan has NCCL use between hosts.
-    """
+    """One rank, as it introduces itself. `pid` is None for a rank that has not. `device`: the GPU's name, or `cpu`.
+    `network_gbps`: of all ports together that the backend uses to reach other hosts. `planned`: what the transport plan has
+    NCCL use between hosts."""
 
     rank: int
     host: str
@@ -117,18 +115,13 @@ def local_limit(gpu: str) -> LinkLimit | None:
     return None
 
 
-def network_limit(gbps: float | None) -> LinkLimit | None:
-    """Between hosts. Bus bandwidth is what crosses the border of a host in each direction, however many GPUs it has."""
-    return LinkLimit(gbps / 8 * _NETWORK_SHARE, f"{gbps:g} Gb/s of network") if gbps else None
-
-
 def group_limit(members: Sequence[GroupMember]) -> LinkLimit | None:
-    """The slowest link that is used; None if one of them is unknown, or there is no link.
-
-    With a rank on each host only, data never moves between the GPUs of a host.
-    """
+    """The slowest link that is used; None if one of them is unknown, or there is no link. With a rank on each host only, data
+    never moves between the GPUs of a host."""
     num_hosts = len({one.host for one in members})
     limits = [local_limit(one.device) for one in members] if len(members) > num_hosts else []
-    limits += [network_limit(one.network_gbps) for one in members] if num_hosts > 1 else []
+    for gbps in [one.network_gbps for one in members] if num_hosts > 1 else []:
+        # Bus bandwidth is what crosses the border of a host in each direction, however many GPUs it has.
+        limits.append(LinkLimit(gbps / 8 * _NETWORK_SHARE, f"{gbps:g} Gb/s of network") if gbps else None)
     known = [limit for limit in limits if limit is not None]
     return min(known, key=lambda limit: limit.bus_gbs) if known and len(known) == len(limits) else None

@@ -20,10 +20,8 @@ _LOCAL = re.compile(r"(P2P|SHM)\b")
 
 @dataclass(frozen=True, slots=True)
 class NcclChannels:
-    """What one rank's channels use. `networks`: by NCCL's name ("IB", "Socket", a plugin's); `local`: "P2P", "SHM".
-
-    `direct`: all network channels reach the GPU's memory without the host's (GDRDMA); None where there are none.
-    """
+    """What one rank's channels use. `networks`: by NCCL's name ("IB", "Socket", a plugin's); `local`: "P2P", "SHM". `direct`:
+    all network channels reach the GPU's memory without the host's (GDRDMA); None where there are none."""
 
     networks: tuple[str, ...] = ()
     direct: bool | None = None
@@ -37,20 +35,16 @@ class NcclChannels:
 
 def debug_variables(path: str, *, present: Mapping[str, str]) -> dict[str, str]:
     """What to set before NCCL starts, so that it tells in a file and not on the terminal; `path` should contain `%h` and `%p`.
-
-    NCCL writes about its channels once, and little afterwards. Nothing, where a person has set any of it.
-    """
+    NCCL writes about its channels once, and little afterwards. Nothing, where a person has set any of it."""
     if any(name in present for name in (DEBUG, SUBSYSTEMS, FILE)):
         return {}
     return {DEBUG: "INFO", SUBSYSTEMS: "INIT,NET", FILE: path}
 
 
 def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | None:
-    """Where NCCL writes in this process; None if it writes to the terminal, or says nothing of its channels.
-
-    Source: NCCL's `ncclDebugInit`: %h, %p and %% are replaced, and % and slashes in a host's name become dashes. Channels are
-    part of INIT, which is in the default list of subsystems; a list may begin with ^ for "all but".
-    """
+    """Where NCCL writes in this process; None if it writes to the terminal, or says nothing of its channels. Source: NCCL's
+    `ncclDebugInit`: %h, %p and %% are replaced, and % and slashes in a host's name become dashes. Channels are part of INIT,
+    which is in the default list of subsystems; a list may begin with ^ for "all but"."""
     path, subsystems = environment.get(FILE), environment.get(SUBSYSTEMS, "INIT").upper()
     named = not {"INIT", "ALL"}.isdisjoint(subsystems.removeprefix("^").split(","))
     if not path or environment.get(DEBUG, "").upper() not in _LISTENING or named is subsystems.startswith("^"):

@@ -31,11 +31,8 @@ _NAMED_AT_MOST = 3
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """What one host runs.
-
-    `code` has a digest for each package's modules and folders ("elastictrain/train"), `folders` where each package lies.
-    `config` is a digest of what all must have in common; empty if unknown.
-    """
+    """What one host runs. `code` has a digest for each package's modules and folders ("elastictrain/train"), `folders` where
+    each package lies. `config` is a digest of what all must have in common; empty if unknown."""
 
     code: Mapping[str, str]
     folders: Mapping[str, str]

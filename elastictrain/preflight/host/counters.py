@@ -50,10 +50,8 @@ _NET_FILES = ("carrier_changes", "statistics/rx_errors", "statistics/tx_errors",
 
 @dataclass(frozen=True, slots=True)
 class PortCounters:
-    """A reading. `ports`: counters by port ("mlx5_0/1", "eth0"). `time`: unix seconds; `uptime_s`: since boot.
-
-    A file of another `format` is no reading.
-    """
+    """A reading. `ports`: counters by port ("mlx5_0/1", "eth0"). `time`: unix seconds; `uptime_s`: since boot. A file of
+    another `format` is no reading."""
 
     boot_id: str
     time: float
@@ -84,10 +82,8 @@ def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
 
 
 def growth(before: PortCounters, after: PortCounters) -> tuple[float, Mapping[str, Mapping[str, int]]]:
-    """The hours between two readings, and what came in them to the counters of ports that both know.
-
-    A counter that is smaller than before was reset, and counts from zero; after a boot all do, and the time since boot counts.
-    """
+    """The hours between two readings, and what came in them to the counters of ports that both know. A counter that is smaller
+    than before was reset, and counts from zero; after a boot all do, and the time since boot counts."""
     rebooted = before.boot_id != after.boot_id
     seconds = after.uptime_s if rebooted else after.time - before.time
     ports = {}

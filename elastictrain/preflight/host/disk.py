@@ -33,10 +33,8 @@ _MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room on the file system of a folder, for this user. Inodes are None where the file system does not count them.
-
-    `kind`: such as "tmpfs"; None if unknown.
-    """
+    """Room on the file system of a folder, for this user. Inodes are None where the file system does not count them. `kind`:
+    such as "tmpfs"; None if unknown."""
 
     path: str
     total_bytes: int

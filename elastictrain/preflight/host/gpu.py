@@ -118,9 +118,7 @@ class Gpu:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
     """What a vendor's tool said. `whole`: it was read to its end. `detail`: the tool's own words, where there is trouble.
-
-    `lost`: GPUs, by PCI address or index, that the driver knows and cannot reach.
-    """
+    `lost`: GPUs, by PCI address or index, that the driver knows and cannot reach."""
 
     vendor: Vendor
     tool: str

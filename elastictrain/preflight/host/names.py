@@ -99,11 +99,9 @@ class HostsLine:
 
 @dataclass(frozen=True, slots=True)
 class NameFacts:
-    """What the own name means, and what the addresses under which ranks of this host appear (`reverse`) are called.
-
-    `address` is the one by which other hosts reach this one, if known; `lines` are those of /etc/hosts, `servers` those of
-    /etc/resolv.conf.
-    """
+    """What the own name means, and what the addresses under which ranks of this host appear (`reverse`) are called. `address`
+    is the one by which other hosts reach this one, if known; `lines` are those of /etc/hosts, `servers` those of
+    /etc/resolv.conf."""
 
     name: str
     own: LookUp

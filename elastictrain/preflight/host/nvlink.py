@@ -75,9 +75,7 @@ def check_fabric(surroundings: Surroundings, report: GpuReport | None) -> list[V
 @dataclass(slots=True)
 class GpuLinks:
     """NVLinks of one GPU. `speeds_gbs`: GB/s per direction, of links that are up, by number; `down`: numbers of the others.
-
-    `all_down`: the driver says that all its links are inactive: no bridge, no fabric, or all broken.
-    """
+    `all_down`: the driver says that all its links are inactive: no bridge, no fabric, or all broken."""
 
     index: int
     speeds_gbs: dict[int, float] = field(default_factory=dict)
@@ -122,11 +120,9 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 def judge_nvlink(
     links: Sequence[GpuLinks], topology: Mapping[tuple[int, int], str], *, switched: bool, mig: bool, num_gpus: int, host: str
 ) -> list[Verdict]:
-    """Links that are down or slow, and pairs of GPUs that miss links which other pairs have.
-
-    On a machine with NVSwitches every GPU must have all its links. Elsewhere bridges may join only some GPUs, so that a GPU
-    without links means nothing, and one with fewer than another is worth a look.
-    """
+    """Links that are down or slow, and pairs of GPUs that miss links which other pairs have. On a machine with NVSwitches every
+    GPU must have all its links. Elsewhere bridges may join only some GPUs, so that a GPU without links means nothing, and one
+    with fewer than another is worth a look."""
     verdict = Reporter("nvlink", host)
     if mig:
         return [verdict.skipped("MIG is on", remedy="none: GPUs that are divided by MIG do not use NVLink")]

@@ -47,11 +47,8 @@ _SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs
 
 @dataclass(frozen=True, slots=True)
 class TripMessage:
-    """One line of the process: a step begun or done, a failure, or the end.
-
-    `fault` is the name of a `storage.failures.Fault`, or CONFIG; and where the process ended without a word of its own STALLED
-    or CRASHED.
-    """
+    """One line of the process: a step begun or done, a failure, or the end. `fault` is the name of a `storage.failures.Fault`,
+    or CONFIG; and where the process ended without a word of its own STALLED or CRASHED."""
 
     begun: str = ""
     done: str = ""
@@ -65,9 +62,7 @@ class TripMessage:
 @dataclass(frozen=True, slots=True)
 class TripFacts:
     """How far the trip came. `steps` are those that were completed, each with its milliseconds; `doing` is the one after them.
-
-    `mount` is what the folder lies on, if it is one on this host.
-    """
+    `mount` is what the folder lies on, if it is one on this host."""
 
     url: str
     steps: tuple[tuple[str, float], ...]

@@ -61,11 +61,8 @@ class Selection:
 
 
 def select(gpus: Sequence[Gpu], environment: Mapping[str, str], vendor: Vendor) -> Selection:
-    """The GPUs that the environment leaves, in its order.
-
-    Source: CUDA's rule for CUDA_VISIBLE_DEVICES, which ROCm follows: indices or prefixes of UUIDs; the list ends at the first
-    entry that is invalid; an empty list hides all.
-    """
+    """The GPUs that the environment leaves, in its order. Source: CUDA's rule for CUDA_VISIBLE_DEVICES, which ROCm follows:
+    indices or prefixes of UUIDs; the list ends at the first entry that is invalid; an empty list hides all."""
     left = Selection(tuple(gpus))
     for variable in SELECTORS[vendor]:
         value = environment.get(variable)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -59,11 +60,18 @@ class Other(Alone):
         assert (source, target) == (1, 1)
 
 
-def run(collectives: Alone, request: Request) -> GroupFindings:
+def run(collectives: Alone, request: Request, *, on_part: Callable[[str], None] = lambda _: None) -> GroupFindings:
     group = Group(cast(dist.ProcessGroup, None), "gloo", CPU)
     identity = Identity(0, 1, 0, 1, "h1", launched=False)
     checks = GroupChecks(
-        group, Table(), identity, request, hosts=["h1"], collectives=collectives, matmul=lambda device, *, budget_s: 1.0
+        group,
+        Table(),
+        identity,
+        request,
+        hosts=["h1"],
+        on_part=on_part,
+        collectives=collectives,
+        matmul=lambda device, *, budget_s: 1.0,
     )
     return checks.run()
 
@@ -79,7 +87,10 @@ def test_a_world_of_one() -> None:
 @pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
 def test_each_can_be_left_out(check: str) -> None:
     assert check in OF_GROUPS
-    findings = run(Alone(*PLACE), Request(full=True, settings=settings(**{check: "off"})))
+    entered: list[str] = []
+    findings = run(Alone(*PLACE), Request(full=True, settings=settings(**{check: "off"})), on_part=entered.append)
+    # Without it nobody knows who the others are.
+    assert ({"collectives": "broadcast"}.get(check, check) in entered) is (check == "present")
     assert check not in {verdict.check for verdict in findings.verdicts}
     assert len({verdict.check for verdict in findings.verdicts}) == 2
 

@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.preflight.group.members import group_limit, introduced, local_limit, network_limit, strangers
+from elastictrain.preflight.group.members import group_limit, introduced, local_limit, strangers
 from tests.unit.preflight.group.ranks import H200, members
 
 
@@ -60,7 +60,6 @@ def test_one_rank_on_each_host_uses_no_link_between_gpus() -> None:
 
 
 def test_one_unknown_link_leaves_the_limit_unknown() -> None:
-    assert network_limit(None) is None
     known, unknown = members("h1", device=H200, network_gbps=400.0), members("h2", device=H200)
     assert group_limit([*known, *unknown]) is None
     assert group_limit([*members("h1", device=H200), *members("h1", device="something new")]) is None

@@ -53,6 +53,15 @@ def test_h200_under_570(answered: Answered) -> None:
     assert (bad.uncorrected, bad.worn_out, bad.remap_pending, bad.recovery) == (3, True, True, "Drain and Reset")
 
 
+def test_what_an_older_driver_recommends(recorded: Callable[[str], str]) -> None:
+    text = recorded("nvidia_smi_525_a100.xml")
+    assert "<reset_required>Yes" in text
+    drains = text.replace("<reset_required>Yes", "<reset_required>No").replace(
+        "<drain_and_reset_recommended>No", "<drain_and_reset_recommended>Yes"
+    )
+    assert {gpu.recovery for gpu in parse_nvidia(ToolOutput(0, drains, "")).gpus} == {"Drain and Reset"}
+
+
 def test_gb200_in_another_pci_domain(answered: Answered) -> None:
     report = parse_nvidia(answered("nvidia_smi_580_gb200.xml"))
     assert [gpu.bus for gpu in report.gpus] == ["0008:01:00.0", "0009:01:00.0"]

@@ -50,6 +50,8 @@ def test_another_version_than_the_drivers() -> None:
     assert (found.status, "535.161.08" in str(found.expected)) == (Status.WARN, True)
     assert "nvidia-fabricmanager-535" in found.remedy
     assert checked("failed", "535.129.03")[0].status is Status.FAIL
+    # Whether it runs is not known.
+    assert [(found.status, found.measured) for found in checked(None, "535.129.03")] == [(Status.FAIL, "version 535.129.03")]
     new = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", driver="580.65.06", gpus=(Gpu(index=0),))
     assert "install nvidia-fabricmanager in exactly the driver's version 580.65.06" in checked("inactive", None, new)[0].remedy
 
