@@ -9,7 +9,6 @@ from elastictrain.errors import ConfigError, Problem
 LAUNCHER, GENERATION, RESTARTED, FOLDER, PREDECESSORS, STORE_HOST = (
     f"ELASTICTRAIN_{name}" for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREDECESSORS", "STORE_HOST")
 )
-"""Variables that our launcher sets for its workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,6 @@ class Launcher:
     """Whether this start follows another one of the same launch."""
 
     folder: str
-    """Where workers leave word for it."""
-
     predecessors: str = ""
     """Processes of the generation before that still held devices and memory, as `fault.exits` writes them."""
 
@@ -41,7 +38,6 @@ class Identity:
     """Whether torchrun or our launcher started us; otherwise we are a world of one and need no rendezvous."""
 
     launcher: Launcher | None = None
-    """Who started us, if that was our own launcher."""
 
     @property
     def is_log_rank(self) -> bool:

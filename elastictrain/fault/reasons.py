@@ -163,7 +163,6 @@ class ExitClassification:
     """Whether it is this rank's own trouble: the others do not find it too, and wait for this rank."""
 
     missing: tuple[int, ...] = ()
-    """As in `Reason`."""
 
 
 def classify_exit(

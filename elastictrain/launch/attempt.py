@@ -64,8 +64,6 @@ class Attempt:
     """When its workers are asked to end once more: some may not have been there yet."""
 
     kill_s: float = inf
-    """When workers that have not ended by themselves are killed."""
-
     lost_worker: bool = False
 
     def lose_worker(self, *, now_s: float) -> None:

@@ -59,7 +59,6 @@ class _Worker:
     """Where it is no fork. Kept, for a later Popen would ask for the end of one that nobody refers to."""
 
     told: bool = False
-    """Whether the launcher knows how it ended."""
 
 
 class ForkServer:

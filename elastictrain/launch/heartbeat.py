@@ -35,7 +35,6 @@ _WINDOWS_WITHIN_LOST = 2
 """A host is heard if anything came from it within this part of the time after which it counts as lost: several beats."""
 
 _Target = tuple[str, int] | tuple[str, int, int, int]
-"""A place that a socket sends to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +156,10 @@ class HeartbeatMesh:
         """What this host says of itself while that generation has ended here, and before the next one begins."""
 
         self._records: dict[str, HostRecord] = {}
-        """What others said of themselves, until it is taken."""
-
         self._num_sent = 0
         self._guard = ReplayGuard(host)
         self._members: Mapping[str, _Target] = {}
-        """Of the generation that is followed."""
-
         self._others: Mapping[str, _Target] = {}
-        """Other hosts that live."""
-
         self._sources: dict[str, _Target] = {}
         """Of hosts that are heard: they may know of this one before it knows of them."""
 
@@ -180,8 +173,6 @@ class HeartbeatMesh:
         """Which hosts are heard now, members or not, and since when it is these."""
 
         self._newest = (0, False)
-        """What others have told of generations."""
-
         self._newest_s = clock()
         self._closed = False
         self._socket = _bound_socket()

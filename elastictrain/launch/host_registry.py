@@ -48,14 +48,10 @@ class HostRegistry:
         """Whether the other hosts' records are read; while it trains, only the first host of a group needs them."""
 
         self.hears: tuple[str, ...] = ()
-        """Whom this host's heartbeat hears, for its record."""
-
         self._lock = threading.Lock()
         """For what follows: several threads change it."""
 
         self.record = record
-        """What this host says of itself."""
-
         self.known = ClusterState(me=record)
         self._proposal: Generation | None = None
         self._reads = {"records": 0, "generations": 0}

@@ -66,8 +66,6 @@ class Supervisor:
     workers: WorkerGroup
     recorder: Recorder
     folder: Path
-    """Private to this launcher."""
-
     expected_hosts: int
     free_after: int
     """The newest generation when this launcher found that no other run trains in the folder."""
@@ -99,8 +97,6 @@ class Supervisor:
 
         self._stopped_step = 0
         self._unforked = ""
-        """Why workers were not forks, as last said."""
-
         self._said = self._waits_for = ""
         self._waits_since_s = 0.0
         self._retry_s = float("inf")
@@ -294,7 +290,6 @@ class Supervisor:
             self.recorder.record(attempt.generation.number, WorkersNotForked(reason=unforked))
 
     def _leave_if_asked(self) -> int | None:
-        """A person, a scheduler or the cloud wants this host back."""
         request, attempt = self.stop_request(), self._attempt
         if request is None:
             return None
@@ -328,7 +323,6 @@ class Supervisor:
         return self._leave(EXIT_STOPPED, newest.reason)
 
     def _retry_if_unfit(self) -> int | None:
-        """Check a host that was left out again, or leave."""
         retry_s = self.config.launch.retry_unfit_s
         if self.registry.record.state is not HostState.UNFIT or self.clock() < self._retry_s:
             return None

@@ -51,8 +51,6 @@ class WorkerOrder:
     """The workers of one generation on one host."""
 
     arguments: tuple[str, ...]
-    """Of `elastictrain.run`."""
-
     environments: tuple[Mapping[str, str], ...]
     """What is set for each worker in addition to the launcher's own."""
 
@@ -120,8 +118,6 @@ class _Run:
 
     codes: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
-    """The codes of those that failed first."""
-
     killed: list[psutil.Process] = field(default_factory=list)
     killed_s: float | None = None
 
@@ -253,7 +249,6 @@ class WorkerGroup:
         self._reap()
 
     def _receive(self) -> None:
-        """What the server has told."""
         assert self._channel is not None  # noqa: S101
         with suppress(OSError):
             while data := self._channel.recv(1 << 16, socket.MSG_DONTWAIT):

@@ -94,7 +94,6 @@ class Sign:
     beat: int
     state: str = ""
     writers: tuple[str, ...] = ()
-    """Its processes."""
 
     @property
     def gone(self) -> bool:

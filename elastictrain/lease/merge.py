@@ -52,7 +52,6 @@ MERGED_BYTES = 16 << 20
 """What one merged object grows to, but for the last journal that goes into it."""
 
 _READS = 16
-"""Journals that are read at once."""
 
 _MERGES = 64
 """A run that has many journals left is merged little by little, as merging takes time of the process that trains."""
@@ -64,13 +63,10 @@ class JournalObject:
 
     info: ObjectInfo
     number: int
-    """Of its start."""
-
     log: str
     """The same for all objects of one journal."""
 
     writer: str
-    """`r00000`, `others` or `launchers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +231,6 @@ def _merge(store: Store, merge: Merge) -> None:
 
 
 def _journals(store: Store, keys: Sequence[str]) -> Iterator[list[bytes]]:
-    """The lines of each, in their order."""
     for first in range(0, len(keys), _READS):
         for data in side_by_side([partial(_read, store, key) for key in keys[first : first + _READS]]):
             yield _whole_lines(data)

@@ -34,8 +34,6 @@ class ClusterPlace:
     """The address at which the other hosts reach this one; empty: the one from which the kernel sends to them."""
 
     peers: tuple[str, ...] = ()
-    """Names or addresses of other hosts, as far as they are known."""
-
     deadline: float | None = None
     """Unix time at which the cluster ends the job, if it says so."""
 
@@ -43,8 +41,6 @@ class ClusterPlace:
     """The cluster's name for the job; empty if unknown."""
 
     conclusions: tuple[str, ...] = ()
-    """What was concluded from which variable, for people."""
-
     warnings: tuple[str, ...] = ()
     """What is probably not meant, and what to do about it."""
 

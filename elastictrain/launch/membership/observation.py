@@ -68,8 +68,6 @@ class ClusterState:
     """Those of `newest`, by host; read before `observed` was."""
 
     ended_since_s: float | None = None
-    """When the first of them was seen here."""
-
     observed: Mapping[str, HostObservation] = field(default_factory=dict)
     read_s: float = -inf
     """When `observed` was read last, in a turn in which this host's own record could be written as well. Nobody has become

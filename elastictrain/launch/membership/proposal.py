@@ -276,7 +276,6 @@ class _GenerationProposal:
 
 
 def _numbered(members: list[HostRecord]) -> list[HostRecord]:
-    """As the cluster numbers them, if it numbers them all."""
     return sorted(members, key=_by_number) if all(record.order >= 0 for record in members) else members
 
 

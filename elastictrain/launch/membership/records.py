@@ -64,8 +64,6 @@ class End:
     """Where the worker was that failed first; empty if unknown."""
 
     step: int
-    """The step in which it was; 0 if none."""
-
     committed_step: int
     """The newest step that a committed checkpoint held, as this host knows; 0 if none, or where its workers still run: its
     record tells it later."""
@@ -174,8 +172,6 @@ class Generation:
     outcome: GenerationOutcome
     members: tuple[GenerationMember, ...]
     master_port: int
-    """On the first member."""
-
     proposer: str
     failures: tuple[GenerationFailure, ...]
     """Failures since the last progress, oldest first: what the restart policy goes by."""
@@ -184,12 +180,8 @@ class Generation:
     """Hosts that were found unfit and are left out until they say that they are ready again."""
 
     pause_s: float
-    """How long its hosts wait before they start."""
-
     exit_code: int
     reason: str
-    """Why it was made, for people."""
-
     owner: str = LAUNCHER
     """Who trains in it; empty in records that are older than owners."""
 

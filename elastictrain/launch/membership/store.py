@@ -37,7 +37,6 @@ class MembershipStore:
         """The last one that this host has created, which whoever looks for the newest is not pointed at yet."""
 
         self._known_keys: frozenset[str] = frozenset()
-        """Of the records that were there the last time."""
 
     def token(self) -> bytes:
         """The run's secret, known to whoever may read its storage; made by whoever comes first.
