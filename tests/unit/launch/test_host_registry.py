@@ -377,7 +377,7 @@ def test_storage_that_fails_is_tried_again(part: str, error: Exception, trouble:
         eventually(lambda: len(gate.asked) >= 5)
         assert "generations" in part or registry.known.read_s == stalled.read_s
         said = [record.getMessage() for record in caplog.records]
-        assert said == [f"the registry cannot be reached, and is tried again: {trouble}"]
+        assert [trouble in text for text in said] == [True]
         store.before = nothing
         eventually(lambda: registry.known.trouble == "")
         eventually(lambda: (line_in(store) or record("a")).ended == 1)
@@ -404,11 +404,11 @@ def test_close_writes_what_is_still_to_be_written(kind: str, tmp_path: Path) -> 
         eventually(lambda: registry.known.reads > 0)
         began_s = time.monotonic()
         registry.post(end("a", EndKind.LEAVING))
-        registry.update(HostState.GONE, reason="asked to stop", ended=1)
+        registry.update(HostState.GONE, reason="asked", ended=1)
     assert time.monotonic() - began_s < LIMIT_S / 2
     line = line_in(store)
     assert line is not None
-    assert (line.state, line.reason, line.ended) == (HostState.GONE, "asked to stop", 1)
+    assert (line.state, line.reason, line.ended) == (HostState.GONE, "asked", 1)
     assert line.end == end("a", EndKind.LEAVING)
 
 

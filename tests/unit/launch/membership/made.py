@@ -62,7 +62,7 @@ def generation(
     exit_code: int = 0,
 ) -> Generation:
     members = tuple(member(host) for host in hosts)
-    return Generation(number, outcome, members, 29_500, hosts[:1], failures, excluded, 0.0, exit_code, "made up")
+    return Generation(number, outcome, members, 29_500, hosts[:1], failures, excluded, 0.0, exit_code, "made-up")
 
 
 def end(
@@ -77,7 +77,7 @@ def end(
     lost: str = "",
     blames: tuple[str, ...] = (),
 ) -> End:
-    return End(number, host, kind, code, phase, step, committed, f"{kind} on {host}", lost, blames)
+    return End(number, host, kind, code, phase, step, committed, f"{kind}-{host}", lost, blames)
 
 
 def by_host(ends: Iterable[End]) -> Mapping[str, End]:

@@ -10,6 +10,7 @@ from tests.unit.launch.membership.made import NOW_S, OPTIONS, cluster, end, gene
 
 READY, UNFIT = HostState.READY, HostState.UNFIT
 HERE_LONG = observed(record("z"))
+WORTH = "z came: what a restart costs (20 s) is won back in 40 s"
 
 
 def training(
@@ -28,7 +29,7 @@ def test_the_first_member_ends_the_generation_for_a_host_that_came() -> None:
     decision = decide(training(HERE_LONG), OPTIONS)
     assert isinstance(decision, Finish)
     assert (decision.end.kind, decision.end.host, decision.end.generation, decision.at_once) == (EndKind.GROW, "a", 5, False)
-    assert decision.end.reason == "z came: what a restart costs (20 s) is won back in 40 s"
+    assert decision.end.reason == WORTH
 
 
 def test_only_the_first_member_does_and_not_while_it_ends_anyway() -> None:
@@ -71,7 +72,7 @@ def test_workers_for_which_there_is_nothing_to_do_are_no_gain() -> None:
     assert grows(replace(training(HERE_LONG), most_processes=3))
     wide = observed(record("y", processes=8))
     looked = replace(training(wide, HERE_LONG), most_processes=3)
-    assert worth_growing(looked, generation(5, "ab"), OPTIONS) == "z came: what a restart costs (20 s) is won back in 40 s"
+    assert worth_growing(looked, generation(5, "ab"), OPTIONS) == WORTH
 
 
 def test_one_host_among_many_must_stay_for_long_to_be_worth_it() -> None:
