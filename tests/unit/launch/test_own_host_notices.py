@@ -106,7 +106,7 @@ def unlimited(config: RunConfig, *, max_hours: float = 0.0, notices: bool = Fals
 def test_our_own_limit(config: RunConfig, watched: Watched) -> None:
     now = time.time()
     reason, deadline = first(unlimited(config, max_hours=0.001), watched)
-    assert reason == "launch.max_hours = 0.001 is reached"
+    assert "launch.max_hours" in reason
     assert deadline is not None
     assert now + 3.6 <= deadline < now + 3.6 + LIMIT_S
     assert [(one["event"], one["leave"], one["deadline"], one["incarnation"]) for one in watched.events()] == [
@@ -117,10 +117,9 @@ def test_our_own_limit(config: RunConfig, watched: Watched) -> None:
 
 def test_the_limit_of_the_scheduler(config: RunConfig, watched: Watched) -> None:
     end = time.time() + 10.0
-    assert first(unlimited(config, max_hours=1.0), watched, replace(PLACE, deadline=end)) == (
-        "the time limit of the job is reached",
-        end,
-    )
+    reason, deadline = first(unlimited(config, max_hours=1.0), watched, replace(PLACE, deadline=end))
+    assert deadline == end
+    assert "job" in reason
 
 
 def test_a_limit_that_is_far_away_is_no_notice(config: RunConfig, watched: Watched) -> None:
@@ -131,20 +130,20 @@ def test_a_limit_that_is_far_away_is_no_notice(config: RunConfig, watched: Watch
 
 
 def test_the_cloud_takes_the_host(config: RunConfig, watched: Watched, cloud: FakeCloud) -> None:
-    cloud.notice = Notice("preempt", "AWS takes it", 1900000000.0)
-    assert first(unlimited(config, notices=True), watched) == ("AWS takes it", 1900000000.0)
+    cloud.notice = Notice("preempt", "AWS preempts", 1900000000.0)
+    assert first(unlimited(config, notices=True), watched) == ("AWS preempts", 1900000000.0)
 
 
 def test_a_hint_is_only_told(config: RunConfig, watched: Watched, cloud: FakeCloud) -> None:
-    cloud.notice = Notice("rebalance", "AWS may take it", None, leave=False)
+    cloud.notice = Notice("rebalance", "AWS rebalances", None, leave=False)
     with watching(unlimited(config, notices=True), watched):
-        assert watched.said.get(timeout=LIMIT_S) == "this host may be taken away soon (AWS may take it); training goes on"
+        assert "(AWS rebalances)" in watched.said.get(timeout=LIMIT_S)
     assert watched.listener.asked.empty()
-    assert [(one["reason"], one["leave"], one["deadline"]) for one in watched.events()] == [("AWS may take it", False, None)]
+    assert [(one["reason"], one["leave"], one["deadline"]) for one in watched.events()] == [("AWS rebalances", False, None)]
 
 
 def test_who_does_not_want_to_ask_a_cloud_does_not(config: RunConfig, watched: Watched, cloud: FakeCloud) -> None:
-    cloud.notice = Notice("preempt", "AWS takes it", None)
+    cloud.notice = Notice("preempt", "AWS preempts", None)
     with watching(unlimited(config), watched):
         pass
     assert cloud.looks == 0

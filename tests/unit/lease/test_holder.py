@@ -31,7 +31,7 @@ def test_an_owner_that_lives_is_named_and_the_second_ends() -> None:
     scene = Scene()
     scene.hold()
     beating(scene, "first")
-    with pytest.raises(RunHeldError, match=r"process 17 on host1, generation 1 since 1970") as raised:
+    with pytest.raises(RunHeldError, match=r"process 17 .*1970") as raised:
         wait_until_free(scene.chain, "second", scene.waiting())
     assert raised.value.exit_code == 75
     assert scene.now_s <= 6
