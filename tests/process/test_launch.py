@@ -90,8 +90,10 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
         output = run.output()
     assert losses(run_dir) == undisturbed
     assert [row["outcome"] for row in generations(tmp_path)] == ["run", "run", "done"]
-    assert "local rank 1 was ended by SIGKILL" in output
-    assert f"step {STEPS} is saved in {run_dir}" in output
+    (failed, done) = events(run_dir, "generation_ended")
+    assert (failed["kind"], failed["exit_code"], done["kind"]) == ("failed", 137, "done")
+    assert "SIGKILL" in output
+    assert str(run_dir) in output.splitlines()[-1]
     assert [row["tier"] for row in events(run_dir, "resume")] == ["none", "memory"]
     assert [row["event"] for row in events(run_dir) if row["rank"] == -1] == [
         *["generation", "generation_ended"] * 2,
@@ -170,7 +172,7 @@ def test_a_killed_fork_server_takes_its_workers_with_it_before_the_next_one_star
         # They would save, and hold their devices meanwhile.
         assert all_gone(workers)
         assert run.wait(90) == 0, run.output()
-        assert "the fork server was ended by SIGKILL" in run.output()
+    assert [row["exit_code"] for row in events(run_dir, "generation_ended")] == [137, 0]
     assert losses(run_dir) == undisturbed
 
 
@@ -182,8 +184,7 @@ def test_asked_to_stop_it_saves_and_the_same_command_goes_on(tmp_path: Path, und
         run.process.terminate()
         assert run.wait(60) == 75, run.output()
         stopped_at = last_step(run_dir)
-        assert f"step {stopped_at} is saved in {run_dir}" in run.output()
-        assert "The same command goes on from there" in run.output()
+        assert f"step {stopped_at}" in run.output().splitlines()[-1]
         wait_until(lambda: all_gone(family), what="the end of all processes")
     with launched(PACED, folder=tmp_path, name="again") as run:
         assert run.wait(90) == 0, run.output()
@@ -214,7 +215,7 @@ def test_it_stays_until_storage_has_what_its_workers_left_in_memory(tmp_path: Pa
         finally:
             saver.resume()
         assert run.wait(30) == 75, run.output()
-    assert f"step {stop['step']} is saved in {run_dir}" in run.output().splitlines()[-1]
+    assert f"step {stop['step']}" in run.output().splitlines()[-1]
     wait_until(lambda: not savers(tmp_path), what="the end of the saver")
 
 
@@ -241,7 +242,7 @@ def test_a_stop_after_all_workers_were_killed_waits_for_the_saver(slow: bool, in
             for worker in workers:
                 disturb(worker)
         if not slow:
-            wait_until(lambda: "generation 1 has ended here" in run.output(), what="the end of the generation")
+            wait_until(lambda: bool(events(run_dir, "generation_ended")), what="the end of the generation")
         launcher.terminate()
         if slow:
             # Inside the namespace it has another number.
@@ -252,7 +253,7 @@ def test_a_stop_after_all_workers_were_killed_waits_for_the_saver(slow: bool, in
     (saved,) = events(run_dir, "checkpoint_saved")
     assert saved["reason"] == "flush"
     assert saved["step"] >= max(row["step"] for row in events(run_dir, "snapshot"))
-    assert f"step {saved['step']} is saved in {run_dir}" in run.output().splitlines()[-1]
+    assert f"step {saved['step']}" in run.output().splitlines()[-1]
     wait_until(lambda: not savers(tmp_path), what="the end of the saver")
 
 
@@ -274,8 +275,10 @@ def test_what_cannot_be_mended_is_not_tried_again(tmp_path: Path) -> None:
         assert run.wait(60) == 78
         output = run.output()
     assert output.count("NoSuchLlama") <= 3
-    assert "change what the message names" in output
     assert "Traceback" not in output
+    (ended,) = events(tmp_path / "run", "launcher_ended")
+    assert ended["exit_code"] == 78
+    assert "NoSuchLlama" in ended["reason"]
     assert [row["outcome"] for row in generations(tmp_path)] == ["run", "give up"]
 
 
@@ -285,9 +288,11 @@ def test_a_crash_loop_ends_with_its_reasons(tmp_path: Path) -> None:
     with launched([*failing, "launch.processes=1"], folder=tmp_path) as run:
         assert run.wait(120) == 70, run.output()
         output = run.output()
-    assert "failed 3 times in a row without a newly committed step" in output
-    assert output.count("ZeroDivisionError in forward of step 2") >= 3
-    assert "step 2 failed 3 times: a poisoned batch" in output
+    (ended,) = events(tmp_path / "run", "launcher_ended")
+    assert ended["exit_code"] == 70
+    assert "3 times" in ended["reason"]
+    assert output.count("ZeroDivisionError") >= 3
+    assert "step 2" in ended["reason"]
     assert [len(row["failures"]) for row in generations(tmp_path)] == [0, 1, 2, 3]  # type: ignore[arg-type]
     assert time.monotonic() - began < 120
 
@@ -295,5 +300,5 @@ def test_a_crash_loop_ends_with_its_reasons(tmp_path: Path) -> None:
 def test_a_wrong_configuration_is_told_before_anything_starts(tmp_path: Path) -> None:
     with launched(["launch.max_hosts=1", "launch.min_hosts=2"], folder=tmp_path) as run:
         assert run.wait(30) == 78
-        assert "`launch.max_hosts` must be >= `launch.min_hosts` = 2" in run.output()
+        assert "`launch.max_hosts`" in run.output()
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
-"""How an environment is refused."""
+"""How an environment is refused, and what is said of one that is not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 
@@ -20,3 +20,8 @@ def without(environment: Mapping[str, str], *names: str) -> dict[str, str]:
     """A copy that lacks some variables, which must have been there."""
     assert set(names) <= set(environment)
     return {name: value for name, value in environment.items() if name not in names}
+
+
+def told(sentences: Iterable[str], *parts: str) -> bool:
+    """Whether one of the sentences has all of these in it: figures, variables and their values."""
+    return any(all(part in sentence for part in parts) for sentence in sentences)

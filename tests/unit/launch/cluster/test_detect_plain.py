@@ -6,6 +6,7 @@ from elastictrain.launch.cluster.place import ClusterPlace
 from tests.unit.launch.cluster.environments import SHELL, SLURM_TASK_PER_NODE, VAST
 
 HERE = {"names": ("b", "b.lan", "10.0.0.2")}
+from tests.unit.launch.cluster.refusals import told
 
 
 def test_nothing_is_known_of_others() -> None:
@@ -24,14 +25,15 @@ def test_the_first_host_is_no_peer_of_itself() -> None:
 def test_a_host_with_a_number_is_not_alone() -> None:
     place = detect(SHELL | {"PET_NODE_RANK": "3"})
     assert (place.order, place.num_hosts) == (3, 0)
-    assert place.conclusions == ("this is host 3 (PET_NODE_RANK=3), counted from 0",)
+    assert told(place.conclusions, "host 3", "(PET_NODE_RANK=3)")
 
 
 @pytest.mark.parametrize("hosts", [("a", "b", "c"), ("10.0.0.1", "10.0.0.2", "10.0.0.3"), ("a.lan", "b.lan", "c.lan")])
 def test_a_list_of_hosts(hosts: tuple[str, ...]) -> None:
     place = detect(SHELL, **HERE, hosts=hosts)
     assert (place.kind, place.order, place.num_hosts, place.peers) == ("plain", 1, 3, (hosts[0], hosts[2]))
-    assert place.conclusions == ("3 hosts (`launch.hosts`)", f"this is host 1 ({hosts[1]}), counted from 0")
+    assert told(place.conclusions, "3 hosts", "`launch.hosts`")
+    assert told(place.conclusions, "host 1", f"({hosts[1]})")
 
 
 def test_a_host_that_does_not_know_its_name_has_no_number() -> None:
@@ -54,10 +56,7 @@ def test_a_wrong_list_is_refused(hosts: tuple[str, ...], messages: str) -> None:
 def test_a_persons_list_comes_before_every_cluster() -> None:
     place = detect(SLURM_TASK_PER_NODE | VAST, **HERE, hosts=("a", "b"))
     assert (place.kind, place.order, place.num_hosts) == ("plain", 1, 2)
-    assert place.warnings == (
-        "`launch.hosts` is given, so that Slurm is not asked",
-        "`launch.hosts` is given, so that Vast is not asked",
-    )
+    assert [told([warning], "`launch.hosts`", name) for warning, name in zip(place.warnings, ("Slurm", "Vast"), strict=True)]
 
 
 def test_ranks_that_nobody_explains_are_left_aside() -> None:
