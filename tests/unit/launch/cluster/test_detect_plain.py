@@ -4,9 +4,9 @@ from elastictrain.errors import ConfigError
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import ClusterPlace
 from tests.unit.launch.cluster.environments import SHELL, SLURM_TASK_PER_NODE, VAST
+from tests.unit.launch.cluster.refusals import told
 
 HERE = {"names": ("b", "b.lan", "10.0.0.2")}
-from tests.unit.launch.cluster.refusals import told
 
 
 def test_nothing_is_known_of_others() -> None:
