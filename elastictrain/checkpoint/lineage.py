@@ -124,10 +124,7 @@ def number_of(incarnation: str) -> int:
 
 
 class Fence:
-    """Asked before each commit: one read of storage, as long as no newer generation exists.
-
-    The number of an incarnation is that of its generation, so that every manifest carries it.
-    """
+    """Asked before each commit: one read of storage, as long as no newer generation exists."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

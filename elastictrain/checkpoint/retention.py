@@ -61,9 +61,8 @@ def plan_retention(
     keep_every: int,
     unknown: Collection[str] = (),
 ) -> tuple[Deletion, ...]:
-    """Deletions, oldest first. Pure. `newest` is verified; `intact` names folders whose manifest and files check out.
-
-    `unknown` names folders of a format that this release does not read.
+    """Deletions, oldest first. `newest` is verified; `intact` names folders whose manifest and files check out; `unknown` those
+    of a format that this release does not read.
     """
     verified = next((folder for folder in folders if folder.name == newest and newest in intact), None)
     if verified is None or not verified.has_manifest or verified.quarantined:

@@ -174,10 +174,7 @@ def _read_range(folder: CheckpointFolder, file: str, data: memoryview, *, start:
 
 
 def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
-    """Checks the headers of `files`: their digests, and that they tell the same of the tensors as the manifest.
-
-    Raises: DamagedFileError, StorageError.
-    """
+    """The headers of `files` have their digests, and agree with the manifest. Raises: DamagedFileError, StorageError."""
     placed = chunks_by_file(manifest)
     for file in files:
         _twice(partial(_check_header, folder, file, placed[file.name]), DamagedFileError)

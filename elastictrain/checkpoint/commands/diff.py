@@ -142,10 +142,7 @@ def _boxes(record: TensorRecord) -> set[tuple[tuple[int, ...], tuple[int, ...], 
 
 
 def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: CheckpointFolder) -> dict[str, Difference]:
-    """Reads the tensors that may differ, chunk by chunk; those that do by name, worst first.
-
-    Raises: DamagedFileError, StorageError.
-    """
+    """Reads what may differ; the tensors that do by name, worst first. Raises: DamagedFileError, StorageError."""
     # At most: of both together.
     total = sum(chunk.size_bytes for pair in pairs.values() for record in pair for chunk in record.chunks)
     with (

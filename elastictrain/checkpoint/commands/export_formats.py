@@ -175,10 +175,7 @@ def write_dcp(source: ExportSource, target: ExportTarget) -> None:
 
 
 def nested_state(source: ExportSource) -> dict[str, object]:
-    """All tensors by family and name, and what else there is to know of the checkpoint.
-
-    Raises: HostUnfitError, rather than to be killed half-way.
-    """
+    """All tensors by family and name, and the facts of the checkpoint. Raises: HostUnfitError if memory is too small."""
     manifest = source.manifest
     needed_bytes = sum(source.size_bytes_of(name) for name in manifest.tensors)
     available_bytes = psutil.virtual_memory().available

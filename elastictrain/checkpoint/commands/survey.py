@@ -196,10 +196,7 @@ class Checkpoint:
 
 
 def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected: Sequence[Reject] = ()) -> Checkpoint:
-    """The newest checkpoint that will do, without the `rejected` ones.
-
-    Raises: NoValidCheckpointError; UnknownFormatError; StorageError.
-    """
+    """The newest that is valid and not `rejected`. Raises: NoValidCheckpointError; UnknownFormatError; StorageError."""
     run, rejects = location.run, {reject.folder: reject for reject in rejected}
     while True:
         # Listed anew each time: a run that is still training saves and prunes meanwhile.

@@ -90,12 +90,7 @@ def choose_folders(
 
 
 def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[Surveyed]:
-    """Reads all files of the chosen ones, `threads` at once, and says of each what that showed.
-
-    Each thread needs the memory of one span or chunk.
-
-    Raises: StorageError.
-    """
+    """Reads all files of the chosen ones, `threads` at once in the memory of a span or chunk each. Raises: StorageError."""
     stopped = Event()
     jobs: list[tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]] = []
     for one in chosen:

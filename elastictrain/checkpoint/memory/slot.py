@@ -160,10 +160,7 @@ class Slot:
 
     @classmethod
     def hold(cls, path: str, *, wait_s: float = 0.0) -> "Slot | None":
-        """An existing slot that its writer cannot change until it is closed; None if the writer holds it longer than `wait_s`.
-
-        Raises: OSError.
-        """
+        """An existing slot, shut to its writer; None if the writer holds it longer than `wait_s`. Raises: OSError."""
         slot, deadline = cls.open(path), time.monotonic() + wait_s
         try:
             while not slot.lock(shared=True):
@@ -206,10 +203,7 @@ class Slot:
             done += count
 
     def read_snapshot(self, buffer: memoryview, start: int) -> None:
-        """As `read_into`, for a `SnapshotSource`: a copy, in which nothing changes between its verification and its use.
-
-        Raises: TransientStorageError.
-        """
+        """As `read_into`: a copy, in which nothing changes after its verification. Raises: TransientStorageError."""
         try:
             self.read_into(buffer, start=start)
         except OSError as error:
