@@ -4,13 +4,14 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from elastictrain.config.composed import RunConfig, TaskGroup
 from elastictrain.config.constraints import describe, show
+from elastictrain.config.validate import parameters_of
 
 GROUPS = tuple(field.name for field in fields(RunConfig))
 """Top-level names of a configuration."""
@@ -34,14 +35,21 @@ class Key:
     doc: str
 
 
+def own_fields(cls: type) -> tuple[Field[Any], ...]:
+    """Those of a dataclass."""
+    return fields(cls) if is_dataclass(cls) else ()
+
+
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field; empty for fields without, and where the source is not at hand."""
+    """The docstring below each field, or in its metadata; empty for fields without, and where the source is not at hand."""
+    if docs := {one.name: one.metadata["doc"] for one in own_fields(cls) if "doc" in one.metadata}:
+        return docs
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         return {}
     body = ast.parse(source).body[0]
-    docs: dict[str, str] = {}
+    docs = {}
     statements = body.body if isinstance(body, ast.ClassDef) else []
     for field, below in pairwise(statements):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)):
@@ -52,22 +60,17 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def keys_of(cls: type, *, path: str) -> list[Key]:
-    """The keys that the dataclass `cls` declares, in its order."""
-    if not is_dataclass(cls):
-        return []
-    hints = get_type_hints(cls, include_extras=True)
+    """The keys that the parameters of `cls` are, a dataclass or not, in its order."""
     docs = field_docs(cls)
+    made = {one.name: one.default_factory() for one in own_fields(cls) if one.default_factory is not MISSING}
     keys = []
-    for field in fields(cls):
-        key, hint = f"{path}.{field.name}", hints[field.name]
+    for name, (hint, parameter) in parameters_of(cls).items():
+        key = f"{path}.{name}"
         if isinstance(hint, type) and is_dataclass(hint):
             keys += keys_of(hint, path=key)
             continue
-        default = None if field.default is MISSING else show(field.default)
-        if field.default_factory is not MISSING:
-            default = show(field.default_factory())
-        doc = docs.get(field.name) or field.metadata.get("doc", "")
-        keys.append(Key(key, describe(hint), default, doc))
+        default = None if parameter.default is inspect.Parameter.empty else show(made.get(name, parameter.default))
+        keys.append(Key(key, describe(hint), default, docs.get(name, "")))
     return keys
 
 

@@ -4,13 +4,13 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import cast, get_type_hints
+from dataclasses import dataclass, is_dataclass, replace
+from typing import cast
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.config.constraints import describe, plain, show
-from elastictrain.config.schema import Key, field_docs, keys_of
-from elastictrain.config.validate import check_keys, check_value, construct, suggest_choice
+from elastictrain.config.constraints import plain
+from elastictrain.config.schema import Key, keys_of
+from elastictrain.config.validate import check_keys, check_value, construct, parameters_of, suggest_choice
 from elastictrain.errors import ConfigError, Problem
 
 TARGET = "task._target_"
@@ -93,52 +93,32 @@ def check_call(
     """Arguments for the task's class that the keys `task.*` and `model.*` give, and everything wrong with them."""
     problems: list[Problem] = []
     target = f"{cls.__module__}.{cls.__qualname__}"
-    parameters = inspect.signature(cls).parameters
     try:
-        hints = _hints(cls)
+        declared = parameters_of(cls)
     except NameError as error:
         return None, [Problem(TARGET, f"names {target}, whose constructor has an annotation that cannot be read: {error}")]
-    declared = {
-        name: (hints.get(name, object), one.default is inspect.Parameter.empty)
-        for name, one in parameters.items()
-        if one.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    }
-    hint, required = declared.pop("model", (None, False))
+    hint, parameter = declared.pop("model", (None, None))
     if "model" in options:
         problems.append(Problem("task.model", "is not a key: the model's keys are the group `model`"))
     given = {name: value for name, value in options.items() if name != "model"}
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        declared = {**dict.fromkeys(given, (object, False)), **declared}
+    for one in inspect.signature(cls).parameters.values():
+        if one.kind is inspect.Parameter.VAR_KEYWORD:
+            declared = {**dict.fromkeys(given, (object, one)), **declared}
     arguments, found = check_keys(declared, values=given, path="task", vocabulary=vocabulary)
     problems += found
-    if hint is None:
+    if parameter is None:
         problems += [Problem(f"model.{key}", f"is not a key: {target} takes no model") for key in model]
-    elif model or required:
+    elif model or parameter.default is inspect.Parameter.empty:
         arguments["model"], found = check_value(model, hint=hint, path="model")
         problems += found
     return (None, problems) if problems else (TaskCall(cls, arguments), [])
 
 
-def _hints(cls: type) -> dict[str, object]:
-    """Annotations of the constructor's parameters, also of an inherited one."""
-    constructor: object = inspect.getattr_static(cls, "__init__")
-    return dict(get_type_hints(constructor, include_extras=True))
-
-
 def task_keys(target: str) -> list[Key]:
     """The keys `task.*` and `model.*` that a task declares; none if it cannot be imported."""
     cls, _ = find_task(target)
-    if cls is None:
-        return []
-    hints, docs, keys = _hints(cls), field_docs(cls), []
-    for name, parameter in inspect.signature(cls).parameters.items():
-        hint = hints.get(name, object)
-        if name == "model" and isinstance(hint, type):
-            keys += keys_of(hint, path="model")
-        elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            default = None if parameter.default is inspect.Parameter.empty else show(parameter.default)
-            keys.append(Key(f"task.{name}", describe(hint), default, docs.get(name, "")))
-    return keys
+    keys = keys_of(cls, path="task") if cls is not None else []
+    return [replace(key, path=key.path.removeprefix("task.")) if key.path.startswith("task.model.") else key for key in keys]
 
 
 def make_task(cls: type, *, options: Mapping[str, object], model: Mapping[str, object]) -> object:

@@ -1,8 +1,9 @@
 """Decides whether plain values are what a dataclass declares; all problems are collected, none is raised."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,39 +21,47 @@ T = TypeVar("T")
 Checked = tuple[object, list[Problem]]
 
 
+def parameters_of(cls: type) -> dict[str, tuple[object, inspect.Parameter]]:
+    """The parameters of a class, a dataclass or not, by which keys may be given: name -> its type and the parameter.
+
+    Raises: NameError if an annotation cannot be read.
+    """
+    # Of an inherited constructor, too.
+    constructor: object = inspect.getattr_static(cls, "__init__")
+    hints = get_type_hints(constructor, include_extras=True)
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(cls).parameters
+    return {name: (hints.get(name, object), one) for name, one in parameters.items() if one.kind in by_name}
+
+
 def check_dataclass(
     cls: type[T], *, values: Mapping[str, object], path: str, vocabulary: Sequence[str] = ()
 ) -> tuple[T | None, list[Problem]]:
     """An instance of `cls` (or None), and everything that is wrong with `values`. Arguments as for `check_keys`."""
-    if not is_dataclass(cls):
-        raise TypeError(f"{cls} is not a dataclass")
-    hints = get_type_hints(cls, include_extras=True)
-    declared = {
-        field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
-        for field in fields(cls)
-        if field.init
-    }
-    arguments, problems = check_keys(declared, values=values, path=path, vocabulary=vocabulary)
+    arguments, problems = check_keys(parameters_of(cls), values=values, path=path, vocabulary=vocabulary)
     return (None, problems) if problems else construct(cls, arguments=arguments, path=path)
 
 
 def check_keys(
-    declared: Mapping[str, tuple[object, bool]], *, values: Mapping[str, object], path: str, vocabulary: Sequence[str] = ()
+    declared: Mapping[str, tuple[object, inspect.Parameter]],
+    *,
+    values: Mapping[str, object],
+    path: str,
+    vocabulary: Sequence[str] = (),
 ) -> tuple[dict[str, object], list[Problem]]:
-    """Good values of the keys that are given, and everything that is wrong.
+    """Good values of the keys that are given, and everything that is wrong. `declared` is that of `parameters_of`.
 
-    `declared`: key -> its type, and whether it must be given. `path` is the dotted key of the group; `vocabulary` are all
-    dotted keys there are, for suggestions.
+    `path` is the dotted key of the group; `vocabulary` are all dotted keys there are, for suggestions.
     """
     words = [*(f"{path}.{name}" for name in declared), *vocabulary]
     problems = [unknown_key(f"{path}.{name}", vocabulary=words) for name in values if name not in declared]
     arguments: dict[str, object] = {}
-    for name, (hint, required) in declared.items():
+    for name, (hint, parameter) in declared.items():
         key = f"{path}.{name}"
         if values.get(name, NOT_GIVEN) != NOT_GIVEN:
             arguments[name], found = check_value(values[name], hint=hint, path=key)
             problems += found
-        elif required or name in values:
+        elif parameter.default is inspect.Parameter.empty or name in values:
             problems.append(Problem(key, f"must be given: {describe(hint)}"))
     return arguments, problems
 

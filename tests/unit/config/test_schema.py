@@ -1,6 +1,6 @@
 """The keys, their docstrings, and conf/ agree."""
 
-from dataclasses import MISSING, Field, asdict, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -65,3 +65,13 @@ def test_config_yaml_is_a_defaults_list_with_every_group() -> None:
 
 def test_all_keys_are_dotted_names() -> None:
     assert {"run.dir", "train.micro_batch", "fault.step_timeout_s", "task._target_"} <= set(all_keys())
+
+
+@dataclass
+class Made:
+    sizes: list[int] = field(default_factory=lambda: [1, 2], metadata={"doc": "Sizes."})
+
+
+def test_a_default_that_is_made_is_shown() -> None:
+    (key,) = keys_of(Made, path="model")
+    assert (key.path, key.default, key.doc) == ("model.sizes", "[1, 2]", "Sizes.")
