@@ -46,7 +46,7 @@ CASES = (
 
 
 def test_every_wrapping_computes_the_same(tmp_path: Path) -> None:
-    assert "all the same" in warm_ranks([__file__], world_size=2, folder=tmp_path, timeout_s=240)
+    assert "alike" in warm_ranks([__file__], world_size=2, folder=tmp_path, timeout_s=240)
 
 
 def tokens_of_everybody() -> Tensor:
@@ -116,7 +116,7 @@ def main() -> None:
         assert counter is None or counter.frame_count == 1, (case, counter.frame_count)
         torch._dynamo.reset()
     if dist.get_rank() == 0:
-        sys.stdout.write("all the same\n")
+        sys.stdout.write("alike\n")
     dist.barrier()
     sys.stdout.flush()
     # gloo may abort when the interpreter takes its threads down.

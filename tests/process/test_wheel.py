@@ -89,7 +89,7 @@ def test_the_console_script_lists_its_commands(installed: Path, tmp_path: Path) 
 def test_an_unknown_command_is_a_usage_error(installed: Path, tmp_path: Path, arguments: list[str]) -> None:
     done = _run(installed, tmp_path, "elastictrain", *arguments)
     assert done.returncode == 64
-    assert "usage: elastictrain COMMAND" in done.stderr
+    assert "usage:" in done.stderr
     assert "Traceback" not in done.stderr
 
 

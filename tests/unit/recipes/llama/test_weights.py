@@ -1,7 +1,7 @@
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -132,7 +132,8 @@ def test_config_of_another_model_is_refused_by_key(tmp_path: Path) -> None:
         "model.rope_scaling_factor",
         "model.rope_original_max_position",
     }
-    assert f"must be 1e-05 as in {tmp_path}/config.json, but is 1e-06" in str(caught.value)
+    (said,) = (problem.message for problem in caught.value.problems if problem.key == "model.norm_eps")
+    assert [part in said for part in ("1e-05", f"{tmp_path}/config.json", "1e-06")] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -151,38 +152,45 @@ def test_architectures_that_differ_are_refused(change: dict[str, object], messag
         import_model(PLAIN, tmp_path)
 
 
-def test_tensors_that_are_wrong_are_named_with_their_file(tmp_path: Path) -> None:
+def renamed(whole: bytes) -> bytes:
+    return whole.replace(b'"model.norm.weight"', b'"model.form.weight"')
+
+
+def turned(whole: bytes) -> bytes:
+    return whole.replace(b'"shape":[80,64]', b'"shape":[64,80]')
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "named"),
+    [
+        (renamed, "norm.weight", ("model.norm.weight",)),
+        (turned, "embed.weight", ("model.embed_tokens.weight", "(80, 64)", "(64, 80)")),
+        (lambda whole: whole[:-1], "head.weight", ("lm_head.weight", "20480", "20479")),
+        (lambda whole: b"", "norm.weight", ()),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "norm.weight", ()),
+        (lambda whole: whole[:8] + b"x" + whole[9:], "norm.weight", ()),
+        (None, "norm.weight", ()),
+    ],
+)
+def test_tensors_that_are_wrong_are_named_with_their_file(
+    damage: Callable[[bytes], bytes] | None, name: str, named: tuple[str, ...], tmp_path: Path
+) -> None:
     export(random_model(PLAIN), tmp_path)
-    store = open_store(str(tmp_path))
     file = tmp_path / "model.safetensors"
-    whole = file.read_bytes()
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(DataError) as caught:
+        HuggingFaceWeights(open_store(str(tmp_path)), config=PLAIN).read(name)
+    assert [part for part in (str(file), *named) if part not in str(caught.value)] == []
 
-    file.write_bytes(whole.replace(b'"model.norm.weight"', b'"model.form.weight"'))
-    with pytest.raises(DataError, match=r"model\.safetensors must hold the tensor model\.norm\.weight, but does not"):
-        HuggingFaceWeights(store, config=PLAIN).read("norm.weight")
 
-    file.write_bytes(whole.replace(b'"shape":[80,64]', b'"shape":[64,80]'))
-    with pytest.raises(
-        DataError, match=r"embed_tokens\.weight must have the shape \(80, 64\) of the model, but has \(64, 80\)"
-    ):
-        HuggingFaceWeights(store, config=PLAIN).read("embed.weight")
-
-    file.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"lm_head\.weight must have 20480 bytes, but has 20479"):
-        HuggingFaceWeights(store, config=PLAIN).read("head.weight")
-
-    for damaged in (b"", b"version https://git-lfs.github.com/spec/v1\n", whole[:8] + b"x" + whole[9:]):
-        file.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"model\.safetensors: .*fetch it again"):
-            HuggingFaceWeights(store, config=PLAIN).read("norm.weight")
-
-    file.unlink()
-    with pytest.raises(DataError, match=r"model\.safetensors must exist"):
-        HuggingFaceWeights(store, config=PLAIN).read("norm.weight")
-
+def test_a_folder_without_its_config_is_refused(tmp_path: Path) -> None:
+    export(random_model(PLAIN), tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(DataError, match=r"config\.json must exist"):
-        HuggingFaceWeights(store, config=PLAIN).read("norm.weight")
+    with pytest.raises(DataError, match=f"{tmp_path}/config.json"):
+        HuggingFaceWeights(open_store(str(tmp_path)), config=PLAIN).read("norm.weight")
 
 
 def test_missing_head_hints_at_tied_embeddings(tmp_path: Path) -> None:
@@ -191,14 +199,15 @@ def test_missing_head_hints_at_tied_embeddings(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     del content["tie_word_embeddings"]
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"lm_head\.weight, but does not; set model\.tie_embeddings=true"):
+    with pytest.raises(DataError, match=r"model\.tie_embeddings=true"):
         import_model(dataclasses.replace(TIED, tie_embeddings=False), tmp_path)
 
 
 def test_export_refuses_a_tensor_of_another_shape(tmp_path: Path) -> None:
     model = random_model(PLAIN)
-    with pytest.raises(DataError, match=r"embed\.weight must have the shape \(81, 64\) of the model, but has \(80, 64\)"):
+    with pytest.raises(DataError, match=r"embed\.weight") as caught:
         export_weights(model.get_parameter, config=dataclasses.replace(PLAIN, vocab_size=81), store=open_store(str(tmp_path)))
+    assert [shape in str(caught.value) for shape in ("(81, 64)", "(80, 64)")] == [True] * 2
     assert not (tmp_path / "model.safetensors").exists()
 
 
