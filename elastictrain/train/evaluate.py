@@ -1,6 +1,7 @@
 """The loss on held-out samples: the same samples each time, on any world."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,32 +16,35 @@ from elastictrain.train.step import to_device
 from elastictrain.train.task import ShowsSample
 
 
+@dataclass(frozen=True, slots=True)
 class Evaluator:
     """Evaluates the first samples of a held-out dataset, spread over the ranks as a step's global batch is."""
 
-    def __init__(self, context: TrainContext, wrapped: Wrapped, dataset: Dataset) -> None:
-        config, identity = context.config, context.identity
-        self._context = context
-        self._wrapped = wrapped
-        self._dataset = dataset
-        self.num_samples = min(config.train.eval_samples, len(dataset))
-        share = Share(self.num_samples, config.train.micro_batch, identity.world_size, identity.rank)
-        self._portions = share.portions(0)
+    context: TrainContext
+    wrapped: Wrapped
+    dataset: Dataset
+
+    @property
+    def num_samples(self) -> int:
+        """Of one evaluation."""
+        return min(self.context.config.train.eval_samples, len(self.dataset))
 
     @torch.no_grad()
     def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> float | None:
         """The mean loss after step `step`; None if `leave`, which all ranks answer alike, broke it off. Collective: yes."""
-        module, device = self._wrapped.module, self._context.group.device
+        module, device, identity = self.wrapped.module, self.context.group.device, self.context.identity
+        micro_batch = self.context.config.train.micro_batch
+        portions = Share(self.num_samples, micro_batch, identity.world_size, identity.rank).portions(0)
         figures = torch.zeros(2, dtype=torch.float64, device=device)
         module.eval()
         try:
-            for index, portion in enumerate(self._portions):
+            for index, portion in enumerate(portions):
                 if leave():
                     return None
-                self._context.tracker.set_phase(Phase.EVAL, step=step, micro_batch=index)
-                batch = read_batch(self._dataset, range(portion.first, portion.end))
-                with self._wrapped.precision_context():
-                    output = self._context.task.loss(module, to_device(batch, device))
+                self.context.tracker.set_phase(Phase.EVAL, step=step, micro_batch=index)
+                batch = read_batch(self.dataset, range(portion.first, portion.end))
+                with self.wrapped.precision_context():
+                    output = self.context.task.loss(module, to_device(batch, device))
                 if portion.counts:
                     figures += torch.stack((output.loss_sum, output.weight)).double()
         finally:

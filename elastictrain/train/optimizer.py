@@ -83,12 +83,6 @@ def forget_steps(optimizer: AdamW) -> None:
                 tensor.zero_()
 
 
-def set_learning_rate(optimizer: AdamW, rate: float) -> None:
-    """For the next update."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def optimizer_tensors(optimizer: AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
     """The live state tensors, named after their parameters."""
     for name, parameter in named_parameters:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -135,34 +135,34 @@ def describe_divergence(divergence: Divergence, *, step: int, hosts: Sequence[st
     )
 
 
+@dataclass(frozen=True, slots=True)
 class ReplicaComparison:
     """Digests of this rank's parameters and optimizer state, gathered from all ranks; without replicas it does nothing.
 
     Buffers are left out: a forward pass changes them on each rank by itself, and DDP replaces them by those of rank 0.
     """
 
-    def __init__(self, context: TrainContext, state: TrainState, shape: MeshShape) -> None:
-        self._context = context
-        self._state = state
-        self._shape = shape
-        self._pending: dict[int, HostCopy] = {}
-        """The digests of all ranks, by step: the next step is launched before those of one are looked at."""
+    context: TrainContext
+    state: TrainState
+    shape: MeshShape
+    _pending: dict[int, HostCopy] = field(default_factory=dict, init=False)
+    """The digests of all ranks, by step: the next step is launched before those of one are looked at."""
 
     def step_launched(self, step: int) -> None:
         """The update of a step is launched. Collective: yes, at every `every_steps`."""
-        every_steps = self._context.config.fault.compare_every_steps
+        every_steps = self.context.config.fault.compare_every_steps
         if every_steps and step % every_steps == 0:
             self.begin(step)
 
     def begin(self, step: int) -> None:
         """Begin to compare the state as it is now, after `step`; more than once has no effect. Collective: yes."""
-        if self._shape.replicas == 1 or step in self._pending:
+        if self.shape.replicas == 1 or step in self._pending:
             return
-        left_out = self._state.changed_by_forward()
-        digest = state_digest(tensor for name, tensor in self._state.tensors().items() if name not in left_out)
+        left_out = self.state.changed_by_forward()
+        digest = state_digest(tensor for name, tensor in self.state.tensors().items() if name not in left_out)
         # Ranks add their own to zeros: every backend can do that, and all ranks learn which one differs.
-        digests = torch.zeros(self._shape.replicas * self._shape.shards, dtype=torch.int64, device=digest.device)
-        digests[self._context.identity.rank] = digest
+        digests = torch.zeros(self.shape.replicas * self.shape.shards, dtype=torch.int64, device=digest.device)
+        digests[self.context.identity.rank] = digest
         dist.all_reduce(digests)
         self._pending[step] = HostCopy(digests)
 
@@ -171,12 +171,12 @@ class ReplicaComparison:
         pending = self._pending.pop(step, None)
         if pending is None:
             return
-        divergence = find_divergence(pending.wait().tolist(), shards=self._shape.shards)
+        divergence = find_divergence(pending.wait().tolist(), shards=self.shape.shards)
         if divergence is None:
             return
-        hosts = self._context.generation.hosts
-        if self._context.identity.is_log_rank:
-            self._context.journal.record(
+        hosts = self.context.generation.hosts
+        if self.context.identity.is_log_rank:
+            self.context.journal.record(
                 ReplicasDiverged(
                     step=step,
                     ranks=divergence.ranks,

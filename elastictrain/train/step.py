@@ -15,7 +15,6 @@ from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.context import TrainContext
-from elastictrain.train.optimizer import set_learning_rate
 from elastictrain.train.parameters import derive_seed, local, seed_everything
 from elastictrain.train.replica_comparison import HostCopy
 
@@ -86,20 +85,21 @@ class StepResult:
     flags: StepFlags
 
 
+@dataclass(frozen=True, slots=True)
 class PendingStep:
     """A step whose figures are on their way from the device; `result` waits for them and for nothing after them."""
 
-    def __init__(self, figures: Tensor, *, step: int, rate: float) -> None:
-        self._step = step
-        self._rate = rate
-        self._figures = HostCopy(figures)
+    step: int
+    rate: float
+    figures: HostCopy
 
     def result(self) -> StepResult:
         """The step's figures on the host."""
-        loss, grad_norm, *sums = self._figures.wait().tolist()
-        return StepResult(self._step, self._rate, loss, grad_norm, StepFlags.decode(sums))
+        loss, grad_norm, *sums = self.figures.wait().tolist()
+        return StepResult(self.step, self.rate, loss, grad_norm, StepFlags.decode(sums))
 
 
+@dataclass(frozen=True, slots=True)
 class Stepper:
     """Executes optimizer steps.
 
@@ -108,63 +108,51 @@ class Stepper:
     one factor and one flag, computed on the device and applied by the fused optimizer kernel as it reads the gradients.
     """
 
-    def __init__(
-        self,
-        context: TrainContext,
-        wrapped: Wrapped,
-        optimizer: AdamW,
-        *,
-        before_update: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`before_update` is called when all of a step's work but the update is under way."""
-        self._task = context.task
-        self._tracker = context.tracker
-        self._clip_norm = context.config.train.clip_norm
-        self._seed = context.config.run.seed
-        self.wrapped = wrapped
-        self._optimizer = optimizer
-        self._before_update = before_update
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._parameters: list[Tensor] = parameters
-        self._device = local(parameters[0]).device
-        # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
-        self._copies = wrapped.shape.replicas
+    context: TrainContext
+    wrapped: Wrapped
+    optimizer: AdamW
+    before_update: Callable[[], None] = lambda: None
+    """Called when all of a step's work but the update is under way."""
 
     def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
         """Take `passes` micro-batches and commit the step `step` (from 1). Collective: yes."""
+        tracker = self.context.tracker
         figures = torch.tensor([0.0] * _FLAGS + flags.encode(), dtype=torch.float64)
-        figures = figures.to(self._device, non_blocking=True)
+        figures = figures.to(self.context.group.device, non_blocking=True)
         for index in range(passes):
-            self._tracker.set_phase(Phase.DATA, step=step, micro_batch=index)
+            tracker.set_phase(Phase.DATA, step=step, micro_batch=index)
             micro_batch = next(micro_batches)
             with accumulation(self.wrapped.module, last=index == passes - 1):
                 self._pass(step, index, micro_batch, figures)
-        self._tracker.set_phase(Phase.REDUCE, step=step)
+        tracker.set_phase(Phase.REDUCE, step=step)
         figures[_GRAD_SQUARES] = self._grad_squares()
         dist.all_reduce(figures)
-        self._tracker.set_phase(Phase.UPDATE, step=step)
-        self._before_update()
-        return PendingStep(self._update(figures, rate), step=step, rate=rate)
+        tracker.set_phase(Phase.UPDATE, step=step)
+        self.before_update()
+        return PendingStep(step, rate, HostCopy(self._update(figures, rate)))
 
     def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor) -> None:
-        self._tracker.set_phase(Phase.FORWARD, step=step, micro_batch=index)
-        seed_everything(derive_seed(self._seed, "micro-batch", step, micro_batch.portion.first))
+        tracker, device, seed = self.context.tracker, self.context.group.device, self.context.config.run.seed
+        tracker.set_phase(Phase.FORWARD, step=step, micro_batch=index)
+        seed_everything(derive_seed(seed, "micro-batch", step, micro_batch.portion.first))
         with self.wrapped.precision_context():
-            output = self._task.loss(self.wrapped.module, to_device(micro_batch.batch, self._device))
+            output = self.context.task.loss(self.wrapped.module, to_device(micro_batch.batch, device))
         counts = 1.0 if micro_batch.portion.counts else 0.0
         figures[_LOSS_SUM] += output.loss_sum.detach() * counts
         figures[_WEIGHT] += output.weight * counts
-        self._tracker.set_phase(Phase.BACKWARD, step=step, micro_batch=index)
+        tracker.set_phase(Phase.BACKWARD, step=step, micro_batch=index)
         # A pass that does not count still runs its backward: the collectives inside have to meet their partners.
         loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _grad_squares(self) -> Tensor:
-        gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
+            return torch.zeros((), dtype=torch.float64, device=self.context.group.device)
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        return norm.double().square() / self._copies
+        # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
+        return norm.double().square() / self.wrapped.shape.replicas
 
     def _update(self, figures: Tensor, rate: float) -> Tensor:
         weight = figures[_WEIGHT]
@@ -172,14 +160,16 @@ class Stepper:
         # What the backward passes left in .grad, times this, is the gradient of the mean loss.
         to_mean = self.wrapped.gradient_divisor / weight
         norm = figures[_GRAD_SQUARES].sqrt() * to_mean
-        clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else torch.ones_like(norm)
+        clip_norm = self.context.config.train.clip_norm
+        clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm > 0 else torch.ones_like(norm)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         # The attributes through which torch.amp.GradScaler, too, hands a fused optimizer its divisor and its flag.
-        self._optimizer.grad_scale = (1.0 / (to_mean * clip)).float()  # type: ignore[attr-defined]
-        self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.grad_scale = (1.0 / (to_mean * clip)).float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return torch.cat((torch.stack((loss, norm)), figures[_FLAGS:]))
 
 

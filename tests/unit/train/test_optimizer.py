@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from elastictrain.config.composed import OptimGroup
-from elastictrain.train.optimizer import forget_steps, make_optimizer, optimizer_tensors, set_learning_rate
+from elastictrain.train.optimizer import forget_steps, make_optimizer, optimizer_tensors
 
 OPTIONS = OptimGroup(lr=0.3, weight_decay=0.7, beta1=0.8, beta2=0.85, eps=1e-6)
 
@@ -28,12 +28,6 @@ def test_options_arrive() -> None:
 
 def test_a_model_without_matrices_has_one_group() -> None:
     assert [group["weight_decay"] for group in make_optimizer(nn.LayerNorm(3), OPTIONS).param_groups] == [0.0]
-
-
-def test_the_rate_is_set_for_every_group() -> None:
-    optimizer = make_optimizer(model(), OPTIONS)
-    set_learning_rate(optimizer, 0.01)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
 
 
 def test_state_is_there_before_the_first_step_and_is_what_the_step_uses() -> None:

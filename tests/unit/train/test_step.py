@@ -209,7 +209,7 @@ def test_only_the_last_pass_reduces_gradients(group_of_one: dist.HashStore) -> N
             reduced.append(any(shard.grad is not None for shard in shards))
             return super().loss(model, batch)
 
-    bench.stepper._task = Noting()
+    bench.stepper.context.task = Noting()
     bench.step(1, (2, 2, 2, 2))
     bench.step(2, (2, 2, 2, 2))
     assert reduced == [False] * 8
