@@ -26,7 +26,7 @@ from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ec
 from elastictrain.preflight.host.kernel_log import judge_xids, read_kernel_log
 from elastictrain.preflight.host.nvidia import read_nvidia
 from elastictrain.preflight.host.nvlink import check_fabric, judge_nvlink, parse_links, parse_topology, switched_fabric
-from elastictrain.preflight.host.visible import judge_pcie, judge_visible, read_lanes, read_pci, select
+from elastictrain.preflight.host.visible import check_visible, judge_pcie, read_lanes, read_pci, select
 from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
@@ -158,7 +158,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
     """
     at, host, storage_s = HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
     names_s = names.LIMIT_S + _MARGIN_S
-    ports = asked.settings.ports if asked.ports_free else ()
+    ports, num_ranks = asked.settings.ports if asked.ports_free else (), asked.local_world_size
     table = [
         Check("name", lambda: names.judge_name(at.names(), several_hosts=asked.several_hosts), names_s),
         Check("lookup", lambda: names.judge_lookups(at.names(), host=host), names_s),
@@ -172,8 +172,12 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
         Check("processes", at.check_processes),
         Check("cpu", lambda: resources.judge_cpu(at.allowance(), visible=at.visible_cpus, needed=asked.cpus, host=host)),
         Check("load", at.check_load),
-        Check("gpus", at.check_gpus, _TOOLS_LIMIT_S),
-        Check("fabric_manager", at.check_fabric_manager, _TOOLS_LIMIT_S),
+        Check(
+            "gpus", lambda: check_visible(surroundings, at.report(), pci=at.pci(), local_world_size=num_ranks), _TOOLS_LIMIT_S
+        ),
+        Check(
+            "fabric_manager", lambda: check_fabric(surroundings, at.report(), num_switches=at.pci().switches), _TOOLS_LIMIT_S
+        ),
         Check("ecc", lambda: at.of_used(judge_ecc), _TOOLS_LIMIT_S),
         Check("row_remap", lambda: at.of_used(judge_row_remap), _TOOLS_LIMIT_S),
         Check("xid", at.check_xids, _TOOLS_LIMIT_S),
@@ -207,7 +211,7 @@ class HostFacts:
         self.names = Once(lambda: names.read_names(surroundings, towards=asked.towards))
         self.transport = Once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
         self._capabilities = Once(lambda: resources.read_capabilities(surroundings))
-        self._pci = Once(lambda: read_pci(surroundings))
+        self.pci = Once(lambda: read_pci(surroundings))
         self._nvidia = Once(lambda: read_nvidia(surroundings))
         self._amd = Once(lambda: read_amd(surroundings))
 
@@ -216,7 +220,7 @@ class HostFacts:
         nvidia = self._nvidia()
         # Images often carry nvidia-smi on hosts that have AMD's GPUs, or none.
         absent = nvidia is None or nvidia.trouble in {Trouble.NO_DRIVER, Trouble.NO_DEVICES}
-        if absent and not self._pci().nvidia and (amd := self._amd()) is not None:
+        if absent and not self.pci().nvidia and (amd := self._amd()) is not None:
             return amd[0]
         return nvidia
 
@@ -268,25 +272,10 @@ class HostFacts:
         cpus = psutil.cpu_count() or self.visible_cpus
         return resources.judge_load(round(os.getloadavg()[0], 2), cpus=cpus, host=self._host)
 
-    def check_gpus(self) -> list[Verdict]:
-        return judge_visible(
-            self.report(),
-            pci=self._pci(),
-            bound=self._surroundings.names("/proc/driver/nvidia/gpus"),
-            environment=self._surroundings.environment,
-            local_world_size=self._asked.local_world_size,
-            host=self._host,
-        )
-
-    def check_fabric_manager(self) -> list[Verdict]:
-        report = self.report()
-        switched = switched_fabric(report, num_switches=self._pci().switches)
-        return check_fabric(self._surroundings, report) if switched else []
-
     def check_xids(self) -> list[Verdict]:
         report = self.report()
         listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
-        if not listed and not self._pci().nvidia:
+        if not listed and not self.pci().nvidia:
             return []
         xids = read_kernel_log(self._surroundings)
         if xids is not None and report is not None:
@@ -307,7 +296,7 @@ class HostFacts:
         return judge_nvlink(
             [one for one in parse_links(ask("nvlink", "--status")) if one.index in used],
             parse_topology(ask("topo", "-m")),
-            switched=switched_fabric(report, num_switches=self._pci().switches),
+            switched=switched_fabric(report, num_switches=self.pci().switches),
             mig=all(gpu.mig for gpu in report.gpus),
             num_gpus=len(report.gpus),
             host=self._host,

@@ -31,8 +31,11 @@ def switched_fabric(report: GpuReport | None, *, num_switches: int) -> bool:
     return num_switches > 0 or bool(report and any(gpu.fabric_state for gpu in report.gpus))
 
 
-def check_fabric(surroundings: Surroundings, report: GpuReport | None) -> list[Verdict]:
-    """What GPUs themselves say of the fabric goes first: on rack-scale machines and in containers the service is elsewhere."""
+def check_fabric(surroundings: Surroundings, report: GpuReport | None, *, num_switches: int) -> list[Verdict]:
+    """Where NVSwitches join the GPUs. What GPUs themselves say of the fabric goes first: on rack-scale machines and in
+    containers the service is elsewhere."""
+    if not switched_fabric(report, num_switches=num_switches):
+        return []
     host, gpus = surroundings.host, report.gpus if report else ()
     verdict = Reporter("fabric_manager", host)
     told = surroundings.ask("systemctl", "is-active", SERVICE, limit_s=SERVICE_LIMIT_S).partition("\n")[0]

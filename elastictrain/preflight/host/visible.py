@@ -92,16 +92,11 @@ def _selected(gpus: Sequence[Gpu], variable: str, value: str) -> Selection:
     return Selection(tuple(chosen), variable, value, "", instances)
 
 
-def judge_visible(
-    report: GpuReport | None,
-    *,
-    pci: PciFacts,
-    bound: Sequence[str],
-    environment: Mapping[str, str],
-    local_world_size: int | None,
-    host: str,
+def check_visible(
+    surroundings: Surroundings, report: GpuReport | None, *, pci: PciFacts, local_world_size: int | None
 ) -> list[Verdict]:
-    """Verdicts of `gpus`. `bound`: PCI addresses that NVIDIA's driver holds; `local_world_size`: ranks here, if known."""
+    """Verdicts of `gpus`. `local_world_size`: ranks here, if known."""
+    host, environment = surroundings.host, surroundings.environment
     verdict = Reporter("gpus", host)
     if report is None or (report.trouble is not None and not report.lost):
         return [_judge_absent(report, pci, environment, verdict)]
@@ -111,7 +106,8 @@ def judge_visible(
         found.append(verdict(f"GPU {which} on {host}", Status.FAIL, "lost", "in reach", remedy))
     if not report.gpus:
         return found
-    silent = sorted(set(bound) - {gpu.bus for gpu in report.gpus})
+    # What NVIDIA's driver holds.
+    silent = sorted(set(surroundings.names("/proc/driver/nvidia/gpus")) - {gpu.bus for gpu in report.gpus})
     if silent and report.whole and not report.lost:
         kept = "unless they are kept from this process on purpose (container, cgroup)"
         remedy = f"{kept}: see dmesg | grep -e NVRM -e Xid, and reboot"

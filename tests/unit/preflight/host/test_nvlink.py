@@ -30,7 +30,7 @@ def checked(service: str | None, version: str | None, report: GpuReport | None =
     """On a host where systemd says this of the service, with this version of the installed program."""
     told = {"nv-fabricmanager": f"Fabric Manager version is : {version}\n", "systemctl is-active": f"{service}\n"}
     tools = {name: ToolOutput(0, text, "") for name, text in told.items() if "None" not in text}
-    return check_fabric(Surroundings(host="h1", root=NOWHERE, tools=RecordedTools(tools)), report)
+    return check_fabric(Surroundings(host="h1", root=NOWHERE, tools=RecordedTools(tools)), report, num_switches=1)
 
 
 def test_active_in_the_drivers_version() -> None:
@@ -61,7 +61,8 @@ def test_nobody_can_tell_in_a_container() -> None:
     assert found.status is Status.SKIP
 
 
-def test_without_switches_it_does_not_apply() -> None:
+def test_without_switches_it_does_not_apply(host: Host) -> None:
+    assert check_fabric(host(), A100, num_switches=0) == []
     assert not switched_fabric(A100, num_switches=0)
     assert switched_fabric(A100, num_switches=6)
     assert switched_fabric(None, num_switches=6)
@@ -89,7 +90,7 @@ def test_what_gpus_say_goes_first(answered: Callable[..., ToolOutput]) -> None:
 def test_words_that_say_nothing_are_unknown(host: Host) -> None:
     said = "System has not been booted with systemd as init system (PID 1). Can't operate."
     tools = {"systemctl is-active": ToolOutput(1, "", said), "nv-fabricmanager": ToolOutput(0, "nonsense", "")}
-    assert [found.status for found in check_fabric(host(tools=tools), None)] == [Status.SKIP]
+    assert [found.status for found in check_fabric(host(tools=tools), None, num_switches=1)] == [Status.SKIP]
 
 
 def test_a_service_that_is_down_and_a_recorded_version(
@@ -97,7 +98,7 @@ def test_a_service_that_is_down_and_a_recorded_version(
 ) -> None:
     tools = {"systemctl is-active": ToolOutput(3, "inactive\n", ""), "nv-fabricmanager": answered("fabric_version.txt")}
     files = {"/proc/driver/nvidia/version": recorded("driver_version_closed.txt")}
-    (found,) = check_fabric(host(files, tools), None)
+    (found,) = check_fabric(host(files, tools), None, num_switches=1)
     assert (found.status, found.measured) == (Status.FAIL, "inactive")
     # The installed version is the driver's, so it is not to be installed again.
     assert "535" not in found.remedy
@@ -106,12 +107,12 @@ def test_a_service_that_is_down_and_a_recorded_version(
 @pytest.mark.parametrize(("name", "version"), [("closed", "535.161.08"), ("open", "570.124.06")])
 def test_the_loaded_driver(name: str, version: str, host: Host, recorded: Recorded) -> None:
     files = {"/proc/driver/nvidia/version": recorded(f"driver_version_{name}.txt")}
-    (found,) = check_fabric(host(files, {"systemctl is-active": ToolOutput(3, "failed\n", "")}), None)
+    (found,) = check_fabric(host(files, {"systemctl is-active": ToolOutput(3, "failed\n", "")}), None, num_switches=1)
     assert version in found.remedy
 
 
 def test_no_driver_is_loaded(host: Host) -> None:
-    (found,) = check_fabric(host(tools={"systemctl is-active": ToolOutput(3, "failed\n", "")}), None)
+    (found,) = check_fabric(host(tools={"systemctl is-active": ToolOutput(3, "failed\n", "")}), None, num_switches=1)
     assert (found.status, "install" in found.remedy) == (Status.FAIL, False)
 
 

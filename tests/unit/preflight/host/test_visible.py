@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -7,8 +8,8 @@ from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.host.visible import (
     Lanes,
     PciFacts,
+    check_visible,
     judge_pcie,
-    judge_visible,
     read_lanes,
     read_pci,
     select,
@@ -19,6 +20,7 @@ from tests.unit.preflight.made import gpu, port
 
 GPUS = tuple(Gpu(index=i, bus=f"0000:{i:02x}:00.0", uuid=f"GPU-{i}abc", name="NVIDIA H200") for i in range(4))
 WHOLE = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", gpus=GPUS)
+NOWHERE = Path("/there-is-no-such-root")
 NOTHING = PciFacts()
 ONE_ON_BUS = PciFacts(nvidia=("0000:3b:00.0",))
 
@@ -27,11 +29,12 @@ def judge(
     report: GpuReport | None,
     *,
     pci: PciFacts = NOTHING,
-    bound: tuple[str, ...] = (),
+    root: Path = NOWHERE,
     needed: int | None = None,
     **environment: str,
 ) -> list[Verdict]:
-    return judge_visible(report, pci=pci, bound=bound, environment=environment, local_world_size=needed, host="h1")
+    surroundings = Surroundings(host="h1", root=root, environment=environment)
+    return check_visible(surroundings, report, pci=pci, local_world_size=needed)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +131,9 @@ def test_a_lost_gpu(answered: Callable[..., ToolOutput]) -> None:
     assert "power-cycle" in found.remedy
 
 
-def test_a_gpu_that_the_driver_has_and_the_tool_does_not_list() -> None:
-    (found,) = judge(WHOLE, bound=("0000:00:00.0", "0000:3b:00.0"), needed=4)
+def test_a_gpu_that_the_driver_has_and_the_tool_does_not_list(host: Callable[..., Surroundings]) -> None:
+    files = {f"/proc/driver/nvidia/gpus/{bus}/information": "" for bus in ("0000:00:00.0", "0000:3b:00.0")}
+    (found,) = judge(WHOLE, root=host(files).root, needed=4)
     assert (found.status, str(found.measured).split()[-1]) == (Status.WARN, "0000:3b:00.0")
 
 
