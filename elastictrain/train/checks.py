@@ -202,15 +202,13 @@ def size_of(model: nn.Module) -> StateSize:
     )
 
 
-def judge_fit(
-    size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize
-) -> ConfigError | HostUnfitError | str:
-    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU. Returns why
-    the state fits nowhere, or not here; else what to warn of, empty if there is room."""
-    of_rank = size.of_rank(shards=spread.shards)
-    ranks = 1 if device is not None else spread.local_world_size
-    needed = ranks * of_rank
-    memory = device or host
+def judge_fit(size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize) -> str:
+    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU.
+
+    Returns what to warn of, empty if there is room. Raises: HostUnfitError if it does not fit; ConfigError if it fits nowhere.
+    """
+    memory, ranks = device or host, 1 if device is not None else spread.local_world_size
+    needed = ranks * size.of_rank(shards=spread.shards)
     spreading = f"spread over {spread.shards} ranks" if spread.shards > 1 else "whole on each rank"
     figures = (
         f"parameters {_gb(size.parameters)}, gradients {_gb(size.gradients)}, optimizer {_gb(size.optimizer)}, buffers "
@@ -221,7 +219,7 @@ def judge_fit(
         has = f"{_gb(memory.available_bytes)} of {_gb(memory.total_bytes)} available"
         remedy = "set model.* to a smaller one, or spread it over more ranks" + (" by parallel=fsdp" * (spread.kind == "ddp"))
         problem = f"{what}, but {memory.name} has {has} ({figures}): {remedy}"
-        return ConfigError(problem) if needed > _MOST_BYTES else HostUnfitError(problem)
+        raise ConfigError(problem) if needed > _MOST_BYTES else HostUnfitError(problem)
     if needed > _TIGHT * memory.available_bytes:
         return f"memory is tight: {what}, and {memory.name} has {_gb(memory.available_bytes)} available ({figures})"
     snapshots = spread.snapshots * _share((size.parameters + size.optimizer) * spread.local_world_size, spread.world_size)
@@ -261,12 +259,9 @@ def check_memory(context: TrainContext) -> None:
     if context.backend == "nccl":
         total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
         device = MemorySize(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
-    found = psutil.virtual_memory()
+    memory = psutil.virtual_memory()
     # Of a control group only the limit counts: what its files take is given back, and it does not tell how much that is.
-    total_bytes = min([int(found.total), *(group.limit_bytes for group in memory_groups())])
-    host = MemorySize("this host", total_bytes, min(total_bytes, int(found.available)))
-    found = judge_fit(size, spread, device=device, host=host)
-    if not isinstance(found, str):
-        raise found
-    if found:
-        logger.warning("%s", found)
+    total_bytes = min([int(memory.total), *(group.limit_bytes for group in memory_groups())])
+    host = MemorySize("this host", total_bytes, min(total_bytes, int(memory.available)))
+    if warning := judge_fit(size, spread, device=device, host=host):
+        logger.warning("%s", warning)
