@@ -199,6 +199,15 @@ def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, i
     return pieces
 
 
+def copy_on_host(moves: Sequence[Move], sources: Sequence[Tensor], target: Tensor) -> None:
+    """Copy bytes that no device has."""
+    for move in moves:
+        start = move.start
+        for index in move.tensors:
+            target[start : start + sources[index].numel()] = sources[index]
+            start += sources[index].numel()
+
+
 class Copier:
     """Knows where each tensor of a layout goes. One copy at a time.
 
@@ -251,7 +260,7 @@ class Copier:
                 for base, header in self._headers:
                     target[base : base + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
                 if ready is None or arrived is None:
-                    self._copy_on_host(sources, target)
+                    copy_on_host(self._moves, sources, target)
                     return time.monotonic() - began
                 begun = self._issue(sources, target, ready=ready, arrived=arrived)
             finally:
@@ -270,13 +279,6 @@ class Copier:
         self._issued = None
         if self._arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived)
-
-    def _copy_on_host(self, sources: Sequence[Tensor], target: Tensor) -> None:
-        for move in self._moves:
-            start = move.start
-            for index in move.tensors:
-                target[start : start + sources[index].numel()] = sources[index]
-                start += sources[index].numel()
 
     def _issue(
         self, sources: Sequence[Tensor], target: Tensor, *, ready: torch.cuda.Event, arrived: torch.cuda.Event

@@ -164,7 +164,7 @@ class SnapshotWriter:
             return
         # The leader may wait in an older step for a part that does not come.
         folder = protocol.wait_for_prepared(job.deadline, over=self._over, meanwhile=self._report_refused)
-        parts = self._write(job, folder)
+        parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
         self._tell(job, SlotsReleased(job.step))
         protocol.acknowledge(parts)
 
@@ -184,7 +184,7 @@ class SnapshotWriter:
         prepared = self._clock()
         try:
             try:
-                parts = self._write(job, folder)
+                parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
                 self._tell(job, SlotsReleased(job.step))
                 wrote_s = self._clock() - prepared
                 parts += protocol.wait_for_acknowledgements(
@@ -238,43 +238,6 @@ class SnapshotWriter:
                     return folder.name, manifest
         return None
 
-    def _write(self, job: SaveJob, folder: str) -> list[RankPart]:
-        """All files of this host's ranks, durable, their bytes the ones that were digested when they came."""
-        tasks: list[tuple[LeasedSnapshot, int]] = [
-            (leased, index) for leased in job.snapshots for index in range(len(leased.layout.template))
-        ]
-
-        def write_one(task: tuple[LeasedSnapshot, int]) -> RankDigests:
-            leased, index = task
-            file = leased.layout.files(incarnation=job.incarnation, rank=leased.facts.rank)[index]
-            starts = {placed.item.key: leased.layout.starts[index] + placed.start for placed in file.items}
-            longest = max((chunk.size_bytes for placed in file.items for chunk in placed.chunks), default=0)
-            buffer = memoryview(bytearray(longest))
-
-            def source(item: Item) -> ByteReader:
-                start = starts[item.key]
-
-                def read(begin: int, end: int) -> memoryview:
-                    leased.slot.read_into(buffer[: end - begin], start=start + begin)
-                    return buffer[: end - begin]
-
-                return read
-
-            sha256 = self._signing is not None
-            return write_file(self._store, file, prefix=f"{ROOT}/{folder}", source=source, sha256=sha256)
-
-        with ThreadPoolExecutor(max(1, min(STREAMS, len(tasks))), thread_name_prefix="save") as pool:
-            results = list(pool.map(write_one, tasks))
-        parts = []
-        for leased in job.snapshots:
-            digests = joined([of_file for (owner, _), of_file in zip(tasks, results, strict=True) if owner is leased])
-            if leased.digests is not None and replace(digests, sha256=()) != leased.digests:
-                raise InvalidCheckpointError(
-                    f"{leased.slot.path} is not what it was when it was taken: host memory is damaged, or somebody wrote to it"
-                )
-            parts.append(RankPart(leased.facts.rank, leased.layout, digests))
-        return parts
-
     def _facts(self, job: SaveJob) -> Manifest:
         first = job.first
         return Manifest(
@@ -286,6 +249,46 @@ class SnapshotWriter:
             versions=self._config.versions,
             state=first.state,
         )
+
+
+def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool) -> list[RankPart]:
+    """All files of this host's ranks, durable, their bytes the ones that were digested when they came.
+
+    Raises: StorageError; InvalidCheckpointError if host memory is not what it was.
+    """
+    tasks: list[tuple[LeasedSnapshot, int]] = [
+        (leased, index) for leased in job.snapshots for index in range(len(leased.layout.template))
+    ]
+
+    def write_one(task: tuple[LeasedSnapshot, int]) -> RankDigests:
+        leased, index = task
+        file = leased.layout.files(incarnation=job.incarnation, rank=leased.facts.rank)[index]
+        starts = {placed.item.key: leased.layout.starts[index] + placed.start for placed in file.items}
+        longest = max((chunk.size_bytes for placed in file.items for chunk in placed.chunks), default=0)
+        buffer = memoryview(bytearray(longest))
+
+        def source(item: Item) -> ByteReader:
+            start = starts[item.key]
+
+            def read(begin: int, end: int) -> memoryview:
+                leased.slot.read_into(buffer[: end - begin], start=start + begin)
+                return buffer[: end - begin]
+
+            return read
+
+        return write_file(store, file, prefix=f"{ROOT}/{folder}", source=source, sha256=sha256)
+
+    with ThreadPoolExecutor(max(1, min(STREAMS, len(tasks))), thread_name_prefix="save") as pool:
+        results = list(pool.map(write_one, tasks))
+    parts = []
+    for leased in job.snapshots:
+        digests = joined([of_file for (owner, _), of_file in zip(tasks, results, strict=True) if owner is leased])
+        if leased.digests is not None and replace(digests, sha256=()) != leased.digests:
+            raise InvalidCheckpointError(
+                f"{leased.slot.path} is not what it was when it was taken: host memory is damaged, or somebody wrote to it"
+            )
+        parts.append(RankPart(leased.facts.rank, leased.layout, digests))
+    return parts
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,5 @@
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -72,17 +73,28 @@ def test_a_slot_that_its_dying_worker_still_holds_is_waited_for(memory: Path, ru
     assert checkpoints(run) == [5]
 
 
-def test_who_comes_back_while_the_last_step_is_looked_for_is_let_in(memory: Path, run: Path) -> None:
+def test_who_comes_back_while_the_last_step_is_looked_for_is_let_in(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host that is not the first waits for that one to begin."""
-    with keeping(memory, run, facts=replace(FACTS, grace_s=30.0)) as saver:
+    choose, begun, over = final_save.choose_final_save, threading.Event(), threading.Event()
+
+    def watched(*arguments: object, **more: object) -> object:
+        begun.set()
+        found = choose(*arguments, **more)  # type: ignore[arg-type]
+        over.set()
+        return found
+
+    monkeypatch.setattr(final_save, "choose_final_save", watched)
+    with keeping(memory, run, facts=replace(FACTS, grace_s=30.0)):
         worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
         put(memory, facts_of(5, rank=1, world_size=2))
         worker.socket.close()
-        until(lambda: saver._final_save.busy)
+        assert begun.wait(10)
         began = time.monotonic()
         again = Worker(memory, rank=1, ranks=(1,), world_size=2, incarnation="000002-bb")
         again.hear("welcome")
-        until(lambda: not saver._final_save.busy)
+        assert over.wait(5)
         assert time.monotonic() - began < 5
         assert (memory / "own-r00001-s0").exists()
         again.send(op="finish")
@@ -192,13 +204,13 @@ def test_a_host_does_not_take_back_what_it_has_said(tmp_path: Path, run: Path, m
         folder.mkdir()
         for index, step in enumerate((10, 12)):
             put(folder, facts_of(step, rank=rank, world_size=2), index=index)
-    write = saving.SnapshotWriter._write
+    write = saving.write_snapshots
 
-    def slowly(saver: saving.SnapshotWriter, job: saving.SaveJob, folder: str) -> object:
+    def slowly(store: Store, job: saving.SaveJob, folder: str, *, sha256: bool) -> object:
         time.sleep(1.5 if job.leader else 0.0)
-        return write(saver, job, folder)
+        return write(store, job, folder, sha256=sha256)
 
-    monkeypatch.setattr(saving.SnapshotWriter, "_write", slowly)
+    monkeypatch.setattr(saving, "write_snapshots", slowly)
     facts = replace(FACTS, grace_s=10.0)
     began = time.monotonic()
     with keeping(here, run, facts=facts), keeping(there, run, facts=facts):

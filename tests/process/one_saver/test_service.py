@@ -71,19 +71,19 @@ def test_what_becomes_of_a_save_of_the_past_is_not_told_to_those_who_train_now(
     memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may come to the same step, and have it saved."""
-    with keeping(memory, run) as saver:
-        with held_up(monkeypatch) as go_on:
+    with keeping(memory, run):
+        with held_up(monkeypatch) as held:
             old = Worker(memory)
             put(memory, facts_of(9, reason="interval"))
             old.send(op="snapshot", slot=0, step=9, durable=True)
-            until(lambda: saver._writer.under_way)
+            assert held.reached.wait(10)
             old.bye()
             new = Worker(memory, incarnation="000002-bb")
-            go_on.set()
-            until(lambda: checkpoints(run) == [9] and not saver._writer.busy)
+            held.go_on.set()
+            until(lambda: events(run, "checkpoint_saved"))
         new.send(op="snapshot", slot=8, step=0, durable=False)
         new.hear("seen")
-        assert not [message for message in new._waiting if message["op"] in ("saved", "released", "failed")]
+        assert not [message for message in new.waiting if message["op"] in ("saved", "released", "failed")]
         put(memory, replace(facts_of(8, reason="interval"), incarnation="000002-bb"), index=1)
         new.send(op="snapshot", slot=1, step=8, durable=True)
         assert new.hear("saved")["step"] == 8
@@ -132,7 +132,7 @@ def test_a_snapshot_that_cannot_be_read_is_answered(damage: str, memory: Path, r
         put(memory, facts_of(6, reason="interval"))
         worker.send(op="snapshot", slot=0, step=6, durable=True)
         assert worker.hear("saved")["step"] == 6
-        assert not any(message["op"] == "failed" for message in worker._waiting)
+        assert not any(message["op"] == "failed" for message in worker.waiting)
         worker.send(op="finish")
         worker.bye()
 
@@ -166,15 +166,15 @@ def test_a_file_that_is_not_as_it_was_written_keeps_the_commit_back(
     with keeping(memory, run):
         worker = Worker(memory)
         put(memory, facts_of(5, reason="stop"))
-        with held_up(monkeypatch) as go_on:
+        with held_up(monkeypatch) as held:
             worker.send(op="snapshot", slot=0, step=5, durable=True)
-            until(lambda: list(run.glob("checkpoints/*/*.safetensors")))
+            assert held.reached.wait(10)
             shard = next(run.glob("checkpoints/*/*.safetensors"))
             if size_bytes is None:
                 shard.unlink()
             else:
                 os.truncate(shard, shard.stat().st_size + size_bytes)
-            go_on.set()
+            held.go_on.set()
             assert worker.hear("failed")["step"] == 5
         assert checkpoints(run) == []
         worker.send(op="finish")
@@ -248,7 +248,7 @@ def test_who_only_hangs_up_is_not_lost(memory: Path, run: Path, monkeypatch: pyt
             patched.setattr(connections.os, "pidfd_open", _no_such_process)
             again.socket.close()
             assert first.hear("lost") == {"op": "lost", "rank": 1}
-        assert not [message for message in first._waiting if message["op"] == "lost"]
+        assert not [message for message in first.waiting if message["op"] == "lost"]
         first.send(op="finish")
         first.bye()
 
@@ -358,7 +358,7 @@ def test_a_step_that_some_ranks_lack_is_told_once(memory: Path, run: Path) -> No
             put(memory, facts_of(6, rank=rank, world_size=3, reason="interval"), index=1)
             workers[rank].send(op="snapshot", slot=1, step=6, durable=True)
         workers[0].hear("saved")
-        told = [message for message in workers[0]._waiting if message["op"] == "failed"]
+        told = [message for message in workers[0].waiting if message["op"] == "failed"]
         assert [(one["op"], one["step"]) for one in told] == [("failed", 5)]
         workers[0].send(op="finish")
         for worker in workers:
@@ -374,7 +374,7 @@ def test_a_successor_takes_the_steps_in_their_order(memory: Path, run: Path) -> 
     with keeping(memory, run):
         workers = [Worker(memory, rank=rank, ranks=ranks) for rank in ranks]
         assert [workers[0].hear("saved")["step"] for _ in ranks] == [10, 20]
-        assert not [message for message in workers[0]._waiting if message["op"] == "failed"]
+        assert not [message for message in workers[0].waiting if message["op"] == "failed"]
         workers[0].send(op="finish")
         for worker in workers:
             worker.bye()
@@ -436,7 +436,7 @@ def test_who_comes_again_before_the_end_of_its_old_connection_is_not_lost(
             for worker in (first, again):
                 worker.send(op="snapshot", slot=8, step=0, durable=False)
                 worker.hear("seen")
-        assert not [message for message in first._waiting if message["op"] == "lost"]
+        assert not [message for message in first.waiting if message["op"] == "lost"]
         first.send(op="finish")
         first.bye()
         again.bye()
@@ -444,7 +444,7 @@ def test_who_comes_again_before_the_end_of_its_old_connection_is_not_lost(
 
 def test_who_comes_again_is_told_what_failed_meanwhile(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot would never be free again."""
-    with keeping(memory, run) as saver:
+    with keeping(memory, run):
         first, second = (Worker(memory, rank=rank, ranks=(0, 1)) for rank in range(2))
         with monkeypatch.context() as patched:
             patched.setattr(writer, "check_files", _full)
@@ -456,14 +456,14 @@ def test_who_comes_again_is_told_what_failed_meanwhile(memory: Path, run: Path, 
         again = Worker(memory, rank=0, ranks=(0, 1))
         assert again.hear("failed")["error"] == "full"
         # But not of the attempt before, while it is tried again.
-        with held_up(monkeypatch):
+        with held_up(monkeypatch) as held:
             for rank, worker in enumerate((again, second)):
                 put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"), index=1)
                 worker.send(op="snapshot", slot=1, step=5, durable=True)
-            until(lambda: saver._writer.under_way)
+            assert held.reached.wait(10)
             second.socket.close()
             third = Worker(memory, rank=1, ranks=(0, 1))
-            assert not [message for message in third._waiting if message["op"] == "failed"]
+            assert not [message for message in third.waiting if message["op"] == "failed"]
         assert again.hear("saved")["step"] == 5
         again.send(op="finish")
         again.bye()

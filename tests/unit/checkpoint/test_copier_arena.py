@@ -2,6 +2,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,19 @@ def test_names_that_older_starts_have_taken_are_freed_the_oldest_first(tmp_path:
     assert slot_names(str(tmp_path)) == [SlotName("own", 1, 0)]
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_slots_become_ready_and_keep_what_is_in_them(tmp_path: Path) -> None:
     put(tmp_path, facts_of(3), index=1)
     arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[1, 0], device=CPU)
     assert arena.slot(0) is None
     arena.start()
-    arena._thread.join(10)
+    wait_for(partial(arena.slot, 1))
     first, second = arena.slot(0), arena.slot(1)
     assert first is not None
     assert second is not None
@@ -70,7 +78,7 @@ def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("os.posix_fallocate", full)
     arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU)
     arena.start()
-    arena._thread.join(10)
+    wait_for(lambda: arena.broken)
     assert "ENOSPC" in arena.broken
     assert arena.slot(0) is None
     arena.close()
@@ -109,19 +117,18 @@ def test_memory_that_cannot_be_page_locked_is_used_unlocked(tmp_path: Path, monk
         runtime = Runtime(on_register)
         arena = on_cuda(tmp_path, monkeypatch, runtime)
         arena.start()
-        arena._thread.join(10)
+        wait_for(partial(arena.slot, 1))
         assert not runtime.locked
         assert (arena.slot(0) is not None, arena.slot(1) is not None, arena.broken) == (True, True, "")
         arena.close()
 
 
 def test_pages_are_unlocked_before_they_are_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached = threading.Event()
+    reached, go_on = threading.Event(), threading.Event()
 
     def stopped_meanwhile() -> int:
         reached.set()
-        while not arena._stopped:
-            time.sleep(0.001)
+        assert go_on.wait(10)
         return 0
 
     runtime, locked_at_close = Runtime(stopped_meanwhile), []
@@ -135,6 +142,8 @@ def test_pages_are_unlocked_before_they_are_unmapped(tmp_path: Path, monkeypatch
     arena = on_cuda(tmp_path, monkeypatch, runtime)
     arena.start()
     assert reached.wait(10)
+    # While it is being closed.
+    threading.Timer(0.1, go_on.set).start()
     arena.close()
     assert (locked_at_close, runtime.locked) == ([0], set())
     assert not (tmp_path / "own-r00000-s1").exists()
@@ -147,7 +156,7 @@ def test_whatever_ends_the_thread_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Slot, "make", broken)
     arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU)
     arena.start()
-    arena._thread.join(10)
+    wait_for(lambda: arena.broken)
     assert "ValueError" in arena.broken
     arena.close()
 

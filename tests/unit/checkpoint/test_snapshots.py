@@ -1,5 +1,6 @@
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastictrain.checkpoint import copier as copier_module
 from elastictrain.checkpoint import snapshots as module
 from elastictrain.checkpoint.copier import Arena, Copier
 from elastictrain.checkpoint.layout import Item
@@ -81,7 +83,10 @@ def taking(tmp_path: Path, *, slots: int = 2, changing: frozenset[str] = frozens
         record=events.append,
     )
     snapshots.make_room()
-    arena._thread.join(10)
+    deadline = time.monotonic() + 10
+    while arena.slot(slots - 1) is None and not arena.broken:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     try:
         yield Taken(snapshots, arena, link, copier, events, flushed)
     finally:
@@ -234,7 +239,7 @@ def test_a_copy_that_fails_leaves_nothing_and_blocks_nothing(tmp_path: Path, mon
         def broken(*_: object) -> None:
             raise MemoryError("no more")
 
-        monkeypatch.setattr(taken.copier, "_copy_on_host", broken)
+        monkeypatch.setattr(copier_module, "copy_on_host", broken)
         taken.take(0, 5)
         taken.snapshots.before_update()
         with pytest.raises(CheckpointError, match="step 5"):
@@ -253,7 +258,7 @@ def test_the_saver_hears_of_a_durable_copy_that_fails_unless_all_ranks_do(
     """It holds the slots of the other ranks until this one has its part, or none: then it finds nothing whole."""
     with taking(tmp_path) as taken:
         busy(taken)
-        monkeypatch.setattr(taken.copier, "_copy_on_host", lambda *_: 1 / 0)
+        monkeypatch.setattr(copier_module, "copy_on_host", lambda *_: 1 / 0)
         taken.take(0, 5, reason="interval", awaited=awaited)
         taken.snapshots.before_update()
         with pytest.raises(CheckpointError, match="step 5"):
@@ -267,7 +272,7 @@ def test_memory_that_is_still_copied_to_is_not_given_back(ends: bool, tmp_path: 
     """A device that writes to an address that is mapped no more ends the process."""
     monkeypatch.setattr(module, "_CLOSE_S", 5.0 if ends else 0.1)
     go_on, at_the_end = threading.Event(), []
-    copy, close = Copier._copy_on_host, Arena.close
+    copy, close = copier_module.copy_on_host, Arena.close
 
     def slowly(*arguments: object) -> None:
         threading.Timer(0.2, go_on.set).start() if ends else None
@@ -275,7 +280,7 @@ def test_memory_that_is_still_copied_to_is_not_given_back(ends: bool, tmp_path: 
         copy(*arguments)  # type: ignore[arg-type]
         at_the_end.append("copied")
 
-    monkeypatch.setattr(Copier, "_copy_on_host", slowly)
+    monkeypatch.setattr(copier_module, "copy_on_host", slowly)
     monkeypatch.setattr(Arena, "close", lambda arena: (at_the_end.append("closed"), close(arena)))
     with taking(tmp_path) as taken:
         busy(taken)
@@ -325,12 +330,16 @@ def test_an_emptied_folder_is_noticed(tmp_path: Path) -> None:
         assert "was removed" in taken.arena.broken
 
 
-def test_buffers_are_copied_before_a_forward_pass_can_change_them(tmp_path: Path) -> None:
-    waiting = threading.Event()
+def test_buffers_are_copied_before_a_forward_pass_can_change_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, copy = threading.Event(), copier_module.copy_on_host
+
+    def late(*arguments: object) -> None:
+        assert waiting.wait(10)
+        copy(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(copier_module, "copy_on_host", late)
     with taking(tmp_path, changing=frozenset({"c"})) as taken:
         busy(taken)
-        copy = taken.copier._copy_on_host
-        taken.copier._copy_on_host = lambda *arguments: (waiting.wait(10), copy(*arguments))  # type: ignore[method-assign,assignment,func-returns-value]
         parts: Mapping[str, Tensor] = taken.take(0, 7)
         parts["c"].zero_()
         waiting.set()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ class Worker:
     ) -> None:
         """`settle`: wait until the saver has looked for what this rank had before. `key` is the proof of a key."""
         self._lines = MessageLines(dict)
-        self._waiting: list[dict[str, object]] = []
+        self.waiting: list[dict[str, object]] = []
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(10)
         self.socket.connect(str(folder / "keeper.sock"))
@@ -65,13 +66,13 @@ class Worker:
 
     def hear(self, op: str) -> dict[str, object]:
         while True:
-            for message in self._waiting:
+            for message in self.waiting:
                 if message["op"] == op:
-                    self._waiting.remove(message)
+                    self.waiting.remove(message)
                     return message
             data = self.socket.recv(65536)
             assert data, f"hung up before {op}"
-            self._waiting += list(self._lines.feed(data))
+            self.waiting += list(self._lines.feed(data))
 
     def bye(self) -> None:
         self.send(op="bye")
@@ -99,20 +100,31 @@ def events(run: Path, name: str) -> list[dict[str, object]]:
     return [row for row in rows if row["event"] == name]
 
 
+@dataclass
+class HeldUp:
+    """Saves that wait before their commit."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    """One waits."""
+
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
 @contextmanager
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Saves wait before their commit until the event is set, or this ends."""
-    go_on = threading.Event()
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
+    """Saves wait before their commit until they may go on, or this ends."""
+    held = HeldUp()
     check = writer.check_files
 
     def wait(*arguments: object, **more: object) -> None:
-        assert go_on.wait(10)
+        held.reached.set()
+        assert held.go_on.wait(10)
         check(*arguments, **more)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
         patched.setattr(writer, "check_files", wait)
-        yield go_on
-        go_on.set()
+        yield held
+        held.go_on.set()
 
 
 def until(condition: Callable[[], object]) -> None:

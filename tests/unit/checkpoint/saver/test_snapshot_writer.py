@@ -274,16 +274,16 @@ def test_a_failed_attempt_that_could_not_be_cleared_does_not_spoil_the_next_one(
 ) -> None:
     """Storage was away."""
     here, there = two_hosts(tmp_path)
-    write = SnapshotWriter._write
+    write = module.write_snapshots
 
-    def broken(saver: SnapshotWriter, job: SaveJob, folder: str) -> object:
+    def broken(store: Store, job: SaveJob, folder: str, *, sha256: bool) -> object:
         if not job.leader:
             raise StorageError("ENOSPC")
-        return write(saver, job, folder)
+        return write(store, job, folder, sha256=sha256)
 
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
         with monkeypatch.context() as patched:
-            patched.setattr(SnapshotWriter, "_write", broken)
+            patched.setattr(module, "write_snapshots", broken)
             patched.setattr(CommitProtocol, "clear", lambda _: None)
             second.begin(job_of(there, 5, ranks=(1,), world_size=2))
             first.begin(job_of(here, 5, world_size=2))
