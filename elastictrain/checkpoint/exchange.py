@@ -82,8 +82,11 @@ def from_first(act: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
 
 def describe(error: BaseException) -> dict[str, JsonValue]:
     """An error in JSON, to be raised again by `revive` on another rank."""
-    known = isinstance(error, ElasticTrainError)
-    return {"type": _public_type(error), "message": str(error) if known else f"{type(error).__name__}: {error}"}
+    if not isinstance(error, ElasticTrainError):
+        return {"type": CheckpointError.__name__, "message": f"{type(error).__name__}: {error}"}
+    # Of an error that is private to its module: the one that it is derived from.
+    public = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    return {"type": public.__name__, "message": str(error)}
 
 
 def revive(described: dict[str, JsonValue]) -> ElasticTrainError:
@@ -92,14 +95,6 @@ def revive(described: dict[str, JsonValue]) -> ElasticTrainError:
     if not isinstance(kind, type) or not issubclass(kind, ElasticTrainError):
         kind = CheckpointError
     return kind(str(described["message"]))
-
-
-def _public_type(error: BaseException) -> str:
-    for kind in type(error).__mro__:
-        name: str = kind.__name__
-        if issubclass(kind, ElasticTrainError) and getattr(errors, name, None) is kind:
-            return name
-    return CheckpointError.__name__
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

@@ -76,7 +76,7 @@ class Snapshots:
         self._spared = frozenset(step for step in steps if step is not None)
         for place, step in enumerate(self.steps):
             if step in self._spared:
-                self._let_go(place)
+                self.let_go(place)
 
     def status(self, *, due: bool, none_had: bool = False) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Which slots are busy, so that they cannot be written now, and which are torn: they hold no whole snapshot.
@@ -95,7 +95,7 @@ class Snapshots:
             if due and (none_had or not any(free)):
                 free[protected] = self._seize(protected)
             elif not self._told_free[protected]:
-                self._let_go(protected)
+                self.let_go(protected)
         self._told_free = list(free)
         with self._changed:
             torn = tuple(place in self._taking or step is None for place, step in enumerate(self.steps))
@@ -174,16 +174,13 @@ class Snapshots:
             return False
         return slot.locked or slot.lock(shared=False)
 
-    def let_go(self) -> None:
-        """No more snapshots are begun: others may have the slots."""
-        for place in range(len(self.steps)):
-            self._let_go(place)
-
-    def _let_go(self, place: int) -> None:
-        slot = self.arena.slot(place)
-        with self._changed:
-            if slot is not None and slot.locked and place not in self._taking:
-                slot.unlock()
+    def let_go(self, *places: int) -> None:
+        """Others may have these slots; without `places` all of them, since no more snapshots are begun."""
+        for place in places or range(len(self.steps)):
+            slot = self.arena.slot(place)
+            with self._changed:
+                if slot is not None and slot.locked and place not in self._taking:
+                    slot.unlock()
 
     def _take(self, taking: _Taking, copy: Callable[[], float]) -> None:
         try:

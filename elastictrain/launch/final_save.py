@@ -5,7 +5,6 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from elastictrain.checkpoint.folders import ROOT, read_listing
 from elastictrain.checkpoint.lineage import Lineage
@@ -127,13 +126,14 @@ def await_final_save(
     if saver is None:
         return FinalSave(committed, wanted_step)
     notice = WaitNotice(print_line, clock=clock)
+    what = f"to write step {wanted_step} from host memory to storage"
     try:
         # Asked before storage: what the saver has written by then is seen.
         while writes := saver.writes():
             committed = committed_step()
             if wanted_step <= (committed or 0) or clock() >= until_s:
                 break
-            notice.tell(partial(_describe, saver, wanted_step), until_s=until_s)
+            notice.tell(lambda: f"the saver ({describe_process(saver.pid)}) {what}", until_s=until_s)
             sleep(_TURN_S)
     finally:
         saver.close()
@@ -141,10 +141,6 @@ def await_final_save(
     if wanted_step <= (committed or 0):
         return FinalSave(committed)
     return FinalSave(committed, wanted_step, saver.pid if writes else 0)
-
-
-def _describe(saver: SaverConnection, step: int) -> str:
-    return f"the saver ({describe_process(saver.pid)}) to write step {step} from host memory to storage"
 
 
 def waiting_message(wait: Wait, *, now_s: float) -> str:

@@ -14,7 +14,7 @@ from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.run_folder import RunFolder
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol, steps_begun
 from elastictrain.checkpoint.saver.messages import HostRanks
-from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SlotLeases, cause_of
+from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, cause_of, lease
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError, TransientStorageError
 from elastictrain.lease.chain import Starts
@@ -199,7 +199,7 @@ class FinalSaveLoop:
         self,
         store: Store,
         config: SaverConfig,
-        leases: SlotLeases,
+        folder: str,
         *,
         begin: Callable[[tuple[LeasedSnapshot, ...]], None],
         later: Callable[[Callable[[], None]], None],
@@ -209,7 +209,7 @@ class FinalSaveLoop:
         self._store = store
         self._run_folder = RunFolder(store)
         self._config = config
-        self._leases = leases
+        self._folder = folder
         self._begin = begin
         self._later = later
         self._clock = clock
@@ -319,7 +319,7 @@ class FinalSaveLoop:
         for held in chosen:
             try:
                 # A worker that is being killed hangs up a moment before it lets go of its slots.
-                one = self._leases.lease(held.slot, wait_s=_LETTING_GO_S)
+                one = lease(self._folder, held.slot, wait_s=_LETTING_GO_S)
                 if one is None:
                     break
                 leased.append(one)

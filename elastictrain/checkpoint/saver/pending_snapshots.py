@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests
@@ -29,32 +30,27 @@ class LeasedSnapshot:
         self.slot.close()
 
 
-class SlotLeases:
-    """Hands out leases on the snapshots in one folder, each through a descriptor of its own."""
+_layout = lru_cache(maxsize=64)(load_layout)
+"""Files are planned once for each layout, not for each snapshot."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._layouts: dict[str, RankLayout] = {}
 
-    def lease(self, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | None:
-        """The snapshot in a slot; None if it is being written for longer than `wait_s`, or the slot holds none that is whole.
+def lease(folder: str, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | None:
+    """The snapshot in a slot, held through a descriptor of its own; None if it is being written for longer than `wait_s`, or
+    the slot holds none that is whole.
 
-        Raises: OSError if the slot cannot be opened; InvalidCheckpointError if its layout is not there.
-        """
-        slot = Slot.hold(f"{self._folder}/{name}", wait_s=wait_s)
-        if slot is None:
-            return None
-        try:
-            facts = slot.facts
-            if facts is not None:
-                if facts.layout not in self._layouts:
-                    self._layouts[facts.layout] = load_layout(self._folder, facts.layout)
-                return LeasedSnapshot(slot, facts, self._layouts[facts.layout])
-        except BaseException:
-            slot.close()
-            raise
-        slot.close()
+    Raises: OSError if the slot cannot be opened; InvalidCheckpointError if its layout is not there.
+    """
+    slot = Slot.hold(f"{folder}/{name}", wait_s=wait_s)
+    if slot is None:
         return None
+    try:
+        if (facts := slot.facts) is not None:
+            return LeasedSnapshot(slot, facts, _layout(folder, facts.layout))
+    except BaseException:
+        slot.close()
+        raise
+    slot.close()
+    return None
 
 
 def with_digests(leased: LeasedSnapshot) -> LeasedSnapshot:
@@ -152,7 +148,8 @@ class IncarnationSaves:
     done_here: set[int] = field(default_factory=set)
     """Steps of which this host has done its part, and gets no more news."""
 
-    _outcomes: dict[int, ToWorker] = field(default_factory=dict)
+    outcomes: dict[int, ToWorker] = field(default_factory=dict)
+    """By step: what was sent to the workers that were connected, for one that was not."""
 
     def release_all(self) -> None:
         """Another incarnation has begun: what still waits for ranks of this one is given up."""
@@ -188,7 +185,7 @@ class IncarnationSaves:
 
     def announced(self, step: int) -> None:
         """A step is to be saved, maybe once more: the attempt that this host has done its part of may have failed elsewhere."""
-        self._outcomes.pop(step, None)
+        self.outcomes.pop(step, None)
         if step in self.done_here:
             self.done_here.discard(step)
             self.handed_over.discard(step)
@@ -199,11 +196,6 @@ class IncarnationSaves:
 
     def sent(self, step: int, outcome: ToWorker) -> None:
         """What became of the step was sent to the workers that are connected."""
-        self._outcomes[step] = outcome
-        for old in sorted(self._outcomes)[:-_SENT_AGAIN]:
-            del self._outcomes[old]
-
-    @property
-    def outcomes(self) -> tuple[ToWorker, ...]:
-        """For a worker that was not connected."""
-        return tuple(self._outcomes.values())
+        self.outcomes[step] = outcome
+        for old in sorted(self.outcomes)[:-_SENT_AGAIN]:
+            del self.outcomes[old]

@@ -19,7 +19,7 @@ from elastictrain.checkpoint.saver.pending_snapshots import (
     IncarnationSaves,
     LeasedSnapshot,
     SaveJob,
-    SlotLeases,
+    lease,
     with_digests,
 )
 from elastictrain.checkpoint.saver.process import SaverConfig
@@ -55,7 +55,6 @@ class SaverService:
         self._began_s = clock()
         self._saves: IncarnationSaves | None = None
         """Of the present incarnation."""
-        self._leases = SlotLeases(folder)
         self._event_logs = SaverEventLogs(store, config)
         self._workers = WorkerConnections(folder, on_message=self._on_message, on_gone=self._on_gone)
         self._tasks: deque[Callable[[], None]] = deque()
@@ -66,7 +65,7 @@ class SaverService:
         self._ever = self._finished = False
         self._lost = False
         """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
-        self._final_save = FinalSaveLoop(store, config, self._leases, begin=self._begin, later=self._later, clock=clock)
+        self._final_save = FinalSaveLoop(store, config, folder, begin=self._begin, later=self._later, clock=clock)
         self._slow = SlowSaves()
         self._missing: dict[int, WorkerConnection] = {}
         self._jobs: set[SaveJob] = set()
@@ -206,7 +205,7 @@ class SaverService:
         self._workers.watch(hello.agent)
         listening = self._replicas.listen(hello.address, port=hello.port)
         self._workers.send(one, messages.SaverWelcome(os.getpid(), listening))
-        for outcome in self._saves.outcomes:
+        for outcome in list(self._saves.outcomes.values()):
             # It may have been sent while this worker was not connected.
             self._workers.send(one, outcome)
         # After a saver was killed its successor finds out from the slots what workers told the one before it.
@@ -253,7 +252,7 @@ class SaverService:
         """Lease a snapshot, and have it digested to see what is to be done with it; returns why it cannot be used, if so."""
         name = str(SlotName("own", rank, index))
         try:
-            leased = self._leases.lease(name)
+            leased = lease(self._folder, name)
         except (OSError, InvalidCheckpointError) as error:
             return f"{name} cannot be read: {error}"
         if leased is None:

@@ -6,7 +6,7 @@ import pytest
 
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.saver.messages import HostRanks, Saved
-from elastictrain.checkpoint.saver.pending_snapshots import IncarnationSaves, LeasedSnapshot, SlotLeases
+from elastictrain.checkpoint.saver.pending_snapshots import IncarnationSaves, LeasedSnapshot, lease
 from elastictrain.errors import InvalidCheckpointError
 from tests.unit.checkpoint.memory.madeslots import facts_of, fill, layout_of, put
 
@@ -17,8 +17,8 @@ def writer_of(folder: Path, name: str) -> Slot:
 
 def test_a_leased_snapshot_cannot_be_written_until_the_last_lease_ends(tmp_path: Path) -> None:
     name = put(tmp_path, facts_of(3))
-    leases, writer = SlotLeases(str(tmp_path)), writer_of(tmp_path, name)
-    first, second = leases.lease(name), leases.lease(name)
+    folder, writer = str(tmp_path), writer_of(tmp_path, name)
+    first, second = lease(folder, name), lease(folder, name)
     assert first is not None
     assert second is not None
     assert first.facts == facts_of(3)
@@ -28,22 +28,22 @@ def test_a_leased_snapshot_cannot_be_written_until_the_last_lease_ends(tmp_path:
     assert not writer.lock(shared=False), "a second release of one lease ends no other one"
     second.release()
     assert writer.lock(shared=False)
-    assert leases.lease(name) is None
+    assert lease(folder, name) is None
     writer.begin()
     writer.unlock()
-    assert leases.lease(name) is None, "it is torn"
+    assert lease(folder, name) is None, "it is torn"
     assert writer.lock(shared=False), "and not held for that"
     writer.close()
 
 
 def test_a_slot_made_anew_under_the_same_name_is_another(tmp_path: Path) -> None:
     name = put(tmp_path, facts_of(3))
-    leases = SlotLeases(str(tmp_path))
-    old = leases.lease(name)
+    folder = str(tmp_path)
+    old = lease(folder, name)
     assert old is not None
     (tmp_path / name).unlink()
     put(tmp_path, facts_of(8))
-    new = leases.lease(name)
+    new = lease(folder, name)
     assert new is not None
     assert (old.slot.facts, new.facts) == (facts_of(3), facts_of(8))
     # Letting go of the old one lets go of nothing else.
@@ -56,14 +56,14 @@ def test_a_slot_made_anew_under_the_same_name_is_another(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_leased(tmp_path: Path) -> None:
-    leases = SlotLeases(str(tmp_path))
+    folder = str(tmp_path)
     with pytest.raises(OSError):
-        leases.lease("own-r00000-s0")
+        lease(folder, "own-r00000-s0")
     name = put(tmp_path, facts_of(3))
     for layout in tmp_path.glob("layout-*"):
         layout.unlink()
     with pytest.raises(InvalidCheckpointError, match="layout-"):
-        leases.lease(name)
+        lease(folder, name)
     writer = writer_of(tmp_path, name)
     assert writer.lock(shared=False), "a failure holds nothing"
     fill(writer, facts_of(4), layout_of())
@@ -171,6 +171,6 @@ def test_the_newest_outcomes_are_sent_again_until_a_step_is_tried_again() -> Non
     outcomes = [Saved(step, "c", 1) for step in range(12)]
     for outcome in outcomes:
         saves.sent(outcome.step, outcome)
-    assert list(saves.outcomes) == outcomes[4:]
+    assert list(saves.outcomes.values()) == outcomes[4:]
     saves.announced(7)
-    assert outcomes[7] not in saves.outcomes
+    assert 7 not in saves.outcomes

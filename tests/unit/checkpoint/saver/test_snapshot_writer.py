@@ -16,7 +16,7 @@ from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.saver import snapshot_writer as module
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline, RefusedSave
 from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SlotsReleased
-from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SaveJob, SlotLeases
+from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SaveJob, lease
 from elastictrain.checkpoint.saver.process import SaverConfig, load_config, store_config
 from elastictrain.checkpoint.saver.snapshot_writer import SaveOutcome, SnapshotWriter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey
@@ -76,8 +76,8 @@ def store(tmp_path: Path) -> Store:
     return made
 
 
-def leased(leases: SlotLeases, name: str) -> LeasedSnapshot:
-    one = leases.lease(name)
+def leased(memory: Path, name: str) -> LeasedSnapshot:
+    one = lease(str(memory), name)
     assert one is not None
     return replace(one, digests=load_digests(one.slot.path, one.facts))
 
@@ -91,9 +91,8 @@ def job_of(
     index: int = 0,
     limit_s: float = FACTS.save_timeout_s,
 ) -> SaveJob:
-    leases = SlotLeases(str(memory))
     names = [put(memory, facts_of(step, rank=rank, world_size=world_size, reason="interval"), index=index) for rank in ranks]
-    return SaveJob(tuple(leased(leases, name) for name in names), Deadline(limit_s))
+    return SaveJob(tuple(leased(memory, name) for name in names), Deadline(limit_s))
 
 
 def manifest_of(store: Store, step: int) -> Manifest:
