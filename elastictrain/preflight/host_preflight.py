@@ -25,7 +25,7 @@ from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, apply_modes, decide
 from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
-from elastictrain.preflight.transport.interfaces import ask_kernel, find_route, way_out
+from elastictrain.preflight.transport.interfaces import find_route, way_out
 from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
@@ -219,8 +219,8 @@ class HostPreflight:
         if links.roster is not None:
             kinds = {one.name: one.kinds for one in links.roster.hosts}
             others = [one for one in links.roster.hosts if one.node_rank != self.layout.node_rank]
-            ways = {one.name: find_route(one.address, interfaces=facts.interfaces, probe=ask_kernel) for one in others}
-            facts = replace(facts, peers=ways)
+            find = partial(find_route, interfaces=facts.interfaces, surroundings=self.surroundings)
+            facts = replace(facts, peers={one.name: find(one.address) for one in others})
         plan = decide_transport(facts, agreed=common(kinds), after_failure=self.after_failure)
         put_record(self.exchange, f"environment/{self.layout.node_rank}", apply_plan(plan, self.environment))
         thread.join(self._left_s())
@@ -257,7 +257,7 @@ class HostPreflight:
     def _check_links(self, facts: Facts, kinds: frozenset[Rdma]) -> LinkReport:
         # The first host may meet the others at a name that means loopback to itself.
         known = facts.rendezvous.remote if facts.rendezvous is not None else None
-        route = way_out([known] if known else [], interfaces=facts.interfaces)
+        route = way_out([known] if known else [], interfaces=facts.interfaces, surroundings=self.surroundings)
         interface = facts.interface(route.interface) if route is not None else None
         settings = self.own.settings
         session = LinkSession(

@@ -7,10 +7,12 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+import psutil
 
 from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
 
@@ -81,14 +83,57 @@ class Tools:
         return ToolOutput(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
+_ANY_PORT = 9
+
+
+def system_addresses() -> dict[str, tuple[str, ...]]:
+    """The addresses of each interface, IPv4 before IPv6, otherwise in the kernel's order; nothing if it does not tell."""
+    try:
+        found = psutil.net_if_addrs()
+    except OSError:
+        return {}
+    return {
+        name: tuple(
+            entry.address.partition("%")[0]
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for entry in entries
+            if entry.family == family
+        )
+        for name, entries in found.items()
+    }
+
+
+def ask_kernel(target: str) -> tuple[str, str]:
+    """From a name or address of a peer to its address and our own towards it, both perhaps with `%SCOPE`: of the addresses in
+    the order of the resolver the first one with a way to it. Raises: OSError."""
+    refused: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as connected:
+                connected.connect(address)
+                return str(address[0]), _own_name(connected)
+        except OSError as error:
+            refused = refused or error
+    raise refused or OSError(f"{target} has no address")
+
+
+def _own_name(connected: socket.socket) -> str:
+    own = connected.getsockname()
+    address = str(own[0])
+    scoped = connected.family == socket.AF_INET6 and own[3] and "%" not in address
+    return f"{address}%{socket.if_indextoname(own[3])}" if scoped else address
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """This host, as checks see it. `root` stands for `/`: below it are `sys`, `proc` and `etc`."""
+    """This host, as checks see it. `root` stands for `/`: below it are `sys`, `proc` and `etc`. `probe`: as `ask_kernel`."""
 
     host: str = field(default_factory=socket.gethostname)
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     tools: Tools = field(default_factory=Tools)
+    addresses: Callable[[], Mapping[str, Sequence[str]]] = system_addresses
+    probe: Callable[[str], tuple[str, str]] = ask_kernel
 
     def ask(self, *arguments: str, limit_s: float) -> str:
         """What a tool prints, errors last; nothing if there is no such tool, or no answer in time."""

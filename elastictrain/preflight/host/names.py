@@ -13,8 +13,8 @@ from functools import partial
 import psutil
 
 from elastictrain.distributed.bounded import each_within
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import ask_kernel, is_loopback
+from elastictrain.preflight.surroundings import Surroundings, ask_kernel
+from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 SLOW_S = 1.0

@@ -2,17 +2,11 @@
 
 import ipaddress
 import re
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import psutil
-
 from elastictrain.preflight.surroundings import Surroundings
-
-Addresses = Callable[[], Mapping[str, Sequence[str]]]
-"""The addresses of each interface by its name, IPv4 before IPv6, otherwise in the kernel's order."""
 
 _FOLDER = "/sys/class/net"
 _CONTAINER_NAME = re.compile(
@@ -67,9 +61,9 @@ class NetworkInterface:
         return self.running is not False and any(address != "::1" for address in self.addresses)
 
 
-def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tuple[NetworkInterface, ...]:
+def read_interfaces(surroundings: Surroundings) -> tuple[NetworkInterface, ...]:
     """All of this host, in the kernel's order. Never raises: what cannot be read is unknown."""
-    by_name = addresses()
+    by_name = surroundings.addresses()
     names = dict.fromkeys([*surroundings.names(_FOLDER), *by_name])
     folders = [name for name in names if name in by_name or surroundings.names(f"{_FOLDER}/{name}")]
 
@@ -78,23 +72,6 @@ def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tupl
         return (index is None, index or 0, name)
 
     return tuple(_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in sorted(folders, key=order))
-
-
-def system_addresses() -> dict[str, tuple[str, ...]]:
-    """Those of this host; nothing if the kernel does not tell."""
-    try:
-        found = psutil.net_if_addrs()
-    except OSError:
-        return {}
-    return {
-        name: tuple(
-            entry.address.partition("%")[0]
-            for family in (socket.AF_INET, socket.AF_INET6)
-            for entry in entries
-            if entry.family == family
-        )
-        for name, entries in found.items()
-    }
 
 
 def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> NetworkInterface:
@@ -144,12 +121,6 @@ def _integer(text: str | None, *, base: int = 10, least: int = 0) -> int | None:
     return number if number >= least else None
 
 
-Probe = Callable[[str], tuple[str, str]]
-"""From a name or address of a peer to its address and our own towards it, both perhaps with `%SCOPE`. Raises: OSError."""
-
-_ANY_PORT = 9
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """The way to `target` (a name or an address). Without one, `error` says why; `interface` None beside a `local`: unknown."""
@@ -166,10 +137,10 @@ class Route:
         return ":" in (self.remote or "")
 
 
-def find_route(target: str, *, interfaces: Sequence[NetworkInterface], probe: Probe) -> Route:
+def find_route(target: str, *, interfaces: Sequence[NetworkInterface], surroundings: Surroundings) -> Route:
     """Ask the kernel. Takes as long as the look-up of a name takes; an address is answered at once."""
     try:
-        remote, local = probe(target)
+        remote, local = surroundings.probe(target)
     except (OSError, UnicodeError) as error:
         return Route(target, error=getattr(error, "strerror", None) or str(error) or type(error).__name__)
     remote, local = _plain(remote), _plain(local)
@@ -179,26 +150,6 @@ def find_route(target: str, *, interfaces: Sequence[NetworkInterface], probe: Pr
         # All of 127.0.0.0/8 is this host, although only 127.0.0.1 is listed.
         owners = [one.name for one in interfaces if "127.0.0.1" in one.addresses]
     return Route(target, remote.partition("%")[0], address, owners[0] if owners else None)
-
-
-def ask_kernel(target: str) -> tuple[str, str]:
-    """Addresses of `target` in the order of the resolver; the first one with a way to it counts."""
-    refused: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM):
-        try:
-            with socket.socket(family, kind, protocol) as connected:
-                connected.connect(address)
-                return str(address[0]), _own_name(connected)
-        except OSError as error:
-            refused = refused or error
-    raise refused or OSError(f"{target} has no address")
-
-
-def _own_name(connected: socket.socket) -> str:
-    own = connected.getsockname()
-    address = str(own[0])
-    scoped = connected.family == socket.AF_INET6 and own[3] and "%" not in address
-    return f"{address}%{socket.if_indextoname(own[3])}" if scoped else address
 
 
 def _plain(address: str) -> str:
@@ -215,10 +166,10 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
 
 
-def way_out(targets: Sequence[str], *, interfaces: Sequence[NetworkInterface]) -> Route | None:
+def way_out(targets: Sequence[str], *, interfaces: Sequence[NetworkInterface], surroundings: Surroundings) -> Route | None:
     """The way to the first target that does not lead back to this host, or the default route; None without either."""
     for target in (*targets, *_ELSEWHERE):
-        route = find_route(target, interfaces=interfaces, probe=ask_kernel)
+        route = find_route(target, interfaces=interfaces, surroundings=surroundings)
         if route.local is not None and not is_loopback(route.local):
             return route
     return None
@@ -227,11 +178,11 @@ def way_out(targets: Sequence[str], *, interfaces: Sequence[NetworkInterface]) -
 def own_address(peers: Sequence[str], *, surroundings: Surroundings) -> str:
     """The address from which the kernel sends to the others, or by the default route; else any that others may reach."""
     interfaces = usable_interfaces(surroundings)
-    if (route := way_out(peers, interfaces=interfaces)) is not None and route.local:
+    if (route := way_out(peers, interfaces=interfaces, surroundings=surroundings)) is not None and route.local:
         return route.local
     return next((one.addresses[0] for one in interfaces if one.addresses), "127.0.0.1")
 
 
 def usable_interfaces(surroundings: Surroundings) -> list[NetworkInterface]:
     """Those that may lead to other hosts."""
-    return [one for one in read_interfaces(surroundings, addresses=system_addresses) if not one.leads_nowhere]
+    return [one for one in read_interfaces(surroundings) if not one.leads_nowhere]

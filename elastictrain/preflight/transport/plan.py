@@ -1,5 +1,5 @@
 """The transport plan: which interface the hosts speak through, which variables of NCCL and gloo are set, and why. Pure but for
-`read_facts` and `apply`."""
+`read_facts` and `apply_plan`."""
 
 import json
 from collections import Counter
@@ -18,17 +18,7 @@ from elastictrain.preflight.transport.infiniband import (
     decide_rdma,
     read_devices,
 )
-from elastictrain.preflight.transport.interfaces import (
-    Addresses,
-    Kind,
-    NetworkInterface,
-    Probe,
-    Route,
-    ask_kernel,
-    find_route,
-    read_interfaces,
-    system_addresses,
-)
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Route, find_route, read_interfaces
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, own_variables, read_settings
 
 FAST_GBPS = 100.0
@@ -67,21 +57,14 @@ class Facts:
         return next((one for one in self.interfaces if one.name == name), None)
 
 
-def read_facts(
-    surroundings: Surroundings,
-    *,
-    rendezvous: str | None,
-    alone: bool = False,
-    addresses: Addresses = system_addresses,
-    probe: Probe = ask_kernel,
-) -> Facts:
+def read_facts(surroundings: Surroundings, *, rendezvous: str | None, alone: bool = False) -> Facts:
     """Look at this host. `rendezvous` is an address, or a name, whose look-up may take time."""
-    interfaces = read_interfaces(surroundings, addresses=addresses)
+    interfaces = read_interfaces(surroundings)
     return Facts(
         host=surroundings.host,
         interfaces=interfaces,
         devices=read_devices(surroundings),
-        rendezvous=find_route(rendezvous, interfaces=interfaces, probe=probe) if rendezvous else None,
+        rendezvous=find_route(rendezvous, interfaces=interfaces, surroundings=surroundings) if rendezvous else None,
         settings=read_settings(surroundings),
         alone=alone,
     )

@@ -3,10 +3,11 @@
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Probe, find_route
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, find_route
 from elastictrain.preflight.transport.plan import Facts, read_facts
 from elastictrain.preflight.transport.settings import Setting
 
@@ -96,30 +97,29 @@ class MadeHost:
         (self.root / f"sys/class/infiniband/{name}/device/physfn/infiniband/{of}").mkdir(parents=True)
 
     def surroundings(self) -> Surroundings:
-        return Surroundings(host=self.name, root=self.root, environment=self.environment)
+        return Surroundings(
+            host=self.name,
+            root=self.root,
+            environment=self.environment,
+            addresses=lambda: self.addresses,
+            probe=self.probe,
+        )
 
-    def probe(self) -> Probe:
-        def ask(target: str) -> tuple[str, str]:
-            answer = self.routes.get(target, OSError(101, "Network is unreachable"))
-            if isinstance(answer, OSError):
-                raise answer
-            return answer
-
-        return ask
+    def probe(self, target: str) -> tuple[str, str]:
+        answer = self.routes.get(target, OSError(101, "Network is unreachable"))
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
     def way(self, target: str, local: str, *, remote: str | None = None) -> None:
         """The kernel reaches `target` from its own address `local`."""
         self.routes[target] = (remote or target, local)
 
     def facts(self, *, rendezvous: str | None = None, peers: Mapping[str, str] | None = None, alone: bool = False) -> Facts:
-        facts = read_facts(
-            self.surroundings(), rendezvous=rendezvous, alone=alone, addresses=lambda: self.addresses, probe=self.probe()
-        )
-        ways = {
-            name: find_route(address, interfaces=facts.interfaces, probe=self.probe())
-            for name, address in (peers or {}).items()
-        }
-        return replace(facts, peers=ways)
+        surroundings = self.surroundings()
+        facts = read_facts(surroundings, rendezvous=rendezvous, alone=alone)
+        find = partial(find_route, interfaces=facts.interfaces, surroundings=surroundings)
+        return replace(facts, peers={name: find(address) for name, address in (peers or {}).items()})
 
 
 def mapped(address: str) -> str:

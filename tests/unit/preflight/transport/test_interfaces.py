@@ -5,21 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.surroundings import Surroundings, ask_kernel, system_addresses
 from elastictrain.preflight.transport.interfaces import (
     Kind,
     NetworkInterface,
     Route,
-    ask_kernel,
     find_route,
     read_interfaces,
-    system_addresses,
 )
 from tests.unit.preflight.transport.made import MadeHost, ethernet
 
 
 def read(host: MadeHost) -> dict[str, NetworkInterface]:
-    found = read_interfaces(host.surroundings(), addresses=lambda: host.addresses)
+    found = read_interfaces(host.surroundings())
     return {one.name: one for one in found}
 
 
@@ -110,7 +108,7 @@ def test_running(tmp_path: Path, flags: str, operstate: str, running: bool | Non
 
 def test_without_sysfs_names_and_addresses_are_what_is_known(tmp_path: Path) -> None:
     addresses = {"lo": ("127.0.0.1", "10.5.0.1"), "eth0": ("10.0.0.1",), "docker0": ("172.17.0.1",)}
-    found = read_interfaces(Surroundings(root=tmp_path), addresses=lambda: addresses)
+    found = read_interfaces(Surroundings(root=tmp_path, addresses=lambda: addresses))
     kinds = {one.name: one.kind for one in found}
     assert kinds == {"lo": Kind.LOOPBACK, "eth0": Kind.OTHER, "docker0": Kind.CONTAINER}
     assert all(one.running is None for one in found)
@@ -148,7 +146,7 @@ REFUSALS = ("Permission denied", "Network is unreachable")
 
 
 def way(target: str, remote: str, local: str) -> Route:
-    return find_route(target, interfaces=INTERFACES, probe=lambda _: (remote, local))
+    return find_route(target, interfaces=INTERFACES, surroundings=Surroundings(probe=lambda _: (remote, local)))
 
 
 def test_the_interface_is_the_owner_of_our_address() -> None:
@@ -183,12 +181,12 @@ def test_no_way_is_a_fact(error: OSError) -> None:
     def refuse(_: str) -> tuple[str, str]:
         raise error
 
-    found = find_route("h2", interfaces=INTERFACES, probe=refuse)
+    found = find_route("h2", interfaces=INTERFACES, surroundings=Surroundings(probe=refuse))
     assert (found.local, found.interface, found.error) == (None, None, error.strerror or "odd")
 
 
 def test_the_kernel_of_this_host() -> None:
     assert ask_kernel("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     assert ask_kernel("127.0.1.1")[0] == "127.0.1.1"
-    assert find_route("255.255.255.255", interfaces=INTERFACES, probe=ask_kernel).error in REFUSALS
-    assert find_route("a" * 64 + ".invalid", interfaces=INTERFACES, probe=ask_kernel).error
+    assert find_route("255.255.255.255", interfaces=INTERFACES, surroundings=Surroundings()).error in REFUSALS
+    assert find_route("a" * 64 + ".invalid", interfaces=INTERFACES, surroundings=Surroundings()).error

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,6 @@ from tests.unit.preflight.transport.made import MadeHost
 @pytest.fixture
 def made(tmp_path: Path) -> MadeHost:
     return MadeHost(tmp_path / "root")
-
-
-@pytest.fixture(autouse=True)
-def kernel(made: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.preflight.transport.interfaces.ask_kernel", made.probe())
-    monkeypatch.setattr("elastictrain.preflight.transport.interfaces.system_addresses", lambda: made.addresses)
 
 
 def address(made: MadeHost, *peers: str) -> str:
@@ -42,17 +37,17 @@ def test_a_network_of_ipv6_alone(made: MadeHost) -> None:
     assert address(made) == "fd00::5"
 
 
-def test_names_that_nobody_knows_or_can_know(made: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_nobody_knows_or_can_know(made: MadeHost) -> None:
     def ask(target: str) -> tuple[str, str]:
         if target == "a..b":
             raise UnicodeError("label empty or too long")
         raise OSError("no way")
 
-    monkeypatch.setattr("elastictrain.preflight.transport.interfaces.ask_kernel", ask)
+    surroundings = replace(made.surroundings(), probe=ask)
     made.interface("docker0", ("172.17.0.1",), devtype="bridge")
     made.interface("eth0")
     made.interface("eth1", ("10.0.0.7", "fd00::7"))
-    assert address(made, "a..b", "nobody") == "10.0.0.7"
+    assert own_address(["a..b", "nobody"], surroundings=surroundings) == "10.0.0.7"
 
 
 def test_a_host_without_a_network_is_alone(made: MadeHost) -> None:
