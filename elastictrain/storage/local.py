@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+from urllib.parse import unquote
 
 from elastictrain.errors import IrregularFileError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.storage.failures import Retrying
@@ -38,12 +39,22 @@ _FOR_ALL = 0o666
 
 _SECRET = 0o600
 
+LOCAL_PROTOCOLS = ("file", "local")
+
 _DEEPEST = 32
 """Folders below the root in which files are looked for; no key of ours has so many parts."""
 
 _TOLD_AT_MOST = 100
 
 logger = logging.getLogger(__name__)
+
+
+def local_path(url: str) -> str | None:
+    """The folder that a path or URL means, if it is one on this host."""
+    protocol, separator, rest = url.partition("://")
+    if not separator:
+        return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111
+    return unquote(rest) if protocol in LOCAL_PROTOCOLS and rest.startswith("/") else None
 
 
 class LocalStore:

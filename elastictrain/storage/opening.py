@@ -5,14 +5,13 @@ import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar, cast
-from urllib.parse import unquote
 
 from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError, StorageError, TransientStorageError
 from elastictrain.storage.azure import AzureBackend
 from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.filesystem import FilesystemBackend
 from elastictrain.storage.gcs import GcsBackend
-from elastictrain.storage.local import LocalStore
+from elastictrain.storage.local import LOCAL_PROTOCOLS, LocalStore, local_path
 from elastictrain.storage.remote import Backend, RemoteStore
 from elastictrain.storage.s3 import S3Backend
 from elastictrain.storage.store import ObjectInfo, Store
@@ -33,12 +32,11 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
     """
     options = retry or RetryOptions()
     retrying, name = Retrying(options), url.rstrip("/") or "/"
-    protocol, separator, rest = url.partition("://")
-    if not separator or protocol in ("file", "local"):
-        if separator and not rest.startswith("/"):
-            raise ConfigError(f"{url!r} must be {protocol}:// and an absolute path, as in {protocol}:///data/run")
-        root = unquote(rest) if separator else absolute_url(url)
-        return LocalStore(root, url=name, retrying=retrying, follow_links=follow_links)
+    if (path := local_path(url)) is not None:
+        return LocalStore(path, url=name, retrying=retrying, follow_links=follow_links)
+    protocol, _, rest = url.partition("://")
+    if protocol in LOCAL_PROTOCOLS:
+        raise ConfigError(f"{url!r} must be {protocol}:// and an absolute path, as in {protocol}:///data/run")
     if not rest.strip("/"):
         raise ConfigError(f"{url!r} names no bucket; it must be like {protocol}://bucket/folder")
     import fsspec

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from elastictrain.cgroup import Mount, mount_of
 from elastictrain.preflight.host.resources import GIB, MIB, in_gib
 from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.storage.local import local_path
 
 LEAST_BYTES = 64 * MIB
 """Below it not even events, logs and compiled kernels fit for long: the run would die of it in minutes."""
@@ -66,14 +67,6 @@ class CheckedFolder:
     path: str
     use: str
     relief: str
-
-
-def local_path(url: str) -> str | None:
-    """The folder that a URL means, if it is one on this host."""
-    protocol, separator, rest = url.partition("://")
-    if not separator:
-        return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111
-    return rest if protocol in ("file", "local") and rest.startswith("/") else None
 
 
 def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[CheckedFolder]:

@@ -18,9 +18,9 @@ import psutil
 
 from elastictrain.bounded_json import parse_record
 from elastictrain.cgroup import Mount, mount_of, read_mounts
-from elastictrain.preflight.host.disk import local_path
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.storage.local import local_path
 
 SLOW_MS = 2000.0
 """Six small requests that take longer together will make every event and every commit slow."""

@@ -17,7 +17,7 @@ from elastictrain.errors import (
     TransientStorageError,
 )
 from elastictrain.storage.failures import Retrying, RetryOptions, errno_of
-from elastictrain.storage.local import LocalStore
+from elastictrain.storage.local import LocalStore, local_path
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.posix import temporary_name
 from elastictrain.storage.writers import process_name
@@ -275,3 +275,10 @@ class TestFollowedLinks:
         with pytest.raises(IrregularFileError):
             following.write("a", b"new")
         assert outside.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    ("url", "path"), [("/x/y", "/x/y"), ("file:///x", "/x"), ("s3://x/y", None), ("file:///a%20b", "/a b"), ("file://x", None)]
+)
+def test_local_path(url: str, path: str | None) -> None:
+    assert local_path(url) == path

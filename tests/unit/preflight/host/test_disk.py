@@ -1,8 +1,6 @@
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from elastictrain.cgroup import read_mounts
 from elastictrain.preflight.host.disk import (
     CheckedFolder,
@@ -10,7 +8,6 @@ from elastictrain.preflight.host.disk import (
     folders_of,
     judge_disk,
     judge_shared_memory,
-    local_path,
     read_space,
 )
 from elastictrain.preflight.verdict import Status, Verdict
@@ -58,11 +55,6 @@ def test_folders_that_are_looked_at(tmp_path: Path) -> None:
     assert [one.path for one in folders_of("s3://b/x", environment=environment)] == ["/var/scratch"]
     run, temporary = folders_of(f"{tmp_path}/a/b", environment=environment)
     assert (run.path, temporary.path) == (f"{tmp_path}/a/b", "/var/scratch")
-
-
-@pytest.mark.parametrize(("url", "path"), [("/x/y", "/x/y"), ("file:///x", "/x"), ("s3://x/y", None), ("file://x", None)])
-def test_local_path(url: str, path: str | None) -> None:
-    assert local_path(url) == path
 
 
 def test_reading_a_real_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
