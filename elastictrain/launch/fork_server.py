@@ -13,7 +13,6 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from collections import defaultdict
@@ -55,9 +54,6 @@ class _Worker:
     local_rank: int
     pid: int
     process: Process | None
-    popen: "subprocess.Popen[bytes] | None" = None
-    """Where it is no fork. Kept, for a later Popen would ask for the end of one that nobody refers to."""
-
     told: bool = False
 
 
@@ -109,9 +105,9 @@ class ForkServer:
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
             started = []
             for local_rank, environment in enumerate(environments):
-                popen = _start_program(arguments, environment) if unforked else None
-                pid = self._fork(partial(_become_worker, arguments, environment)) if popen is None else popen.pid
-                started.append(_Worker(order, local_rank, pid, identify(pid), popen))
+                become = partial(_become_worker, arguments, environment)
+                pid = _start_program(arguments, environment) if unforked else self._fork(become)
+                started.append(_Worker(order, local_rank, pid, identify(pid)))
         except OSError as error:
             return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
         self._workers += started
@@ -180,9 +176,9 @@ class ForkServer:
             self._launcher.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _start_program(arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    command = (sys.executable, "-u", "-m", _MODULE, *arguments)
-    return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)  # noqa: S603  # our own
+def _start_program(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    command = [sys.executable, "-u", "-m", _MODULE, *arguments]
+    return os.posix_spawn(sys.executable, command, {**os.environ, **environment}, setsid=True)
 
 
 def _become_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

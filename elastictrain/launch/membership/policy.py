@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_STOPPED, EXIT_STORAGE, EXIT_TRANSPORT, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationFailure, GenerationOutcome
+from elastictrain.launch.membership.records import DRAFT, End, EndKind, Generation, GenerationFailure, GenerationOutcome
 
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
 _OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)
@@ -41,21 +42,21 @@ def judge(
     # In the order of ranks: whoever asks gets the same answer.
     ends = {host: ends[host] for host in names if host in ends}
     if names and len(ends) == len(names) and all(end.kind is EndKind.DONE for end in ends.values()):
-        return Generation.draft(number, "the last step is done", outcome=GenerationOutcome.DONE)
+        return replace(DRAFT, number=number, reason="the last step is done", outcome=GenerationOutcome.DONE)
     cause = find_cause(tuple(ends.values()))
     if cause is not None and cause.exit_code in (EXIT_CONFIG, EXIT_USAGE):
         reason = f"{names[cause.host]}: {cause.reason}"
-        return Generation.draft(number, reason, outcome=GenerationOutcome.GIVE_UP, exit_code=cause.exit_code)
+        return replace(DRAFT, number=number, reason=reason, outcome=GenerationOutcome.GIVE_UP, exit_code=cause.exit_code)
     committed_step = max(committed_step, *(end.committed_step for end in ends.values()), 0)
     if failures and committed_step > failures[-1].committed_step:
         failures = ()
     if unfit := [host for host, end in ends.items() if end.kind is EndKind.FAILED and end.exit_code == EXIT_UNFIT]:
         left_out = tuple(sorted(unaware | {host for host in unfit if host not in ready}))
         reason = f"{names[unfit[0]]} is unfit: {ends[unfit[0]].reason}"
-        return Generation.draft(number, reason, failures=failures, excluded=left_out)
+        return replace(DRAFT, number=number, reason=reason, failures=failures, excluded=left_out)
     harmless = _harmless_reason(ends, cause, names, ready=ready, unheard=unheard) if names else generation.reason
     if harmless is not None:
-        return Generation.draft(number, harmless, failures=failures, excluded=excluded)
+        return replace(DRAFT, number=number, reason=harmless, failures=failures, excluded=excluded)
     committed_step = max(committed_step, *(one.committed_step for one in failures), 0)
     failure = GenerationFailure(generation.number, (), EXIT_BUG, "", 0, committed_step, "its hosts stopped, and none said why")
     if cause is not None:
@@ -67,7 +68,7 @@ def judge(
         who, excluded = names.get(culprit, culprit), tuple(sorted(unaware | {culprit}))
         reason = f"{who} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: {failure.reason}"
         # One is remembered: if the same goes on without this host, it was not to blame.
-        return Generation.draft(number, reason, failures=(failure,), excluded=excluded)
+        return replace(DRAFT, number=number, reason=reason, failures=(failure,), excluded=excluded)
     return _try_again(number, (*failures, failure), excluded, options)
 
 
@@ -78,11 +79,11 @@ def _try_again(
     only_storage = all(failure.exit_code == EXIT_STORAGE for failure in failures)
     if len(failures) >= options.max_failures:
         code, why = EXIT_STORAGE if only_storage else EXIT_BUG, messages.give_up(failures)
-        return Generation.draft(number, why, outcome=GenerationOutcome.GIVE_UP, failures=failures, exit_code=code)
+        return replace(DRAFT, number=number, reason=why, outcome=GenerationOutcome.GIVE_UP, failures=failures, exit_code=code)
     # Storage that fails is given time even before the first try.
     times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
     until_next_s = pause_s(times, options=options)
-    return Generation.draft(number, failures[-1].reason, failures=failures, excluded=excluded, pause_s=until_next_s)
+    return replace(DRAFT, number=number, reason=failures[-1].reason, failures=failures, excluded=excluded, pause_s=until_next_s)
 
 
 def is_network_suspected(generation: Generation, ends: Mapping[str, End]) -> bool:

@@ -19,6 +19,7 @@ from elastictrain.launch.membership.observation import (
 )
 from elastictrain.launch.membership.policy import is_network_suspected, judge
 from elastictrain.launch.membership.records import (
+    DRAFT,
     Create,
     Decision,
     EndKind,
@@ -226,7 +227,7 @@ class _GenerationProposal:
     def _judge(self, ready: Sequence[HostRecord], group: Sequence[HostRecord]) -> Generation:
         cluster, previous = self.cluster, self.previous
         if previous is None:
-            return Generation.draft(1 if cluster.newest is None else cluster.newest.number + 1, "")
+            return replace(DRAFT, number=1 if cluster.newest is None else cluster.newest.number + 1, reason="")
         hosts = frozenset(record.host for record in ready)
         # Records of other launchers may be of an earlier run in the same folder.
         records = [cluster.me, *(one.record for one in cluster.observed.values())]
@@ -243,7 +244,7 @@ class _GenerationProposal:
         if following.outcome is GenerationOutcome.RUN or witnessed:
             return following
         # All who took part have left without drawing the conclusion, and whoever comes now was started to go on.
-        return Generation.draft(following.number, f"started again after: {following.reason}")
+        return replace(DRAFT, number=following.number, reason=f"started again after: {following.reason}")
 
     def _too_few(self, ready: Sequence[HostRecord]) -> Decision:
         cluster, options = self.cluster, self.options

@@ -7,7 +7,7 @@ one with the largest number is the current one, and each is created once, atomic
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -185,22 +185,6 @@ class Generation:
     owner: str = LAUNCHER
     """Who trains in it; empty in records that are older than owners."""
 
-    @classmethod
-    def draft(
-        cls,
-        number: int,
-        reason: str,
-        *,
-        outcome: GenerationOutcome = GenerationOutcome.RUN,
-        failures: tuple[GenerationFailure, ...] = (),
-        excluded: tuple[str, ...] = (),
-        pause_s: float = 0.0,
-        exit_code: int = 0,
-        owner: str = LAUNCHER,
-    ) -> Self:
-        """One that nobody has proposed yet, without members."""
-        return cls(number, outcome, (), 0, "", failures, excluded, pause_s, exit_code, reason, owner)
-
     @property
     def terminal(self) -> bool:
         """Whether the run is over; another start of the launchers then begins anew."""
@@ -224,6 +208,9 @@ class Generation:
         first = (member.host for member in self.members if rank < self.first_rank(member.host) + member.processes)
         return next(first, self.members[-1].host)
 
+
+DRAFT = Generation(0, GenerationOutcome.RUN, (), 0, "", (), (), 0.0, 0, "")
+"""One that nobody has proposed yet, without number and members."""
 
 T = TypeVar("T", HostRecord, End, Generation)
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from elastictrain.bounded_json import encode_record
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
-from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState, decode
+from elastictrain.launch.membership.records import DRAFT, Generation, GenerationOutcome, HostRecord, HostState, decode
 from elastictrain.lease.chain import HOSTS, create_record, generation_key, newest_record, parse_claim, point_at
 from elastictrain.storage.bounded_read import read_all, read_record, side_by_side
 from elastictrain.storage.opening import create_secret, read_secret
@@ -141,10 +141,10 @@ class MembershipStore:
         if generation is None and (claim := parse_claim(number, data)).owner:
             reason = f"another run trains here: {claim}"
             elsewhere = GenerationOutcome.ELSEWHERE
-            return Generation.draft(number, reason, outcome=elsewhere, exit_code=EXIT_STOPPED, owner=claim.owner)
+            return replace(DRAFT, number=number, reason=reason, outcome=elsewhere, exit_code=EXIT_STOPPED, owner=claim.owner)
         if generation is None or generation.number != number:
             logger.warning("%s/%s is damaged: it counts as a generation without hosts", self._store.url, generation_key(number))
-            return Generation.draft(number, "its record is damaged")
+            return replace(DRAFT, number=number, reason="its record is damaged")
         return generation
 
 
