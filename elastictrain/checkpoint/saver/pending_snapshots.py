@@ -30,7 +30,7 @@ class LeasedSnapshot:
         self.slot.close()
 
 
-_layout = lru_cache(maxsize=64)(load_layout)
+known_layout = lru_cache(maxsize=64)(load_layout)
 """Files are planned once for each layout, not for each snapshot."""
 
 
@@ -45,7 +45,7 @@ def lease(folder: str, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | No
         return None
     try:
         if (facts := slot.facts) is not None:
-            return LeasedSnapshot(slot, facts, _layout(folder, facts.layout))
+            return LeasedSnapshot(slot, facts, known_layout(folder, facts.layout))
     except BaseException:
         slot.close()
         raise

@@ -2,11 +2,15 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.checkpoint.saver.pending_snapshots import known_layout
+
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # A path of a socket has at most 107 characters.
     monkeypatch.chdir(tmp_path)
+    # The folders of all tests have the same relative name.
+    known_layout.cache_clear()
     Path("memory").mkdir()
     return Path("memory")
 
