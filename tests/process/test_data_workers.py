@@ -183,7 +183,7 @@ def test_a_dead_worker_is_reported_at_once(script) -> None:
         assert not children()
         """)
     )
-    assert "died of SIGKILL; if the host ran out of memory, lower `data.workers`" in out
+    assert [part in out for part in ("SIGKILL", "`data.workers`")] == [True] * 2
     assert out.endswith("True\n")
     assert error == ""
 
@@ -202,8 +202,7 @@ def test_what_the_data_set_raises_arrives(script) -> None:
     )
     # Sample 22 is in the second portion of rank 1 at step 2, after five others.
     assert out.startswith("5 'no such picture' ")
-    assert "while reading samples" in out
-    assert "in __getitem__" in out
+    assert "__getitem__" in out
     assert error == ""
 
 
