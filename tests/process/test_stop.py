@@ -86,7 +86,7 @@ def test_a_world_of_one_stops_with_75_and_says_where(tmp_path: Path) -> None:
         wait_for_steps(run_dir)
         run.process.terminate()
         assert run.wait(SOON_S) == 75, run.output()
-    (said,) = (line for line in run.output().splitlines() if "(SIGTERM)" in line)
+    (said,) = (line for line in run.output().splitlines() if "(SIGTERM) after" in line)
     assert [part in said for part in (f"step {last_stop(run_dir)},", str(run_dir))] == [True] * 2
     assert "Traceback" not in run.output()
 
