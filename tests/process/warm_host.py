@@ -3,6 +3,7 @@
 One order a line of JSON comes in on standard input; who was started, and who has ended, goes out on standard output.
 """
 
+import atexit
 import builtins
 import gc
 import json
@@ -11,15 +12,14 @@ import runpy
 import selectors
 import signal
 import socket
+import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # the first optimizer imports it
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.run  # noqa: F401
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import tests.process.paced  # noqa: F401
 
@@ -44,8 +44,15 @@ def become(order: dict[str, Any]) -> None:
     os.chdir(order["cwd"])
     for category in order["errors"]:
         warnings.simplefilter("error", getattr(builtins, category))
-    first, *rest = order["arguments"]
-    sys.orig_argv = [sys.executable, *order["arguments"]]
+    if "torch.distributed.run" in order["arguments"][:2]:
+        subprocess_handler.Popen = ForkedWorker  # type: ignore[misc]
+    start_program(order["arguments"])
+
+
+def start_program(arguments: list[str]) -> None:
+    """`python ARGUMENTS`."""
+    first, *rest = arguments
+    sys.orig_argv = [sys.executable, *arguments]
     if first == "-m":
         sys.path[0] = str(Path.cwd())
         sys.argv = rest
@@ -54,8 +61,43 @@ def become(order: dict[str, Any]) -> None:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(first).parent)
-        sys.argv = order["arguments"]
+        sys.argv = arguments
         runpy.run_path(first, run_name="__main__")
+
+
+class ForkedWorker(subprocess.Popen[bytes]):
+    """A worker of torchrun: its child as ever and in a session of its own, but a fork, named by its rank."""
+
+    def _execute_child(self, *given: Any) -> None:
+        # args, executable, preexec_fn, close_fds, pass_fds, cwd, env, ..., and the ends of pipes.
+        command, environment, stdout, stderr = given[0], given[6], given[13], given[15]
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            return
+        code = 1
+        try:
+            os.setsid()
+            for number in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}:
+                signal.signal(number, signal.SIG_IGN if number in (signal.SIGPIPE, signal.SIGXFSZ) else signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for descriptor, opened in ((1, stdout), (2, stderr)):
+                if opened != -1:
+                    os.dup2(opened, descriptor)
+            Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
+            os.environ.clear()
+            os.environ.update(environment)
+            start_program([one for one in command[1:] if one != "-u"])
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:  # noqa: BLE001  # the stack of the one that forked must not go on
+            traceback.print_exc()
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def serve() -> dict[str, Any] | None:
