@@ -51,7 +51,9 @@ def each_within(calls: Sequence[tuple[float, Callable[[], T]]]) -> list[T | None
 
     def run(index: int, act: Callable[[], T]) -> None:
         with suppress(Exception):
-            answers[index] = act()
+            answer = act()
+            if time.monotonic() - began_s <= calls[index][0]:
+                answers[index] = answer
 
     threads = [
         threading.Thread(target=run, args=(index, act), name="bounded", daemon=True) for index, (_, act) in enumerate(calls)

@@ -88,8 +88,12 @@ def run_checks(checks: Sequence[Check], *, subject: str) -> list[Verdict]:
     longest limit: what has not answered by then, or broke, is a failure that says so."""
     answers = each_within([(check.limit_s, partial(_run, check, subject=subject)) for check in checks])
     found: list[Verdict] = []
-    for check, verdicts in zip(checks, answers, strict=True):
-        found += [_no_answer(check, subject)] if verdicts is None else verdicts
+    for check, answer in zip(checks, answers, strict=True):
+        if answer is None:
+            report, limit = Reporter(check.name, subject, seconds=check.limit_s), f"{check.limit_s:g} s"
+            remedy = f"look at what the check waits for on {subject}; to go on without it: preflight.checks.{check.name}=off"
+            found.append(report.failed(f"no answer in {limit}", expected="an answer", remedy=remedy, may_pass=True))
+        found += answer or []
     return found
 
 
@@ -104,16 +108,8 @@ def _run(check: Check, *, subject: str) -> Sequence[Verdict]:
         remedy = f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off"
         measured = f"{type(error).__name__}: {error}"
         verdicts = [Reporter(check.name, subject).failed(measured, expected="an answer", remedy=remedy)]
-    seconds = time.monotonic() - began
-    if seconds > check.limit_s:
-        return [_no_answer(check, subject)]
-    return [replace(verdict, seconds=round(seconds, 4)) for verdict in verdicts]
-
-
-def _no_answer(check: Check, subject: str) -> Verdict:
-    report = Reporter(check.name, subject, seconds=check.limit_s)
-    remedy = f"look at what the check waits for on {subject}; to go on without it: preflight.checks.{check.name}=off"
-    return report.failed(f"no answer in {check.limit_s:g} s", expected="an answer", remedy=remedy, may_pass=True)
+    seconds = round(time.monotonic() - began, 4)
+    return [replace(verdict, seconds=seconds) for verdict in verdicts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

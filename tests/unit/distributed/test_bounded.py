@@ -68,3 +68,9 @@ def test_calls_side_by_side_each_have_their_own_limit() -> None:
     assert time.monotonic() - began_s < 3.0
     release.set()
     assert each_within([]) == []
+
+
+def test_an_answer_that_comes_too_late_is_none() -> None:
+    """It is there when the others have answered."""
+    never = threading.Event()
+    assert each_within([(5.0, lambda: never.wait(0.3)), (0.01, lambda: not never.wait(0.1))]) == [False, None]

@@ -218,19 +218,6 @@ def test_a_check_that_hangs_is_a_failure_and_holds_nobody_up() -> None:
     assert "preflight.checks.hangs=off" in found[0].remedy
 
 
-def test_an_answer_that_comes_too_late_is_none() -> None:
-    def late() -> list:
-        time.sleep(0.1)
-        return [verdict()]
-
-    def later() -> list:
-        time.sleep(0.3)
-        return [verdict(check="later")]
-
-    found = run_checks([Check("late", late, 0.01), Check("later", later, 5.0)], subject="a")
-    assert [(one.check, one.status) for one in found] == [("late", "fail"), ("later", "pass")]
-
-
 def test_a_check_that_breaks_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     found = run_checks([Check("broken", lambda: 1 // 0, 5.0)], subject="a")  # type: ignore[arg-type, return-value]
     assert [(one.status, str(one.measured).partition(":")[0]) for one in found] == [(Status.FAIL, "ZeroDivisionError")]
