@@ -38,6 +38,10 @@ class MeshShape:
     replicas: int
     shards: int
 
+    @property
+    def world_size(self) -> int:
+        return self.replicas * self.shards
+
 
 def mesh_shape(kind: Literal["ddp", "fsdp", "hsdp"], *, world_size: int, local_world_size: int, shard_size: int) -> MeshShape:
     """The mesh for whatever world there is. A world that the shard size does not divide is sharded whole."""
@@ -51,14 +55,14 @@ def mesh_shape(kind: Literal["ddp", "fsdp", "hsdp"], *, world_size: int, local_w
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A model ready to train. `module` is what the forward pass goes through, `bare` the model with its own parameter names."""
+    """A model ready to train. `module` is what the forward pass goes through, `bare` the model with its own parameter names.
+
+    Gradients after the backward pass are sums over ranks divided by the world size.
+    """
 
     module: nn.Module
     bare: nn.Module
     shape: MeshShape
-    gradient_divisor: int
-    """Gradients after the backward pass are sums over ranks divided by this."""
-
     precision_context: Callable[[], AbstractContextManager[object]]
     """Entered around each forward pass and loss."""
 
@@ -66,71 +70,65 @@ class Wrapped:
     """The groups that the model communicates through, where they are not the default one alone."""
 
 
-def wrap(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    *,
-    shape: MeshShape,
-    parallel: ParallelGroup,
-    train: TrainGroup,
-    device: torch.device,
-) -> nn.Module:
-    """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled. Order
-    matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes."""
-    for block in blocks:
-        if train.activation_checkpointing != "none":
-            _checkpoint(block, selective=train.activation_checkpointing == "selective")
-        if train.compile:
-            block.compile()
-    if train.compile and not blocks:
-        model.compile()
-    if parallel.kind != "ddp":
-        # reduce_dtype is always explicit: the meaning of None differs between torch versions.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if train.precision == "bf16" else None, reduce_dtype=torch.float32
-        )
-        sizes, names = ((shape.shards,), ("data",)) if shape.replicas == 1 else (astuple(shape), ("replica", "shard"))
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """How the model is prepared for this world."""
+
+    shape: MeshShape
+    parallel: ParallelGroup
+    train: TrainGroup
+    device: torch.device
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled.
+
+        Order matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes.
+        """
+        shape, parallel, train = self.shape, self.parallel, self.train
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return model
+            if train.activation_checkpointing != "none":
+                _checkpoint(block, selective=train.activation_checkpointing == "selective")
+            if train.compile:
+                block.compile()
+        if train.compile and not blocks:
+            model.compile()
+        if parallel.kind != "ddp":
+            # reduce_dtype is always explicit: the meaning of None differs between torch versions.
+            dtype = torch.bfloat16 if train.precision == "bf16" else None
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            sizes, names = ((shape.shards,), ("data",)) if shape.replicas == 1 else (astuple(shape), ("replica", "shard"))
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            for block in blocks:
+                fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
+            fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        return model
 
-
-def finish(
-    model: nn.Module,
-    *,
-    shape: MeshShape,
-    parallel: ParallelGroup,
-    train: TrainGroup,
-    device: torch.device,
-    world_size: int,
-) -> Wrapped:
-    """Make a filled model trainable: DDP where asked, and the precision of the forward pass. Collective: yes."""
-    if parallel.kind != "ddp":
-        meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
-        groups = next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
-        return Wrapped(model, model, shape, world_size, nullcontext, groups)
-    module: nn.Module = model
-    if world_size > 1:
-        # Positional tables and the like are the same everywhere; only buffers that training changes have to be kept equal.
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        # torch 2.13 gave the option a new name, and warns of the old one.
-        new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-        option = "forward_sync_buffers" if new_name else "broadcast_buffers"
-        ddp = DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=parallel.bucket_mb,
-            gradient_as_bucket_view=True,
-            **{option: any(name not in names for name in model.state_dict())},  # type: ignore[arg-type]
-        )
-        _settle_buckets(ddp)
-        module = ddp
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
-    if train.precision == "bf16":
-        context = partial(torch.autocast, device.type, dtype=torch.bfloat16)
-    return Wrapped(module, model, shape, world_size, context)
+    def finish(self, model: nn.Module) -> Wrapped:
+        """Make a filled model trainable: DDP where asked, and the precision of the forward pass. Collective: yes."""
+        if self.parallel.kind != "ddp":
+            meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+            groups = next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
+            return Wrapped(model, model, self.shape, nullcontext, groups)
+        module: nn.Module = model
+        if self.shape.world_size > 1:
+            # Positional tables and the like are the same everywhere; only buffers that training changes have to be kept equal.
+            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            # torch 2.13 gave the option a new name, and warns of the old one.
+            new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+            option = "forward_sync_buffers" if new_name else "broadcast_buffers"
+            ddp = DistributedDataParallel(
+                model,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                bucket_cap_mb=self.parallel.bucket_mb,
+                gradient_as_bucket_view=True,
+                **{option: any(name not in names for name in model.state_dict())},  # type: ignore[arg-type]
+            )
+            _settle_buckets(ddp)
+            module = ddp
+        context: Callable[[], AbstractContextManager[object]] = nullcontext
+        if self.train.precision == "bf16":
+            context = partial(torch.autocast, self.device.type, dtype=torch.bfloat16)
+        return Wrapped(module, model, self.shape, context)
 
 
 @contextmanager

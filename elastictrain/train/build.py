@@ -19,7 +19,7 @@ from elastictrain.data.assignment import Share, passes
 from elastictrain.data.ledger import Ledger, ledger_key
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
-from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, share_copies, wrap
+from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape, share_copies
 from elastictrain.errors import ConfigError, DataError, Problem
 from elastictrain.events import Resume, Start
 from elastictrain.liveness.progress import Phase
@@ -182,17 +182,10 @@ def _build_state(context: TrainContext) -> tuple[Wrapped, TrainState]:
         local_world_size=context.generation.shared_local_size,
         shard_size=config.parallel.shard_size,
     )
-    blocks = task.blocks(model) if isinstance(task, HasBlocks) else ()
-    wrap(model, blocks, shape=shape, parallel=config.parallel, train=config.train, device=device)
+    wrapping = Wrapping(shape, config.parallel, config.train, device)
+    wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else ())
     fill(model, task, seed=config.run.seed, device=device)
-    wrapped = finish(
-        model,
-        shape=shape,
-        parallel=config.parallel,
-        train=config.train,
-        device=device,
-        world_size=identity.world_size,
-    )
+    wrapped = wrapping.finish(model)
     limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
     return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=context.samples.digest)
 

@@ -158,7 +158,7 @@ class Stepper:
         weight = figures[_WEIGHT]
         loss = figures[_LOSS_SUM] / weight
         # What the backward passes left in .grad, times this, is the gradient of the mean loss.
-        to_mean = self.wrapped.gradient_divisor / weight
+        to_mean = self.wrapped.shape.world_size / weight
         norm = figures[_GRAD_SQUARES].sqrt() * to_mean
         clip_norm = self.context.config.train.clip_norm
         clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm > 0 else torch.ones_like(norm)

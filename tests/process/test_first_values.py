@@ -13,7 +13,7 @@ from torchruns import warm_ranks
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.dataset import Batch
-from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, share_copies, wrap
+from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape, share_copies
 from elastictrain.train.parameters import build_model, fill_again
 from elastictrain.train.task import LossOutput
 
@@ -52,10 +52,9 @@ def test_it_has_its_first_values_on_every_rank(tmp_path: Path) -> None:
 
 
 def wrapped_for(kind: Kind, task: Drawing) -> Wrapped:
-    parallel = ParallelGroup(kind=kind)
     shape = mesh_shape(kind, world_size=2, local_world_size=2, shard_size=0)
-    model = wrap(build_model(task, seed=3, device=CPU), (), shape=shape, parallel=parallel, train=TRAIN, device=CPU)
-    return finish(model, shape=shape, parallel=parallel, train=TRAIN, device=CPU, world_size=2)
+    wrapping = Wrapping(shape, ParallelGroup(kind=kind), TRAIN, CPU)
+    return wrapping.finish(wrapping.wrap(build_model(task, seed=3, device=CPU), ()))
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

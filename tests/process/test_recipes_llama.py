@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchruns import warm_ranks
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
-from elastictrain.distributed.wrapping import finish, mesh_shape, wrap
+from elastictrain.distributed.wrapping import Wrapping, mesh_shape
 from elastictrain.train.parameters import build_model, fill
 from recipes.llama.config import LlamaConfig
 from recipes.llama.task import LlamaTask
@@ -75,16 +75,17 @@ def wrapped(task: LlamaTask, case: Case, *, counter: CompileCounterWithBackend |
     if counter is not None:
         for block in blocks:
             block.compile(backend=counter, fullgraph=True)
-    wrap(model, blocks, shape=shape, parallel=parallel, train=train, device=CPU)
+    wrapping = Wrapping(shape, parallel, train, CPU)
+    wrapping.wrap(model, blocks)
     fill(model, task, seed=7, device=CPU)
-    ready = finish(model, shape=shape, parallel=parallel, train=train, device=CPU, world_size=2)
+    ready = wrapping.finish(model)
     mine = tokens_of_everybody().chunk(2)[dist.get_rank()]
     with ready.precision_context():
         output = task.loss(ready.module, {"tokens": mine})
     output.loss_sum.backward()
     total = output.loss_sum.detach().clone()
     dist.all_reduce(total)
-    gradients = {name: whole(parameter) * ready.gradient_divisor for name, parameter in ready.bare.named_parameters()}
+    gradients = {name: whole(parameter) * ready.shape.world_size for name, parameter in ready.bare.named_parameters()}
     return total.item(), gradients, task.show_sample(ready.module, device=CPU, seed=0)
 
 

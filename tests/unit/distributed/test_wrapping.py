@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
-from elastictrain.distributed.wrapping import MeshShape, Wrapped, accumulation, finish, gather_no_more, mesh_shape, wrap
+from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accumulation, gather_no_more, mesh_shape
 
 CPU = torch.device("cpu")
 TRAIN = TrainGroup(steps=1, global_batch=4, micro_batch=4)
@@ -61,10 +61,10 @@ class Model(nn.Module):
 def make(kind: Kind, train: TrainGroup = TRAIN, block: Callable[[], nn.Module] = Block) -> tuple[Model, Wrapped]:
     torch.manual_seed(0)
     model = Model(block)
-    parallel = ParallelGroup(kind=kind)
     shape = mesh_shape(kind, world_size=1, local_world_size=1, shard_size=0)
-    wrap(model, list(model.layers), shape=shape, parallel=parallel, train=train, device=CPU)
-    return model, finish(model, shape=shape, parallel=parallel, train=train, device=CPU, world_size=1)
+    wrapping = Wrapping(shape, ParallelGroup(kind=kind), train, CPU)
+    wrapping.wrap(model, list(model.layers))
+    return model, wrapping.finish(model)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_sharded_units_are_the_blocks_and_the_rest(group_of_one: dist.HashStore,
     assert all(isinstance(layer, FSDPModule) for layer in model.layers)
     assert not isinstance(model.head, FSDPModule)
     assert wrapped.module is wrapped.bare is model
-    assert wrapped.gradient_divisor == 1
+    assert wrapped.shape.world_size == 1
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -222,7 +222,7 @@ def test_buckets_of_ddp_are_laid_out_before_the_first_step(group_of_one: dist.Ha
     plain.load_state_dict(model.state_dict())
     # A world that says it has two ranks: alone, there would be no DDP.
     shape = mesh_shape("ddp", world_size=2, local_world_size=2, shard_size=0)
-    wrapped = finish(model, shape=shape, parallel=ParallelGroup(kind="ddp"), train=TRAIN, device=CPU, world_size=2)
+    wrapped = Wrapping(shape, ParallelGroup(kind="ddp"), TRAIN, CPU).finish(model)
     assert isinstance(wrapped.module, DistributedDataParallel)
     assert all(parameter.grad is None for parameter in model.parameters())
     x = torch.randn(4, 8)

@@ -12,7 +12,7 @@ from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.assignment import Portion
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
-from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, wrap
+from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape
 from elastictrain.errors import ReplicasDivergedError
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
@@ -119,8 +119,9 @@ def wrapped_model(task: Squares, *, kind: str = "ddp") -> Wrapped:
     train, parallel = TrainGroup(steps=1, global_batch=8, micro_batch=8), ParallelGroup(kind=kind)  # type: ignore[arg-type]
     shape = mesh_shape(parallel.kind, world_size=1, local_world_size=1, shard_size=0)
     model = task.build_model()
-    wrap(model, [], shape=shape, parallel=parallel, train=train, device=CPU)
-    return finish(model, shape=shape, parallel=parallel, train=train, device=CPU, world_size=1)
+    wrapping = Wrapping(shape, parallel, train, CPU)
+    wrapping.wrap(model, [])
+    return wrapping.finish(model)
 
 
 def micro_batches(points: Points, step: int, sizes: Sequence[int], *, idle: Sequence[int] = ()) -> Iterator[MicroBatch]:

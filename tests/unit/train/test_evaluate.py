@@ -25,7 +25,7 @@ def context_with(task: Task, *, samples: int, micro_batch: int, **parts: object)
 def shown(task: Task) -> list[str]:
     said: list[str] = []
     model = nn.Linear(1, 1)
-    wrapped = Wrapped(model, model, MeshShape(1, 1), 1, nullcontext)
+    wrapped = Wrapped(model, model, MeshShape(1, 1), nullcontext)
     plain = config(steps=5)
     context = context_of(task=task, config=replace(plain, run=replace(plain.run, seed=7)))
     show_sample(context, wrapped, print_line=said.append)
