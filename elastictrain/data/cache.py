@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from threading import Event
 
@@ -93,24 +93,25 @@ class CacheLease:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
 class CacheFolder:
     """The cache below `root`, at most `budget_bytes` large."""
 
-    def __init__(self, root: Path, *, budget_bytes: int) -> None:
-        self._root = root
-        self._budget_bytes = budget_bytes
+    root: Path
+    _: KW_ONLY
+    budget_bytes: int
 
     def lease(self, name: str, *, size_bytes: int, source: str) -> CacheLease:
         """Make room for the entry `name` with `size_bytes` at most, and hold it; `source` is for messages.
 
         Raises: DataError if the cache is too small; HostUnfitError if this host's disk is full.
         """
-        with explained(self._root):
-            self._root.mkdir(parents=True, exist_ok=True)
-            with (self._root / "cache.lock").open("a") as guard:
+        with explained(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            with (self.root / "cache.lock").open("a") as guard:
                 fcntl.flock(guard, fcntl.LOCK_EX)
                 self._make_room(name, size_bytes=size_bytes, source=source)
-                folder = self._root / name
+                folder = self.root / name
                 folder.mkdir(exist_ok=True)
                 # Space is reserved before it is used: another process that makes room counts it from now on.
                 (folder / "size.json").write_text(json.dumps(size_bytes))
@@ -120,22 +121,22 @@ class CacheFolder:
         return lease
 
     def _make_room(self, name: str, *, size_bytes: int, source: str) -> None:
-        for leftover in self._root.glob(f"{_REMOVED}*"):
+        for leftover in self.root.glob(f"{_REMOVED}*"):
             shutil.rmtree(leftover)
         # The folder may be one that a person also keeps other things in: what is not an entry is left alone.
-        entries = [_entry(lock.parent) for lock in sorted(self._root.glob("*/use.lock")) if lock.parent.name != name]
-        chosen = choose_evictions(entries, needed_bytes=size_bytes, budget_bytes=self._budget_bytes)
+        entries = [_entry(lock.parent) for lock in sorted(self.root.glob("*/use.lock")) if lock.parent.name != name]
+        chosen = choose_evictions(entries, needed_bytes=size_bytes, budget_bytes=self.budget_bytes)
         if chosen is None:
             held_bytes = sum(entry.size_bytes for entry in entries if entry.in_use)
             beside = f" beside {held_bytes / 1e9:.3g} GB that other processes of this host are using" if held_bytes else ""
             trouble = (
                 f"must be >= {math.ceil((size_bytes + held_bytes) / 1e8) / 10} to hold {source}{beside}, but is "
-                f"{self._budget_bytes / 1e9:.3g}; raise it, or copy the data to a local folder and set data.path to that"
+                f"{self.budget_bytes / 1e9:.3g}; raise it, or copy the data to a local folder and set data.path to that"
             )
             raise DataError([Problem("data.cache_gb", trouble)])
         for victim in chosen:
             # Renamed first, so that an entry is never found half removed, whenever this process dies.
-            shutil.rmtree((self._root / victim).rename(self._root / f"{_REMOVED}{victim}"))
+            shutil.rmtree((self.root / victim).rename(self.root / f"{_REMOVED}{victim}"))
 
 
 def _entry(folder: Path) -> CachedFolder:

@@ -48,8 +48,8 @@ class RankMonitorClient:
         """From the main thread. Raises: OSError. `parent`: the folder for all generations, by default one in memory."""
         self._facts = facts
         self._options = options
-        self.folder = f"{parent or default_parent()}/{facts.generation}-r{facts.ranks[0]:05d}"
-        parent = os.path.dirname(self.folder)  # noqa: PTH120
+        parent = parent or default_parent()
+        self.folder = f"{parent}/{facts.generation}-r{facts.ranks[0]:05d}"
         make_private_folder(parent)
         try:
             make_private_folder(self.folder)

@@ -54,10 +54,6 @@ class AzureBackend:
         metadata = None if mark is None else {_MARK: mark}
         self.call(path, "upload_blob", data=data, overwrite=mark is None, metadata=metadata)
 
-    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
-        metadata: dict[str, str] = self.call(path, "get_blob_properties").metadata or {}
-        return metadata.get(_MARK) == mark
-
     def begin(self, path: str) -> str:
         # Blocks of another upload to the same object have other names, all of one length.
         return secrets.token_hex(8)
@@ -76,11 +72,12 @@ class AzureBackend:
     def abort(self, path: str, upload: str) -> None:
         """Nothing: the service forgets blocks that no list names after a week."""
 
-    def info(self, path: str) -> ObjectInfo:
+    def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
         found = self.call(path, "get_blob_properties")
         if _is_folder(found.metadata):
             raise FileNotFoundError(path)
-        return ObjectInfo(path, int(found.size), found.last_modified.timestamp())
+        info = ObjectInfo(path, int(found.size), found.last_modified.timestamp())
+        return info, (found.metadata or {}).get(_MARK, "")
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
         container, prefix = split_path(folder)

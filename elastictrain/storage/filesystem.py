@@ -41,10 +41,6 @@ class FilesystemBackend:
         with self._request(len(data)) as bound:
             self._files.pipe_file(path, data, **condition, **bound)
 
-    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
-        # There is no mark that all services keep. Memory loses no answers; elsewhere creators differ in what they write.
-        return not self._memory and self.get(path, start=0, end=None) == data
-
     def begin(self, path: str) -> Any:
         return () if self._memory else begin_stream(self._files, path)
 
@@ -64,12 +60,13 @@ class FilesystemBackend:
         if not self._memory:
             abort_stream(upload)
 
-    def info(self, path: str) -> ObjectInfo:
+    def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
         with self._request(0) as bound:
             found = self._files.info(path, **bound)
         if found.get("type") == "directory":
             raise FileNotFoundError(path)
-        return _info(path, found)
+        # There is no mark that all services keep. Memory loses no answers; elsewhere creators differ in what they write.
+        return _info(path, found), "" if self._memory else None
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
         with self._request(0) as bound:

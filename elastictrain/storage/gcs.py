@@ -61,10 +61,6 @@ class GcsBackend:
         where = f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
         self._ask("POST", where, asked, headers=headers, data=body, in_bucket=True)
 
-    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
-        metadata = self._describe(path).get("metadata")
-        return isinstance(metadata, dict) and metadata.get(_MARK) == mark
-
     def begin(self, path: str) -> Any:
         return begin_stream(self._files, path)
 
@@ -77,8 +73,9 @@ class GcsBackend:
     def abort(self, path: str, upload: Any) -> None:
         abort_stream(upload)
 
-    def info(self, path: str) -> ObjectInfo:
-        return _info(path, self._describe(path))
+    def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
+        item = parse_json(self._ask("GET", f"storage/v1/{_object(path)}", {}))
+        return _info(path, item), str(item.get("metadata", {}).get(_MARK, ""))
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
         bucket, prefix = split_path(folder)
@@ -94,9 +91,6 @@ class GcsBackend:
 
     def remove(self, path: str) -> None:
         self._ask("DELETE", f"storage/v1/{_object(path)}", {})
-
-    def _describe(self, path: str) -> Mapping[str, object]:
-        return cast(Mapping[str, object], parse_json(self._ask("GET", f"storage/v1/{_object(path)}", {})))
 
     def _ask(
         self,

@@ -39,10 +39,7 @@ class Backend(Protocol):
         """Bytes [start, end)."""
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
-        """Create or replace; with a `mark`, by which `is_ours` knows the object later, fail if it is there."""
-
-    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
-        """Whether an object that is there already comes from a `put` with this mark, whose answer was lost."""
+        """Create or replace; with a `mark`, which `describe` tells later, fail if it is there."""
 
     def begin(self, path: str) -> Any:
         """An upload in parts, of which nothing is visible before `finish`."""
@@ -56,8 +53,8 @@ class Backend(Protocol):
     def abort(self, path: str, upload: Any) -> None:
         """Forget the parts."""
 
-    def info(self, path: str) -> ObjectInfo:
-        """Size and time; the key is the path."""
+    def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
+        """Size and time, the key being the path, and the mark of its creator: '' without one, None where marks are not kept."""
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
         """All objects whose path begins with `folder`, which ends with '/'; in any order; keys are paths."""
@@ -133,7 +130,9 @@ class RemoteStore:
         except ObjectExistsError:
             # A request whose answer is lost may have been carried out, and is sent again, by us or, unseen, by aiohttp (which
             # repeats a PUT when a connection breaks): then the object is there because we created it.
-            if not self._try("create", key, lambda backend, path: backend.is_ours(path, payload, mark=mark)):
+            found = self._try("create", key, lambda backend, path: backend.describe(path)[1])
+            ours = self.read(key) == payload if found is None else found == mark
+            if not ours:
                 raise
 
     @contextmanager
@@ -147,7 +146,7 @@ class RemoteStore:
             raise
 
     def stat(self, key: str) -> ObjectInfo:
-        return self._try("find", key, lambda backend, path: self._relative(backend.info(path)))
+        return self._try("find", key, lambda backend, path: self._relative(backend.describe(path)[0]))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = folder_of(prefix, url=self.url)
@@ -234,7 +233,7 @@ class PartWriter:
             except Exception as error:
                 # An upload is unknown once it is complete: an earlier attempt may have been carried out, its answer lost.
                 lost = not first and fault_of(error) is Fault.NOT_FOUND
-                if not lost or self._backend.info(self._path).size_bytes != self._total_bytes:
+                if not lost or self._backend.describe(self._path)[0].size_bytes != self._total_bytes:
                     raise
 
         self._retrying_parts.call(complete, action="write", url=self._url)

@@ -56,9 +56,6 @@ class S3Backend:
         condition = {} if mark is None else {"IfNoneMatch": "*", "Metadata": {_MARK: mark}}
         self.call("put_object", data, **_address(path), **condition)
 
-    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
-        return bool(self.call("head_object", **_address(path))["Metadata"].get(_MARK) == mark)
-
     def begin(self, path: str) -> dict[str, Any]:
         return {**_address(path), "UploadId": self.call("create_multipart_upload", **_address(path))["UploadId"]}
 
@@ -71,9 +68,10 @@ class S3Backend:
     def abort(self, path: str, upload: dict[str, Any]) -> None:
         self.call("abort_multipart_upload", **upload)
 
-    def info(self, path: str) -> ObjectInfo:
+    def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
         found = self.call("head_object", **_address(path))
-        return ObjectInfo(path, int(found["ContentLength"]), found["LastModified"].timestamp())
+        info = ObjectInfo(path, int(found["ContentLength"]), found["LastModified"].timestamp())
+        return info, found["Metadata"].get(_MARK, "")
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
         bucket, prefix = split_path(folder)

@@ -45,9 +45,11 @@ def test_the_least_recently_used_entry_goes_first(tmp_path: Path) -> None:
 def test_what_is_in_use_stays(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path, budget_bytes=10**9)
     lease = cache.lease("used", size_bytes=6 * 10**8, source="used")
-    with pytest.raises(DataError, match=r">= 1\.1 .* s3://b/new .* 0\.6 GB") as refused:
+    with pytest.raises(DataError, match="s3://b/new") as refused:
         cache.lease("new", size_bytes=5 * 10**8, source="s3://b/new")
-    assert [problem.key for problem in refused.value.problems] == ["data.cache_gb"]
+    (problem,) = refused.value.problems
+    assert problem.key == "data.cache_gb"
+    assert ["1.1" in problem.message, "0.6 GB" in problem.message] == [True, True]
     lease.close()
     cache.lease("new", size_bytes=5 * 10**8, source="s3://b/new").close()
     assert not (tmp_path / "used").exists()

@@ -108,18 +108,18 @@ def test_discover_keeps_order_and_drops_repetitions(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ("nothing-here", "there is nothing of that name"),
-        ("nothing-*", "there is nothing of that name"),
-        ("s3://bucket/text", "is a URL"),
-        (".", r"matches? \*\.none|match \*\.none"),
-        ("b/d.txt", "hold none"),
+        ("nothing-here", "nothing-here"),
+        ("nothing-*", r"nothing-\*"),
+        ("s3://bucket/text", "s3://bucket/text"),
+        (".", r"\*\.none"),
+        ("b/d.txt", r"b/d\.txt"),
     ],
 )
-def test_inputs_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str) -> None:
+def test_inputs_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, named: str) -> None:
     monkeypatch.chdir(folder)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=named):
         discover([given], patterns=["*.none"])
 
 

@@ -35,9 +35,7 @@ def test_memory_is_shared_by_name() -> None:
     assert open_store("memory://shared").read("run/a") == b"1"
 
 
-@pytest.mark.parametrize(
-    ("url", "says"), [("nope://b/x", "unknown protocol 'nope'"), ("s3://", "names no bucket"), ("file://a/b", "absolute path")]
-)
+@pytest.mark.parametrize(("url", "says"), [("nope://b/x", "'nope'"), ("s3://", "bucket"), ("file://a/b", "file:///")])
 def test_bad_urls(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         open_store(url)
@@ -73,7 +71,7 @@ class Careless:
         return b"" if self._fault == "read" else self._store.read(key)
 
 
-@pytest.mark.parametrize(("fault", "says"), [("condition", "If-None-Match"), ("list", "not listed"), ("read", "read back")])
+@pytest.mark.parametrize(("fault", "says"), [("condition", "If-None-Match"), ("list", "listed"), ("read", "/object")])
 def test_check_writable_finds_out(fault: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(PermanentStorageError, match=says):
         check_writable(Careless(open_store(str(tmp_path)), fault))
