@@ -21,5 +21,6 @@ run ruff check "${sources[@]}" scripts
 run mypy
 run lint-imports
 if [[ "${1:-}" != --static ]]; then
-    run python -m pytest tests/unit -q -n 2
+    # Properties are tried with fewer examples here than by scripts/test.sh.
+    HYPOTHESIS_PROFILE="${HYPOTHESIS_PROFILE:-quick}" run python -m pytest tests/unit -q -n 2
 fi

@@ -48,7 +48,9 @@ run() {
     esac
 }
 
-# Cheap tests first. Two at a time: they wait as much as they compute. Those of networks measure rates and delays, so alone.
-run tests/unit tests/process -n "${ELASTICTRAIN_TEST_JOBS:-2}" --no-loadscope-reorder "$@"
-run tests/network tests/gpu "$@"
+# Cheap tests first. More at a time than there are cores: those with processes wait more than they compute. Those that measure
+# rates and delays run alone.
+alone=(tests/network/test_links.py tests/network/test_preflight.py tests/network/test_rendezvous.py)
+run tests/unit tests/process tests/network "${alone[@]/#/--ignore=}" -n "${ELASTICTRAIN_TEST_JOBS:-3}" --no-loadscope-reorder "$@"
+run "${alone[@]}" tests/gpu "$@"
 exit "$status"

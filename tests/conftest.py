@@ -10,6 +10,7 @@ from hypothesis import settings
 
 # A busy machine is no failure: a time limit holds for the test, not for an example. See tests/unit/examples.py.
 settings.register_profile("usual", max_examples=100, deadline=None)
+settings.register_profile("quick", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=5000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
@@ -17,14 +18,43 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-TOGETHER = ("tests/process/s3/", "tests/network/")
-"""Folders whose files share what takes long to set up, or measure rates that they would spoil for each other."""
+TOGETHER = ("tests/process/s3/",)
+"""Folders whose files share what takes long to set up."""
+
+APART = ("tests/process/test_scripts.py",)
+"""Files whose tests share nothing and take long."""
+
+LONGEST_FIRST = (
+    "tests/process/s3/",
+    "tests/process/test_launch.py",
+    "tests/process/test_scripts.py",
+    "tests/network/test_launch.py",
+    "tests/process/saver/",
+    "tests/process/test_stop.py",
+    "tests/process/test_two_runs.py",
+    "tests/process/clouds/",
+    "tests/network/test_partitions.py",
+    "tests/process/test_worlds.py",
+)
+"""After the unit tests: what is begun last should end soon, or one process works while the others have nothing left to do."""
 
 
 def work_unit(nodeid: str) -> str:
-    """What one process does at one go with `-n 2`: a file, all of such a folder."""
+    """What one process does at one go with `-n 2`: all of such a folder, a file, or one of such tests."""
     file = nodeid.partition("::")[0]
+    if file in APART:
+        return nodeid
     return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
+        if item.nodeid.startswith("tests/unit/"):
+            return -1
+        places = (place for place, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start))
+        return next(places, len(LONGEST_FIRST))
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)

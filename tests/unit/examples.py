@@ -6,5 +6,5 @@ _USUAL = 100
 
 
 def examples(number: int) -> int:
-    """`number` in a usual run; with HYPOTHESIS_PROFILE=thorough 50 times as many (see tests/conftest.py)."""
+    """`number` in a usual run; HYPOTHESIS_PROFILE (see tests/conftest.py) makes it fewer or many more."""
     return max(1, number * settings().max_examples // _USUAL)
