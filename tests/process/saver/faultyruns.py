@@ -26,7 +26,7 @@ ARGUMENTS = (
 
 _CHECKPOINT = "elastictrain.checkpoint"
 BEGIN = f"{_CHECKPOINT}.memory.slot:Slot.begin"
-COPY = f"{_CHECKPOINT}.copier:Copier._copy_on_host"
+COPY = f"{_CHECKPOINT}.copier:copy_on_host"
 BODY = f"{_CHECKPOINT}.memory.slot:write_body"
 COMPLETE = f"{_CHECKPOINT}.memory.slot:Slot.complete"
 NOTE_DIGESTS = f"{_CHECKPOINT}.memory.records:store_digests"

@@ -29,7 +29,7 @@ from typing import Any
 
 FOLDER = Path(os.environ.get("FAULTS_FOLDER", "."))
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
-COPY = "elastictrain.checkpoint.copier:Copier._copy_on_host"
+COPY = "elastictrain.checkpoint.copier:copy_on_host"
 RESTORE = "elastictrain.checkpoint.checkpointer:Checkpointer.restore"
 
 _reached: Counter[int] = Counter()
