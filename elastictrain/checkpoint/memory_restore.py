@@ -185,10 +185,7 @@ def ranks_of_files(names: Sequence[str], chosen: SnapshotSet) -> list[int]:
 
 
 def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
-    """The slot with this very snapshot, locked against its writer; one that is being killed is given the time to let go.
-
-    Raises: OSError; InvalidCheckpointError.
-    """
+    """The slot with this very snapshot; a writer that is dying may let go first. Raises: OSError; InvalidCheckpointError."""
     slot = Slot.hold(path, wait_s=_LETTING_GO_S)
     if slot is None:
         raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")

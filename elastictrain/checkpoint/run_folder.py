@@ -13,10 +13,7 @@ CONFIG_NAME = "config.yaml"
 
 
 def read_stored_config(run: Store) -> dict[str, object] | None:
-    """The tree in the run's config.yaml; None if there is none.
-
-    Raises: ConfigError if it is not what a run writes; StorageError.
-    """
+    """The tree in the run's config.yaml, if it is there. Raises: ConfigError if it is not what a run writes; StorageError."""
     try:
         data = read_bounded(run, CONFIG_NAME, most_bytes=MOST_BYTES)
     except ObjectNotFoundError:

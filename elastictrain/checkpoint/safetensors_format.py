@@ -70,10 +70,7 @@ class HeaderEntry(msgspec.Struct, frozen=True, rename={"code": "dtype", "span": 
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str]) -> bytes:
-    """Length and header of a file that holds `tensors` (key, name of the element type, shape) one after another.
-
-    It is padded with spaces so that the data begins at a multiple of 8.
-    """
+    """Length and header of a file of `tensors` (key, element type, shape) in a row; the data begins at a multiple of 8."""
     document: dict[str, object] = {"__metadata__": dict(metadata)}
     begin = 0
     for key, dtype, shape in tensors:

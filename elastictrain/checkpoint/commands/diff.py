@@ -149,11 +149,7 @@ def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: C
         progress("comparing", total=total, unit="B") as advance,
         ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool,
     ):
-        try:
-            found = list(pool.map(lambda pair: compare_pair(*pair, a=a, b=b, advance=advance), pairs.values()))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        found = list(pool.map(lambda pair: compare_pair(*pair, a=a, b=b, advance=advance), pairs.values()))
     differing = [(name, one) for name, one in zip(pairs, found, strict=True) if one.differing]
     return dict(sorted(differing, key=lambda item: (-item[1].relative, -item[1].max_abs, item[0])))
 

@@ -107,8 +107,8 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
         try:
             found = list(pool.map(check, jobs))
         except BaseException:
+            # `map` gives up what has not begun; what has is told to end.
             stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
             raise
     verdicts = []
     for one in chosen:

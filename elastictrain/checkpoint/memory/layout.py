@@ -124,10 +124,7 @@ class RankPart:
     digests: RankDigests
 
     def written(self, incarnation: str) -> list[tuple[FileRecord, Item, list[ChunkRecord]]]:
-        """As a manifest says it: each item with its file and its chunks.
-
-        Raises: InvalidCheckpointError if the digests are of another layout.
-        """
+        """Each item as a manifest has it. Raises: InvalidCheckpointError if the digests are of another layout."""
         digests, files = self.digests, self.layout.files(incarnation=incarnation, rank=self.rank)
         count = sum(len(placed.chunks) for file in files for placed in file.items)
         if (len(digests.files), len(digests.headers), len(digests.chunks)) != (len(files), len(files), count):

@@ -120,10 +120,7 @@ class Slot:
 
     @classmethod
     def make(cls, path: str, *, size_bytes: int) -> "Slot":
-        """The slot at `path` with room for `size_bytes`; an existing one of that size is kept with what is in it.
-
-        Raises: CheckpointError if the memory is not there.
-        """
+        """The slot at `path`; one of that size is kept with what is in it. Raises: CheckpointError if there is no memory."""
         total_bytes = HEADER_BYTES + size_bytes
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
