@@ -1,4 +1,4 @@
-"""What each rank gives to a collective, and what it must get. Pure.
+"""What each rank gives to a collective, and what it must get.
 
 Every rank's values are a row of a table that all ranks can make; a message repeats its row. The length of a row is prime, so
 that parts of a message differ wherever it is cut, and a part in the wrong place is found.
@@ -29,43 +29,6 @@ ROW = 1021
 
 _EXACT = 256
 """Whole numbers up to here are exact in bfloat16, and so is every partial sum of them, in whatever order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collectives:
-    """What ranks of the default group do together, on flat tensors of this rank's device. Collective: yes, all of them."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def all_reduce(self, buffer: Tensor) -> None:
-        """The sum over all ranks, in place."""
-        dist.all_reduce(buffer)
-
-    def all_gather(self, output: Tensor, own: Tensor) -> None:
-        """`output`: what all ranks have, by rank."""
-        _gather(output, own)
-
-    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
-        """`output`: this rank's part of the sum."""
-        _scatter(output, buffer)
-
-    def broadcast(self, buffer: Tensor, *, root: int) -> None:
-        """In place."""
-        dist.broadcast(buffer, root)
-
-    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
-        """`buffer`: a part for each rank; `output`: a part from each."""
-        dist.all_to_all_single(output, buffer)
-
-    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
-        """At once, where both are given."""
-        # Batched: NCCL would make a communicator of its own for each pair otherwise, and two ranks that both send first hang.
-        wanted = [] if buffer is None else [dist.P2POp(dist.isend, buffer, target)]
-        wanted += [] if output is None else [dist.P2POp(dist.irecv, output, source)]
-        for work in dist.batch_isend_irecv(wanted) if wanted else ():
-            work.wait()
 
 
 class Collective(StrEnum):
@@ -167,6 +130,50 @@ def root(trial: Trial, *, world_size: int) -> int:
     return world_size - 1 if trial.values is Values.KNOWN else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """What ranks of the default group do together, on flat tensors of this rank's device. Collective: yes, all of them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def run(self, trial: Trial, given: Tensor) -> Tensor:
+        """What this rank gets for what it gives."""
+        rank, world_size = self.rank, self.world_size
+        parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
+        # What nobody writes to must not look right by accident.
+        output = given.new_full((parts.get(trial.collective, len(given)),), float("nan"))
+        match trial.collective:
+            case Collective.ALL_REDUCE:
+                self.all_reduce(given)
+                return given
+            case Collective.BROADCAST:
+                dist.broadcast(given, root(trial, world_size=world_size))
+                return given
+            case Collective.ALL_GATHER:
+                _gather(output, given)
+            case Collective.REDUCE_SCATTER:
+                _scatter(output, given)
+            case Collective.ALL_TO_ALL:
+                dist.all_to_all_single(output, given)
+            case Collective.SEND_RECV:
+                self.send_recv(output, given, source=(rank - 1) % world_size, target=(rank + 1) % world_size)
+        return output
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(buffer)
+
+    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
+        """At once, where both are given."""
+        # Batched: NCCL would make a communicator of its own for each pair otherwise, and two ranks that both send first hang.
+        wanted = [] if buffer is None else [dist.P2POp(dist.isend, buffer, target)]
+        wanted += [] if output is None else [dist.P2POp(dist.irecv, output, source)]
+        for work in dist.batch_isend_irecv(wanted) if wanted else ():
+            work.wait()
+
+
 def _repeat(rows: Tensor, start: int, num: int) -> Tensor:
     """`num` elements of each row, from `start` on, as if it repeated itself for ever."""
     start %= ROW
@@ -197,33 +204,10 @@ def examine(collective: Collective, at: Callable[[str], None], *, collectives: C
         for size, part in (("small", _SMALL), ("large", large)):
             trial, name = Trial(collective, values, part), f"{values} {str(dtype).removeprefix('torch.')}, {size}"
             at(name)
-            received = _call(collectives, trial, give(trial, rows, rank=rank))
+            received = collectives.run(trial, give(trial, rows, rank=rank))
             right = answer(trial, rows, rank=rank)
             if (wrong := find_wrong(received, right)) is not None:
                 num, index = wrong
                 text = f"{num} of {received.numel()} elements ({name}), the first at {index}: {float(received[index]):g}"
                 found.append(WrongResult(f"{text} instead of {float(right.expected[index]):g}", right.source(index)))
     return found
-
-
-def _call(collectives: Collectives, trial: Trial, given: Tensor) -> Tensor:
-    rank, world_size = collectives.rank, collectives.world_size
-    parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
-    # What nobody writes to must not look right by accident.
-    output = given.new_full((parts.get(trial.collective, len(given)),), float("nan"))
-    match trial.collective:
-        case Collective.ALL_REDUCE:
-            collectives.all_reduce(given)
-            return given
-        case Collective.BROADCAST:
-            collectives.broadcast(given, root=root(trial, world_size=world_size))
-            return given
-        case Collective.ALL_GATHER:
-            collectives.all_gather(output, given)
-        case Collective.REDUCE_SCATTER:
-            collectives.reduce_scatter(output, given)
-        case Collective.ALL_TO_ALL:
-            collectives.all_to_all(output, given)
-        case Collective.SEND_RECV:
-            collectives.send_recv(output, given, source=(rank - 1) % world_size, target=(rank + 1) % world_size)
-    return output

@@ -22,7 +22,7 @@ from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
-from elastictrain.preflight.group.collectives import Collectives
+from elastictrain.preflight.group.collectives import Collective, Collectives, Trial, root
 from elastictrain.preflight.group.measurements import matmul_tflops, measure_pairs
 
 LESS = PreflightChecks(collectives="off", bus_bandwidth="off", present="off")
@@ -32,30 +32,25 @@ HASTY = Request(full=False, settings=PreflightGroup(limits=PreflightLimits(colle
 class Wrongly(Collectives):
     """Gathers wrong elements on rank 1, broadcasts wrong ones from rank 2, and adds nothing of rank 0."""
 
-    def all_gather(self, output: Tensor, own: Tensor) -> None:
-        super().all_gather(output, own)
-        if self.rank == 1:
-            output[0] += 1
-            output[-1] += 1
-
-    def broadcast(self, buffer: Tensor, *, root: int) -> None:
-        if self.rank == root == 2:
-            buffer[3] = 100
-        super().broadcast(buffer, root=root)
-
-    def all_reduce(self, buffer: Tensor) -> None:
-        if self.rank == 0 and buffer.dtype == torch.bfloat16:
-            buffer.zero_()
-        super().all_reduce(buffer)
+    def run(self, trial: Trial, given: Tensor) -> Tensor:
+        if trial.collective is Collective.BROADCAST and self.rank == root(trial, world_size=self.world_size) == 2:
+            given[3] = 100
+        if trial.collective is Collective.ALL_REDUCE and self.rank == 0 and given.dtype == torch.bfloat16:
+            given.zero_()
+        received = super().run(trial, given)
+        if trial.collective is Collective.ALL_GATHER and self.rank == 1:
+            received[0] += 1
+            received[-1] += 1
+        return received
 
 
 class Freezing(Collectives):
     """Stops its whole process in an exchange of all with all."""
 
-    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
-        if self.rank == 1:
+    def run(self, trial: Trial, given: Tensor) -> Tensor:
+        if trial.collective is Collective.ALL_TO_ALL and self.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        super().all_to_all(output, buffer)
+        return super().run(trial, given)
 
 
 class Rank:

@@ -15,7 +15,7 @@ from elastictrain.config.preflight import PreflightGroup, PreflightLimits
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
-from elastictrain.preflight.group.collectives import MB, Collectives
+from elastictrain.preflight.group.collectives import MB, Collective, Collectives, Trial, Values
 from elastictrain.preflight.group.measurements import free_memory, matmul_tflops, measure_all_reduce, pair_rounds, sweep_sizes
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.verdict import Status
@@ -28,36 +28,12 @@ PLACE = (0, 1, CPU)
 
 
 class Alone(Collectives):
-    """Collectives of one rank."""
+    """Collectives of one rank, which gets what it gives."""
+
+    def run(self, trial: Trial, given: Tensor) -> Tensor:
+        return given.clone()
 
     def all_reduce(self, buffer: Tensor) -> None: ...
-
-    def all_gather(self, output: Tensor, own: Tensor) -> None:
-        output.copy_(own)
-
-    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
-        output.copy_(buffer)
-
-    def broadcast(self, buffer: Tensor, *, root: int) -> None: ...
-
-    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
-        output.copy_(buffer)
-
-    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
-        raise AssertionError("there is nobody else")
-
-
-class Other(Alone):
-    """Somebody else is there, who does nothing."""
-
-    def all_gather(self, output: Tensor, own: Tensor) -> None:
-        assert len(output) == 2 * len(own)
-
-    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
-        assert len(buffer) == 2 * len(output)
-
-    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
-        assert (source, target) == (1, 1)
 
 
 def run(collectives: Alone, request: Request, *, on_part: Callable[[str], None] = lambda _: None) -> GroupFindings:
@@ -97,7 +73,8 @@ def test_each_can_be_left_out(check: str) -> None:
 
 def test_a_collective_that_does_nothing_is_wrong() -> None:
     class Lazy(Alone):
-        def all_gather(self, output: Tensor, own: Tensor) -> None: ...
+        def run(self, trial: Trial, given: Tensor) -> Tensor:
+            return given * float("nan") if trial.collective is Collective.ALL_GATHER else given
 
     [bad] = [one for one in run(Lazy(*PLACE), Request(full=False)).verdicts if one.status is not Status.PASS]
     assert (bad.status, bad.subject, bad.unit) == (Status.FAIL, rank(0, "h1"), "all_gather")
@@ -108,9 +85,10 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
     gate = threading.Event()
 
     class Hanging(Alone):
-        def broadcast(self, buffer: Tensor, *, root: int) -> None:
-            if buffer.dtype == torch.bfloat16:
+        def run(self, trial: Trial, given: Tensor) -> Tensor:
+            if trial.collective is Collective.BROADCAST and given.dtype == torch.bfloat16:
                 gate.wait(30)
+            return given
 
     began = time.monotonic()
     findings = run(
@@ -124,10 +102,23 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
     assert all(word in str(last.measured) for word in ("broadcast", "known bfloat16"))
 
 
+def test_what_nobody_writes_to_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that does nothing must not be right by accident."""
+    for name in ("_gather", "_scatter"):
+        monkeypatch.setattr(f"elastictrain.preflight.group.collectives.{name}", lambda output, given: None)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda output, given: None)
+    monkeypatch.setattr(Collectives, "send_recv", lambda self, output, buffer, *, source, target: None)
+    for collective, num in (("all_gather", 14), ("reduce_scatter", 7), ("all_to_all", 14), ("send_recv", 14)):
+        trial = Trial(Collective(collective), Values.KNOWN, 7)
+        given = torch.zeros(7 if collective == "all_gather" else 14)
+        received = Collectives(0, 2, CPU).run(trial, given)
+        assert (len(received), bool(received.isnan().all())) == (num, True)
+
+
 def test_the_largest_message_counts() -> None:
     measured: list[str] = []
     sizes = sweep_sizes(cuda=False, full=True, free_bytes=1 << 30)
-    point = measure_all_reduce(Other(0, 2, CPU), measured.append, sizes=sizes)
+    point = measure_all_reduce(Alone(0, 2, CPU), measured.append, sizes=sizes)
     assert point.num_bytes == 16 * MB
     assert measured == [f"all_reduce of {MB} bytes", f"all_reduce of {16 * MB} bytes"]
 
@@ -136,7 +127,7 @@ def test_a_sweep_over_a_slow_link_ends_early(monkeypatch: pytest.MonkeyPatch) ->
     ticks = iter(range(10_000))
     monkeypatch.setattr("elastictrain.preflight.group.measurements.SWEEP_BUDGET_S", 20.0)
     clock = lambda: float(next(ticks))  # noqa: E731
-    point = measure_all_reduce(Other(0, 2, CPU), lambda _: None, sizes=(MB, 16 * MB), clock=clock)
+    point = measure_all_reduce(Alone(0, 2, CPU), lambda _: None, sizes=(MB, 16 * MB), clock=clock)
     assert point.num_bytes == MB
 
 
@@ -144,7 +135,7 @@ def test_a_sweep_over_a_slow_link_ends_early(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_quick_is_repeated_more_often(once_s: float, rounds: int) -> None:
     calls: list[int] = []
 
-    class Timed(Other):
+    class Timed(Alone):
         def all_reduce(self, buffer: Tensor) -> None:
             # The times of all ranks are one float64 each.
             if buffer.dtype == torch.float32:
