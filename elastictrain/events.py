@@ -50,11 +50,7 @@ class Preflight(Event, tag="preflight", frozen=True):
     stage: str
     level: str
     reason: str
-    """Why this level."""
-
     counts: Mapping[str, int]
-    """By status."""
-
     findings: tuple[Mapping[str, object], ...]
     """The verdicts that are warnings or failures."""
 

@@ -14,7 +14,6 @@ from elastictrain.config.constraints import describe, show
 from elastictrain.config.validate import parameters_of
 
 GROUPS = tuple(field.name for field in fields(RunConfig))
-"""Top-level names of a configuration."""
 
 DATACLASSES: Mapping[str, type] = {
     name: hint

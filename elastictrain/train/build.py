@@ -11,7 +11,7 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
-from elastictrain.checkpoint.manifest import counters_of
+from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.signing import SigningKey, proof_of
 from elastictrain.config.digest import config_digest
@@ -152,10 +152,10 @@ def _restore(
         # The restore has taken no state whose counters are not sound.
         counters = counters_of(result.state, step=result.step)
         state.adopt(counters)
-        before = counters.data_digest
-        if before is not None and before != state.data_digest and config.run.on_change == "stop":
+        before, now = counters.data_digest, state.counters.data_digest
+        if before is not None and before != now and config.run.on_change == "stop":
             message = (
-                f"holds other data (digest {state.data_digest}) than {result.checkpoint} was trained on ({before}); put it "
+                f"holds other data (digest {now}) than {result.checkpoint} was trained on ({before}); put it "
                 "back, or set run.on_change=continue"
             )
             raise DataError([Problem("data.path", message)])
@@ -187,7 +187,7 @@ def _build_state(context: TrainContext) -> tuple[Wrapped, TrainState]:
     fill(model, task, seed=config.run.seed, device=device)
     wrapped = wrapping.finish(model)
     limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
-    return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=context.samples.digest)
+    return wrapped, TrainState(model, make_optimizer(model, config.optim), StateCounters(0, data_digest=context.samples.digest))
 
 
 def too_slow(num_parameters: int, *, device: torch.device) -> str:

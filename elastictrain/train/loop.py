@@ -149,23 +149,24 @@ class Loop:
         )
         if is_log_rank:
             record(step)
-        skipped_before = self.state.skips.total
-        skips = self.state.skips = count_step(self.state.skips, loss=step.loss, grad_norm=step.grad_norm)
-        if skips.total > skipped_before and is_log_rank:
+        before = self.state.counters
+        counters = self.state.counters = count_step(before, loss=step.loss, grad_norm=step.grad_norm)
+        if counters.skipped_total > before.skipped_total and is_log_rank:
             record(
                 Skip(
                     step=step.step,
                     loss=step.loss,
                     grad_norm=step.grad_norm,
                     positions=step.positions,
-                    in_a_row=skips.in_a_row,
+                    in_a_row=counters.skipped_in_a_row,
                 )
             )
             self.observer.print_line(
-                f"step {step.step}: loss or gradient is not finite, update left out ({skips.in_a_row} in a row)"
+                f"step {step.step}: loss or gradient is not finite, update left out ({counters.skipped_in_a_row} in a row)"
             )
-        check_skips(skips, max_skipped=config.train.max_skipped, step=step.step, loss=step.loss)
-        self.observer.on_step(step, step_s=step_s, skipped_total=skips.total)
+        in_a_row, max_skipped = counters.skipped_in_a_row, config.train.max_skipped
+        check_skips(in_a_row, max_skipped=max_skipped, step=step.step, loss=step.loss)
+        self.observer.on_step(step, step_s=step_s, skipped_total=counters.skipped_total)
         # Before saving counts the step as whole.
         self.comparison.check(step.step)
         self.saving.step_finished(step.step)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -14,26 +14,18 @@ from elastictrain.train.optimizer import optimizer_tensors
 JsonState = Mapping[str, JsonValue]
 
 
-@dataclass(frozen=True, slots=True)
-class SkipCounts:
-    """Updates left out so far, because a loss or gradient was not finite."""
-
-    in_a_row: int = 0
-    total: int = 0
-
-
-def count_step(counts: SkipCounts, *, loss: float, grad_norm: float) -> SkipCounts:
-    """The counts after a step. The device has left the update out already by the same rule."""
+def count_step(counters: StateCounters, *, loss: float, grad_norm: float) -> StateCounters:
+    """The counters after a step. The device has left the update out already by the same rule."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
-        return SkipCounts(0, counts.total)
-    return SkipCounts(counts.in_a_row + 1, counts.total + 1)
+        return replace(counters, skipped_in_a_row=0)
+    return replace(counters, skipped_in_a_row=counters.skipped_in_a_row + 1, skipped_total=counters.skipped_total + 1)
 
 
-def check_skips(counts: SkipCounts, *, max_skipped: int, step: int, loss: float) -> None:
+def check_skips(in_a_row: int, *, max_skipped: int, step: int, loss: float) -> None:
     """Raises: NonFiniteError at one more than `max_skipped` in a row; `step` and its `loss` are the last."""
-    if counts.in_a_row > max_skipped:
+    if in_a_row > max_skipped:
         raise NonFiniteError(
-            f"{counts.in_a_row} steps in a row were not finite, the last is step {step} (loss {loss}); "
+            f"{in_a_row} steps in a row were not finite, the last is step {step} (loss {loss}); "
             f"`train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"
         )
 
@@ -47,13 +39,11 @@ class TrainState:
     """The model under its own parameter names (not the DDP wrapper)."""
 
     optimizer: AdamW
+    counters: StateCounters = field(default_factory=lambda: StateCounters(0))
+    """Of the steps that are finished, and the digest of the data; their step and positions are given when they are saved."""
+
     step: int = 0
     """Optimizer steps committed."""
-
-    skips: SkipCounts = field(default_factory=SkipCounts)
-
-    data_digest: str = ""
-    """Names the data that the run is trained on; empty where it has no name."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Handles to all live tensors by their name in a checkpoint; loading into them restores the state."""
@@ -73,15 +63,8 @@ class TrainState:
 
     def scalars(self, step: int, *, global_batch: int) -> JsonState:
         """The counters for the manifest of step `step`, when it is settled and the next one is not."""
-        return {
-            "step": step,
-            "positions": step * global_batch,
-            "skipped_in_a_row": self.skips.in_a_row,
-            "skipped_total": self.skips.total,
-            "data_digest": self.data_digest,
-        }
+        return asdict(replace(self.counters, step=step, positions=step * global_batch))
 
     def adopt(self, counters: StateCounters) -> None:
-        """Take the counters of a checkpoint."""
-        self.step = counters.step
-        self.skips = SkipCounts(counters.skipped_in_a_row, counters.skipped_total)
+        """Take the counters of a checkpoint; the data is this run's."""
+        self.step, self.counters = counters.step, replace(counters, data_digest=self.counters.data_digest)

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastictrain.checkpoint.manifest import counters_of
+from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.config.composed import OptimGroup
 from elastictrain.errors import NonFiniteError
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.optimizer import make_optimizer
-from elastictrain.train.state import SkipCounts, TrainState, check_skips, count_step
+from elastictrain.train.state import TrainState, check_skips, count_step
 from tests.unit.train.parts import Points, Squares, wrapped_model
 from tests.unit.train.test_evaluate import context_with
 
@@ -81,12 +81,13 @@ def test_handles_stay_those_of_the_shards_after_an_evaluation(group_of_one: dist
 
 def test_counters_survive_a_manifest() -> None:
     state = state_of(nn.Linear(2, 2))
-    state.step, state.skips = 7, SkipCounts(1, 3)
+    state.step, state.counters = 7, StateCounters(6, 1, 3, data_digest="d")
     scalars = state.scalars(state.step, global_batch=16)
     assert scalars["positions"] == 7 * 16
     restored = state_of(nn.Linear(2, 2))
+    restored.counters = StateCounters(0, data_digest="e")
     restored.adopt(counters_of(scalars, step=7))
-    assert (restored.step, restored.skips) == (7, SkipCounts(1, 3))
+    assert (restored.step, restored.counters) == (7, StateCounters(7, 1, 3, 7 * 16, "e"))
 
 
 def test_tensors_of_a_checkpoint_are_plain_data() -> None:
@@ -99,26 +100,26 @@ BAD = [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, math.inf), (-mat
 
 @pytest.mark.parametrize(("loss", "grad_norm"), BAD)
 def test_what_is_not_finite_is_counted(loss: float, grad_norm: float) -> None:
-    counts = count_step(SkipCounts(1, 4), loss=loss, grad_norm=grad_norm)
-    assert counts == SkipCounts(2, 5)
+    counts = count_step(StateCounters(0, 1, 4), loss=loss, grad_norm=grad_norm)
+    assert counts == StateCounters(0, 2, 5)
 
 
 def test_a_finite_step_ends_the_row_and_keeps_the_total() -> None:
-    assert count_step(SkipCounts(3, 5), loss=1.0, grad_norm=0.0) == SkipCounts(0, 5)
+    assert count_step(StateCounters(0, 3, 5), loss=1.0, grad_norm=0.0) == StateCounters(0, 0, 5)
 
 
 @pytest.mark.parametrize("max_skipped", [0, 1, 3])
 def test_gives_up_at_one_more_than_allowed(max_skipped: int) -> None:
-    check_skips(SkipCounts(max_skipped, 99), max_skipped=max_skipped, step=76, loss=math.nan)
+    check_skips(max_skipped, max_skipped=max_skipped, step=76, loss=math.nan)
     message = rf"{max_skipped + 1} steps in a row .* step 77 \(loss nan\); `train.max_skipped` allows {max_skipped}\."
     with pytest.raises(NonFiniteError, match=message):
-        check_skips(SkipCounts(max_skipped + 1, 99), max_skipped=max_skipped, step=77, loss=math.nan)
+        check_skips(max_skipped + 1, max_skipped=max_skipped, step=77, loss=math.nan)
 
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_counts_are_those_of_the_history(finite: list[bool]) -> None:
-    counts = SkipCounts()
+    counts = StateCounters(0)
     for good in finite:
         counts = count_step(counts, loss=1.0 if good else math.nan, grad_norm=1.0)
     row = next((number for number, good in enumerate(reversed(finite)) if good), len(finite))
-    assert counts == SkipCounts(row, finite.count(False))
+    assert counts == StateCounters(0, row, finite.count(False))
