@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from elastictrain.errors import HostUnfitError
@@ -112,14 +112,14 @@ LEAST_SLICE_S = 0.08
 """A slice this long smooths what a burst allowance or a buffer lets through; a shorter total counts as one."""
 
 
+@dataclass(slots=True)
 class Meter:
     """Counts bytes as they come. `tail`: the last few. `waited`: the part of the time that this thread had no processor."""
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.tail = b""
-        self.waited = 0.0
-        self._marks: list[tuple[float, int]] = []
+    num_bytes: int = 0
+    tail: bytes = b""
+    waited: float = 0.0
+    _marks: list[tuple[float, int]] = field(default_factory=list, init=False)
 
     def add(self, count: int, *, now_s: float) -> None:
         """So many more have come."""
@@ -215,47 +215,41 @@ _LARGEST_DATAGRAM = 1 << 16
 _MOST_PINGS = 1000
 
 
+@dataclass(eq=False, slots=True)
 class Responder:
-    """Listens from `start` to `close`. Whoever comes before there is a token waits a moment for it."""
+    """Listens from `start` to `close`. Whoever comes before there is a token waits a moment for it.
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        ports: Sequence[int] = (0,),
-        connections: int = CONNECTIONS,
-        most_seconds: float = 10.0,
-        wall: Callable[[], float] = time.time,
-        nonce: bytes | None = None,
-    ) -> None:
-        """`ports`: for TCP, 0 is any free one. `most_seconds`: of one stream. `wall`: the clock that others compare with."""
-        self.nonce = secrets.token_bytes(16) if nonce is None else nonce
-        self.tcp_ports: tuple[int, ...] = ()
-        self.udp_port = 0
-        self._address = address
-        self._wanted = tuple(ports)
-        self._connections = connections
-        self._most_seconds = most_seconds
-        self._wall = wall
-        self._key: ResponderKey | None = None
-        self._server: ChannelServer | None = None
-        self._closing = threading.Event()
-        self._datagrams: threading.Thread | None = None
+    `ports`: for TCP, 0 is any free one. `most_seconds`: of one stream. `wall`: the clock that others compare with.
+    """
+
+    address: str
+    _: KW_ONLY
+    ports: Sequence[int] = (0,)
+    connections: int = CONNECTIONS
+    most_seconds: float = 10.0
+    wall: Callable[[], float] = time.time
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    tcp_ports: tuple[int, ...] = field(default=(), init=False)
+    udp_port: int = field(default=0, init=False)
+    _key: ResponderKey | None = field(default=None, init=False)
+    _server: ChannelServer | None = field(default=None, init=False)
+    _closing: threading.Event = field(default_factory=threading.Event, init=False)
+    _datagrams: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Raises: HostUnfitError naming address and port."""
         listeners: list[socket.socket] = []
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         datagrams = socket.socket(family, socket.SOCK_DGRAM)
         try:
-            for port in self._wanted:
-                listeners.append(socket.create_server((self._address, port), family=family, backlog=BACKLOG))
-            datagrams.bind((self._address, 0))
+            for port in self.ports:
+                listeners.append(socket.create_server((self.address, port), family=family, backlog=BACKLOG))
+            datagrams.bind((self.address, 0))
         except OSError as error:
             for one in (*listeners, datagrams):
                 one.close()
             raise HostUnfitError(
-                f"link checks must listen on {self._address}, ports {list(self._wanted)} (0: any), but cannot: "
+                f"link checks must listen on {self.address}, ports {list(self.ports)} (0: any), but cannot: "
                 f"{error.strerror or error}; choose an address of this host and ports that are free"
             ) from error
         # A shut UDP socket that was never connected does not wake who reads from it everywhere.
@@ -263,7 +257,7 @@ class Responder:
         self.tcp_ports = tuple(listener.getsockname()[1] for listener in listeners)
         self.udp_port = datagrams.getsockname()[1]
         self._server = ChannelServer(
-            listeners, handshake=HANDSHAKE, serve=self._serve, connections=self._connections, place_s=_IDLE_S, name="links"
+            listeners, handshake=HANDSHAKE, serve=self._serve, connections=self.connections, place_s=_IDLE_S, name="links"
         )
         self._server.start()
         self._datagrams = threading.Thread(target=self._answer_datagrams, args=(datagrams,), name="links-mtu", daemon=True)
@@ -288,10 +282,10 @@ class Responder:
         if kind == ECHO:
             for _ in range(_MOST_PINGS):
                 channel.receive(PING.size, limit_s=_IDLE_S)
-                came = self._wall()
-                channel.send(PONG.pack(came, self._wall()), limit_s=_IDLE_S)
+                came = self.wall()
+                channel.send(PONG.pack(came, self.wall()), limit_s=_IDLE_S)
             return
-        if kind not in (SINK, GIVE) or not 0 < seconds <= self._most_seconds:
+        if kind not in (SINK, GIVE) or not 0 < seconds <= self.most_seconds:
             raise ChannelError(f"it asks for {kind!r} for {seconds} s")
         if kind == SINK:
             meter = drain(channel, seconds=seconds, idle_s=_IDLE_S)
