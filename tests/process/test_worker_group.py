@@ -118,7 +118,8 @@ class Host:
 
     def __init__(self, *workers: Sequence[str], then: str = "time.sleep(600)") -> None:
         self.clock = Clock()
-        self.group = WorkerGroup(program=stands_in(*workers, then=then), clock=self.clock)
+        self.program = stands_in(*workers, then=then)
+        self.group = WorkerGroup(program=self.program, clock=self.clock)
         others = set(psutil.Process().children())
         self.group.start(ORDER)
         (self.server,) = set(psutil.Process().children()) - others
@@ -229,7 +230,7 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     leaver = leave_one_behind(host)
     told = tmp_path / "told"
     program = f"import json, os, sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.exit(1)"
-    host.group._program = [sys.executable, "-c", program]
+    host.program[:] = [sys.executable, "-c", program]
     host.group.start(replace(ORDER, arguments=("x=1",), environments=({"A": "b"}, {"A": "c"}), store_port=7))
     assert host.end() == WorkersEnd(1, {})
     leaving = identify(leaver.process.pid)
@@ -270,7 +271,7 @@ def test_nobody_waits_for_ever_to_be_asked_how_he_ended(hosts: list[Host]) -> No
 def test_who_is_left_of_two_starts_ago_is_not_forgotten(hosts: list[Host]) -> None:
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
     leaver = leave_one_behind(host)
-    host.group._program = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(1)"]
+    host.program[:] = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(1)"]
     host.group.start(ORDER)
     assert host.end() == WorkersEnd(1, {})
     assert_waits_for(leaver, host)

@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -203,7 +204,7 @@ def test_what_is_put_together(
     assert (me.address, me.processes, me.order, me.state, me.ended) == ("10.1.2.3", 2, 3, HostState.READY, 0)
     assert me.watch_port == parts.heartbeat.port
     assert 0 < me.master_port < 1 << 16
-    assert me.host.startswith(launching._NOT_IN_A_KEY.sub("-", me.name) + "-")
+    assert re.fullmatch(r"[A-Za-z0-9.-]+-[0-9a-f]{8}", me.host)
     assert (tmp_path / "run/launch/token").stat().st_size >= 16
     assert [path.name for path in (tmp_path / "run/events").iterdir()] == [f"launcher-{me.host}.jsonl"]
     error = capsys.readouterr().err
