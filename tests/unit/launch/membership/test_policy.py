@@ -233,6 +233,9 @@ def test_a_host_that_is_to_blame_three_times_in_a_row_is_left_out() -> None:
     assert (following.outcome, following.excluded) == (GenerationOutcome.RUN, ("b",))
     assert following.reason.startswith("b was")
     assert [one.step for one in following.failures] == [3]
+    # Others that are left out, and have not read so yet, stay so.
+    following = after(failed("b", KILLED), failures=(blamed(1, "b"), blamed(2, "b")), unaware="z")
+    assert following.excluded == ("b", "z")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +244,8 @@ def test_a_host_that_is_to_blame_three_times_in_a_row_is_left_out() -> None:
         ((blamed(1, "b"), blamed(2, "c")), "abc", 1),
         ((blamed(1, "b"), blamed(2)), "abc", 1),
         ((blamed(1, "b"), blamed(2, "b")), "abc", 3),
+        # It is not there any more.
+        ((blamed(1, "b"), blamed(2, "b")), "ac", 1),
     ],
 )
 def test_nobody_is_left_out_without_need_or_beyond_the_minimum(
