@@ -89,7 +89,12 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
     if values["RANK"] >= values["WORLD_SIZE"]:
         raise ConfigError([Problem("RANK", f"must be < WORLD_SIZE={values['WORLD_SIZE']}, but is {values['RANK']}")])
     ranks = {name.lower(): value for name, value in values.items()}
-    return Identity(**ranks, host=host, launched=True, launcher=_read_launcher(environment))
+    pid, generation, folder = (environment.get(name, "") for name in (LAUNCHER, GENERATION, FOLDER))
+    launcher = None
+    if pid.isdecimal() and generation.isdecimal() and folder:
+        predecessors = environment.get(PREDECESSORS, "")
+        launcher = Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder, predecessors)
+    return Identity(**ranks, host=host, launched=True, launcher=launcher)
 
 
 def pods_without_workers(environment: Mapping[str, str]) -> int:
@@ -101,12 +106,3 @@ def pods_without_workers(environment: Mapping[str, str]) -> int:
     if "RANK" not in environment or "LOCAL_WORLD_SIZE" in environment or not (pods.isdecimal() and world_size.isdecimal()):
         return 0
     return int(pods) if int(pods) != int(world_size) else 0
-
-
-def _read_launcher(environment: Mapping[str, str]) -> Launcher | None:
-    pid, generation, folder = (environment.get(name, "") for name in (LAUNCHER, GENERATION, FOLDER))
-    if not (pid.isdecimal() and generation.isdecimal() and folder):
-        return None
-    return Launcher(
-        int(pid), int(generation), environment.get(RESTARTED) == "1", folder, predecessors=environment.get(PREDECESSORS, "")
-    )

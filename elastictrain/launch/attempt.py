@@ -116,7 +116,9 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
         return End(number, host, EndKind.DONE, EXIT_OK, "", 0, committed_step, "the last step is done")
     # A worker that has left a reason, or for which one was left, is explained: a hang is ended by SIGKILL.
     explained = {reason.rank - generation.first_rank(host) for reason in reasons}
-    dead = _first_dead(ended, explained)
+    strange = [(rank, code) for rank, code in sorted(ended.codes.items()) if code not in _OWN_CODES and rank not in explained]
+    # A local rank that did not end as our workers do, and its code: if possible not one that was asked to end.
+    dead = min(strange, key=lambda one: one[1] == -signal.SIGTERM, default=None)
     chosen = _choose(ended, reasons, dead)
     if chosen is None:
         exit_code, sentence = _describe_death(ended, dead)
@@ -172,12 +174,6 @@ def _choose(ended: WorkersEnd, reasons: Sequence[Reason], dead: tuple[int, int] 
     if guilty is None and (ended.code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
         return None
     return guilty or by_code.get(EXIT_TRANSPORT) or by_code.get(EXIT_STOPPED)
-
-
-def _first_dead(ended: WorkersEnd, explained: set[int]) -> tuple[int, int] | None:
-    """A local rank that did not end as our workers do, and its code: if possible not one that was asked to end."""
-    strange = [(rank, code) for rank, code in sorted(ended.codes.items()) if code not in _OWN_CODES and rank not in explained]
-    return min(strange, key=lambda one: one[1] == -signal.SIGTERM, default=None)
 
 
 def _signal_name(number: int) -> str:

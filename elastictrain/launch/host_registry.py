@@ -144,7 +144,11 @@ class HostRegistry:
 
     def _exchange_records(self, last: bool) -> None:
         """One turn in which nothing waits for anything else, however many hosts there are."""
-        self._look_for_address()
+        if self._find_address is not None and self._clock() - self._found_s >= self._lost_s:
+            address, self._found_s = self._find_address(), self._clock()
+            with self._lock:
+                if address != self.record.address:
+                    self.record = replace(self.record, address=address, beat=self.record.beat + 1)
         records = None
         if last or not self.attentive:
             self._write_record()
@@ -220,14 +224,6 @@ class HostRegistry:
         reads = min(self._reads.values())
         began_s = now_s if reads and not known.reads else known.began_s
         self.known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=reads)
-
-    def _look_for_address(self) -> None:
-        if self._find_address is None or self._clock() - self._found_s < self._lost_s:
-            return
-        address, self._found_s = self._find_address(), self._clock()
-        with self._lock:
-            if address != self.record.address:
-                self.record = replace(self.record, address=address, beat=self.record.beat + 1)
 
     def _write_record(self) -> None:
         now_s, before = self._clock(), self._written

@@ -116,18 +116,16 @@ class _LauncherGeneration:
     owner: str = ""
     members: tuple[_Member, ...] = ()
 
-    def claim(self) -> LeaseClaim:
-        owner = LAUNCHER if self.owner == LAUNCHER else ""
-        names, lines = ", ".join(one.name for one in self.members), tuple(one.host for one in self.members)
-        return LeaseClaim(self.number, owner, names, lines=lines, over=self.outcome != "run")
-
 
 def parse_claim(number: int, data: bytes) -> LeaseClaim:
     """From the record of a generation, also one that launchers made. What cannot be read has no owner, and is over."""
     try:
         document = parse_json(data)
         if "outcome" in document:
-            claim = as_record(document, _LauncherGeneration).claim()
+            made = as_record(document, _LauncherGeneration)
+            names, lines = ", ".join(one.name for one in made.members), tuple(one.host for one in made.members)
+            owner = LAUNCHER if made.owner == LAUNCHER else ""
+            claim = LeaseClaim(made.number, owner, names, lines=lines, over=made.outcome != "run")
         else:
             claim = as_record({"over": True, **document}, LeaseClaim)
     except (ValueError, TypeError):

@@ -45,7 +45,7 @@ def detect(
         "Slurm": is_slurm(environment),
         "RunAI": is_runai(environment),
         "Kubernetes": is_kubernetes(environment) and not is_runai(environment),
-        "Vast": _is_vast(environment),
+        "Vast": "VAST_CONTAINERLABEL" in environment or any(name.startswith("VAST_TCP_PORT_") for name in environment),
     }
     found = [name for name, is_there in clusters.items() if is_there]
     reader = EnvironmentReader(environment)
@@ -63,7 +63,9 @@ def detect(
     elif "Vast" in found:
         place = _read_vast(reader, _choose_overlay(interfaces, default_interface, asked=reader.text("NCCL_SOCKET_IFNAME")))
     else:
-        place = _read_plain(reader)
+        place = read_torchrun_environment(reader)
+        if not reader.conclusions:
+            reader.conclusions.append(f"no cluster and no list of hosts (`{_HOSTS_KEY}`): others are taken in as they come")
     if aside := [name for name in not_read if name in environment]:
         reader.warnings.append(f"{', '.join(aside)} of the environment are left aside: {why}")
     return reader.check(place)
@@ -86,13 +88,6 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
         raise ConfigError([Problem(name, message)])
 
 
-def _read_plain(reader: EnvironmentReader) -> ClusterPlace:
-    place = read_torchrun_environment(reader)
-    if not reader.conclusions:
-        reader.conclusions.append(f"no cluster and no list of hosts (`{_HOSTS_KEY}`): others are taken in as they come")
-    return place
-
-
 def _read_list(reader: EnvironmentReader, *, hosts: tuple[str, ...], names: Sequence[str]) -> ClusterPlace:
     """Hosts that a person listed. It is a problem if this host is not in the list, or the list names one twice."""
     if len(set(hosts)) < len(hosts) or "" in hosts:
@@ -105,10 +100,6 @@ def _read_list(reader: EnvironmentReader, *, hosts: tuple[str, ...], names: Sequ
         reader.conclusions.append(f"this is host {own[0]} ({hosts[own[0]]}), counted from 0")
     peers = tuple(host for number, host in enumerate(hosts) if number not in own)
     return ClusterPlace("plain", order=own[0] if own else -1, num_hosts=len(hosts), peers=peers)
-
-
-def _is_vast(environment: Mapping[str, str]) -> bool:
-    return "VAST_CONTAINERLABEL" in environment or any(name.startswith("VAST_TCP_PORT_") for name in environment)
 
 
 def _read_vast(reader: EnvironmentReader, overlay: tuple[str, str] | None) -> ClusterPlace:

@@ -170,15 +170,11 @@ def quiet_s(observed: HostObservation, cluster: ClusterState) -> float:
 
 def is_alive(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
     """Whether its beat was seen to change, not long ago."""
-    return observed.fresh and _may_be_alive(observed, cluster, options)
+    return observed.fresh and may_be_alive(observed, cluster, options)
 
 
-def is_unknown(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
-    """Whether it may be alive, but was not looked at for long enough to know."""
-    return not observed.fresh and _may_be_alive(observed, cluster, options)
-
-
-def _may_be_alive(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
+def may_be_alive(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
+    """The same of one that was not looked at for long enough to know."""
     state = observed.record.state
     return state is not HostState.GONE and quiet_s(observed, cluster) <= patience_s(state, options)
 

@@ -11,8 +11,8 @@ from elastictrain.launch.membership.observation import (
     HostObservation,
     abandoned_since_s,
     is_alive,
-    is_unknown,
     largest_group,
+    may_be_alive,
     quiet_s,
     settles_s,
     unconnected_pairs,
@@ -84,7 +84,9 @@ class _GenerationProposal:
         ready = [cluster.me, *(one.record for one in cluster.observed.values() if self._can_take_part(one))]
         if not self._complete(ready) and (wait := self._wait_for_unknown()) is not None:
             return wait
-        ready = self._in_order(ready)
+        # Members come first, as they were: they have in memory what a restart needs, and keep their ranks.
+        places = {member.host: number for number, member in enumerate(self.previous.members if self.previous else ())}
+        ready.sort(key=lambda record: (places.get(record.host, len(places)), *_by_number(record)))
         group = largest_group(ready, cluster)
         if (wait := self._wait_to_connect(ready, group)) is not None:
             return wait
@@ -103,7 +105,10 @@ class _GenerationProposal:
             return Wait(f"{names} to train, and to take in this host later; {unconnected}")
         if (wait := self._wait_to_join(allowed)) is not None:
             return wait
-        chosen = _numbered(allowed[: self.options.max_hosts] if self.options.max_hosts else allowed)
+        chosen = allowed[: self.options.max_hosts] if self.options.max_hosts else allowed
+        if all(record.order >= 0 for record in chosen):
+            # As the cluster numbers them.
+            chosen = sorted(chosen, key=_by_number)
         return self._create(following, members=[_member(one) for one in chosen], queue=list(dict.fromkeys([*chosen, *group])))
 
     def _all_members_told(self) -> bool:
@@ -160,7 +165,8 @@ class _GenerationProposal:
         """Records that were read for the first time a moment ago: leftovers, or hosts that are there."""
         cluster, options = self.cluster, self.options
         until_s = self.since_s + max(options.lost_s, 3 * options.poll_s)
-        unknown = [one.record.name for one in cluster.observed.values() if is_unknown(one, cluster, options)]
+        observed = cluster.observed.values()
+        unknown = [one.record.name for one in observed if not one.fresh and may_be_alive(one, cluster, options)]
         if not unknown or cluster.now_s >= until_s:
             return None
         return Wait(f"a sign of life of {messages.listed(unknown)}", until_s)
@@ -258,12 +264,6 @@ class _GenerationProposal:
             return Wait(sentence, self.since_s + options.wait_s)
         return Leave(EXIT_STOPPED, f"waited {options.wait_s:g} s (`launch.wait_s`) for {sentence}")
 
-    def _in_order(self, ready: Sequence[HostRecord]) -> list[HostRecord]:
-        """Those that were members come first, as they were: they have in memory what a restart needs, and keep their ranks."""
-        members = () if self.previous is None else self.previous.members
-        place = {member.host: number for number, member in enumerate(members)}
-        return sorted(ready, key=lambda record: (place.get(record.host, len(place)), *_by_number(record)))
-
     def _create(self, following: Generation, *, members: Sequence[GenerationMember], queue: Sequence[HostRecord]) -> Decision:
         """The proposal, once it is this host's turn in the queue to make it."""
         cluster = self.cluster
@@ -274,10 +274,6 @@ class _GenerationProposal:
             return Wait(f"{queue[0].name} to propose generation {following.number}", turn_s)
         port = queue[0].master_port if following.outcome is GenerationOutcome.RUN else 0
         return Create(replace(following, members=tuple(members), master_port=port, proposer=cluster.me.host))
-
-
-def _numbered(members: list[HostRecord]) -> list[HostRecord]:
-    return sorted(members, key=_by_number) if all(record.order >= 0 for record in members) else members
 
 
 def _by_number(record: HostRecord) -> tuple[bool, int, str, str]:
