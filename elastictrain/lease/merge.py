@@ -14,7 +14,7 @@ import hashlib
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
@@ -204,7 +204,7 @@ def merge_finished(store: Store, *, newest: int, now_s: float, goes_on: Callable
 
 def _merge(store: Store, merge: Merge) -> None:
     """Raises: ObjectExistsError if another process does the same; ObjectTooLargeError, StorageError."""
-    known = {_digest(line) for part in merge.parts for line in _whole_lines(_read(store, part.key))}
+    known = {_digest(line) for part in merge.parts for line in _read_lines(store, part.key)}
     numbers = count(max((part.part for part in merge.parts), default=0) + 1)
     pieces: list[bytes] = []
 
@@ -214,13 +214,15 @@ def _merge(store: Store, merge: Merge) -> None:
         pieces.clear()
 
     num_bytes = 0
-    for lines in _journals(store, merge.sources):
-        fresh = [line for line in lines if _digest(line) not in known]
-        pieces += fresh
-        num_bytes += sum(map(len, fresh))
-        if num_bytes >= MERGED_BYTES:
-            create()
-            num_bytes = 0
+    for first in range(0, len(merge.sources), _READS):
+        journals = side_by_side([partial(_read_lines, store, key) for key in merge.sources[first : first + _READS]])
+        for lines in journals:
+            fresh = [line for line in lines if _digest(line) not in known]
+            pieces += fresh
+            num_bytes += sum(map(len, fresh))
+            if num_bytes >= MERGED_BYTES:
+                create()
+                num_bytes = 0
     if pieces:
         create()
     # Only when all is there: the beginning of a launcher's log tells where the log belongs, and goes last.
@@ -230,26 +232,20 @@ def _merge(store: Store, merge: Merge) -> None:
     side_by_side([partial(_delete_merged, store, log, known) for log in logs.values()])
 
 
-def _journals(store: Store, keys: Sequence[str]) -> Iterator[list[bytes]]:
-    for first in range(0, len(keys), _READS):
-        for data in side_by_side([partial(_read, store, key) for key in keys[first : first + _READS]]):
-            yield _whole_lines(data)
-
-
 def _delete_merged(store: Store, log: Iterable[str], known: Set[bytes]) -> None:
     """Looked at once more: a journal that has grown meanwhile stays, and is merged by a later start."""
     for key in log:
-        if not all(_digest(line) in known for line in _whole_lines(_read(store, key))):
+        if not all(_digest(line) in known for line in _read_lines(store, key)):
             return
         store.delete(key)
 
 
-def _read(store: Store, key: str) -> bytes:
+def _read_lines(store: Store, key: str) -> list[bytes]:
     try:
-        return read_bounded(store, key, most_bytes=MERGED_BYTES + LARGE_BYTES)
+        return _whole_lines(read_bounded(store, key, most_bytes=MERGED_BYTES + LARGE_BYTES))
     except ObjectNotFoundError:
         # Whoever deleted it has merged it.
-        return b""
+        return []
 
 
 def _whole_lines(data: bytes) -> list[bytes]:

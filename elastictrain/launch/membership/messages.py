@@ -45,41 +45,33 @@ def too_few(
 def give_up(failures: Sequence[GenerationFailure]) -> str:
     """Why no further start is tried: what happened, and what the failures have in common."""
     times = "once" if len(failures) == 1 else f"{len(failures)} times in a row"
-    lines = "".join(f"\n  generation {one.generation}: {headline(one.reason)} ({_where(one)})" for one in failures)
-    common = _in_common(failures)
-    return f"failed {times} without a newly committed step:{lines}" + (f"\n{common}" if common else "")
+    lines = [f"failed {times} without a newly committed step:"]
+    for one in failures:
+        place = f"step {one.step}" if one.step else "before the first step"
+        phase = f", {one.phase}" if one.phase else ""
+        where = f"{place}{phase}, exit code {one.exit_code}, committed: step {one.committed_step}"
+        lines.append(f"  generation {one.generation}: {headline(one.reason)} ({where})")
+    return "\n".join(lines + (_in_common(failures) if len(failures) > 1 else []))
 
 
-def _where(failure: GenerationFailure) -> str:
-    place = f"step {failure.step}" if failure.step else "before the first step"
-    phase = f", {failure.phase}" if failure.phase else ""
-    return f"{place}{phase}, exit code {failure.exit_code}, committed: step {failure.committed_step}"
-
-
-def _in_common(failures: Sequence[GenerationFailure]) -> str:
-    if len(failures) < 2:
-        return ""
-    steps, phases = {one.step for one in failures}, {one.phase for one in failures}
-    step, phase = failures[-1].step, failures[-1].phase
+def _in_common(failures: Sequence[GenerationFailure]) -> list[str]:
+    steps, phases, last = {one.step for one in failures}, {one.phase for one in failures}, failures[-1]
     sentences = []
-    if len(steps) == 1 and step:
-        sentences.append(_same_step(step, len(failures), committed_step=failures[-1].committed_step))
-    elif len(steps) == 1 and len(phases) == 1 and phase:
-        sentences.append(f"Each time it was before the first step, in the same phase ({phase}): trying again does not help.")
-    blamed = set(failures[0].hosts).intersection(*(one.hosts for one in failures))
-    if blamed:
+    if len(steps) == 1 and last.step:
+        sentence = (
+            f"step {last.step} failed {len(failures)} times: a poisoned batch or checkpoint, or a bug that this step always "
+            "meets. With `data.ledger=true` the ledger tells which samples it takes."
+        )
+        if last.committed_step:
+            sentence += (
+                f" `python -m elastictrain.checkpoint verify` tells whether that of step {last.committed_step} is whole; to go"
+                " on from the one before it, move its folder out of the run's `checkpoints/` first."
+            )
+        sentences.append(sentence)
+    elif len(steps) == 1 and len(phases) == 1 and last.phase:
+        sentences.append(
+            f"Each time it was before the first step, in the same phase ({last.phase}): trying again does not help."
+        )
+    if blamed := set(last.hosts).intersection(*(one.hosts for one in failures)):
         sentences.append(f"Each time host {listed(sorted(blamed))} was to blame: replace it, or start without it.")
-    return "\n".join(sentences)
-
-
-def _same_step(step: int, times: int, *, committed_step: int) -> str:
-    sentence = (
-        f"step {step} failed {times} times: a poisoned batch or checkpoint, or a bug that this step always meets. "
-        "With `data.ledger=true` the ledger tells which samples it takes."
-    )
-    if not committed_step:
-        return sentence
-    return (
-        f"{sentence} `python -m elastictrain.checkpoint verify` tells whether that of step {committed_step} is whole; to go on "
-        "from the one before it, move its folder out of the run's `checkpoints/` first."
-    )
+    return sentences
