@@ -46,22 +46,12 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A slab of an item: bytes [begin, begin + size_bytes) of the item's bytes."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    begin: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class PlacedItem:
-    """An item and the offset of its first byte in the file."""
+    """An item and the offset of its first byte in the file. Its chunks have no digests yet."""
 
     item: Item
     start: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +96,7 @@ def plan_files(
         header = encode_header([(item.key, item.dtype, item.sizes) for item in group], metadata=metadata)
         starts = list(accumulate((item.size_bytes for item in group), initial=len(header)))
         placed = tuple(
-            PlacedItem(item, start, split_item(item, chunk_bytes=chunk_bytes))
+            PlacedItem(item, start, split_item(item, chunk_bytes=chunk_bytes, file=name, start=start))
             for item, start in zip(group, starts, strict=False)
         )
         files.append(ShardFile(name, header, placed, starts[-1]))
@@ -126,18 +116,18 @@ def grouped(items: Iterable[T], sizes: Iterable[int], *, most_bytes: int) -> lis
     return groups
 
 
-def split_item(item: Item, *, chunk_bytes: int) -> tuple[Chunk, ...]:
+def split_item(item: Item, *, chunk_bytes: int, file: str = "", start: int = 0) -> tuple[ChunkRecord, ...]:
     """Slabs of at most `chunk_bytes` (one row at least) along the first dimension; contiguous in the item's bytes."""
     size_bytes = item.size_bytes
     if size_bytes <= chunk_bytes or not item.sizes:
-        return (Chunk(item.offsets, item.sizes, 0, size_bytes),)
+        return (ChunkRecord(item.offsets, item.sizes, file, start, size_bytes, ""),)
     row_bytes = size_bytes // item.sizes[0]
     rows_per_chunk = max(1, chunk_bytes // row_bytes)
     chunks = []
     for first in range(0, item.sizes[0], rows_per_chunk):
         rows = min(rows_per_chunk, item.sizes[0] - first)
-        offsets = (item.offsets[0] + first, *item.offsets[1:])
-        chunks.append(Chunk(offsets, (rows, *item.sizes[1:]), first * row_bytes, rows * row_bytes))
+        offsets, sizes = (item.offsets[0] + first, *item.offsets[1:]), (rows, *item.sizes[1:])
+        chunks.append(ChunkRecord(offsets, sizes, file, start + first * row_bytes, rows * row_bytes, ""))
     return tuple(chunks)
 
 

@@ -62,7 +62,8 @@ def write_file(store: Store, file: ShardFile, *, prefix: str, source: ByteSource
         for placed in file.items:
             read = source(placed.item)
             for chunk in placed.chunks:
-                data = read(chunk.begin, chunk.begin + chunk.size_bytes)
+                begin = chunk.start - placed.start
+                data = read(begin, begin + chunk.size_bytes)
                 whole.update(data)
                 chunks.append(digest_of(data))
                 if sha256:

@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, ShardFile, plan_files
@@ -138,16 +139,7 @@ class RankPart:
         ]
         chunks = iter(digests.chunks)
         return [
-            (
-                record,
-                placed.item,
-                [
-                    ChunkRecord(
-                        one.offsets, one.sizes, file.name, placed.start + one.begin, one.size_bytes, next(chunks), next(strong)
-                    )
-                    for one in placed.chunks
-                ],
-            )
+            (record, placed.item, [replace(one, digest=next(chunks), sha256=next(strong)) for one in placed.chunks])
             for file, record in zip(files, records, strict=True)
             for placed in file.items
         ]

@@ -91,7 +91,7 @@ def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THR
     """
     files = [
         [(start, len(file.header))]
-        + [(start + placed.start + chunk.begin, chunk.size_bytes) for placed in file.items for chunk in placed.chunks]
+        + [(start + chunk.start, chunk.size_bytes) for placed in file.items for chunk in placed.chunks]
         for file, start in zip(layout.template, layout.starts, strict=True)
     ]
     buffers = local()

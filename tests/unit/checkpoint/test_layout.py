@@ -32,10 +32,10 @@ def test_files_hold_every_byte_once(items: list[Item], shard_bytes: int, chunk_b
 @given(SHAPES, st.integers(1, 100), st.integers(0, 50))
 def test_chunks_fill_the_item_in_order(shape: tuple[int, ...], chunk_bytes: int, offset: int) -> None:
     item = Item("w", "int16", tuple(n + offset for n in shape), (offset,) * len(shape), shape)
-    chunks = split_item(item, chunk_bytes=chunk_bytes)
+    chunks = split_item(item, chunk_bytes=chunk_bytes, file="f", start=100)
     position = 0
     for chunk in chunks:
-        assert chunk.begin == position
+        assert (chunk.file, chunk.start) == ("f", 100 + position)
         assert chunk.size_bytes == math.prod(chunk.sizes) * 2
         position += chunk.size_bytes
         assert chunk.size_bytes <= chunk_bytes or not chunk.sizes or chunk.sizes[0] == 1
