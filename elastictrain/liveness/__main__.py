@@ -12,8 +12,9 @@ import msgspec
 from elastictrain.bounded_json import as_record
 from elastictrain.errors import EXIT_OK
 from elastictrain.events import Hang, Journal
-from elastictrain.liveness.monitor_client import MonitoredHost, remove_folder, sweep
+from elastictrain.liveness.monitor_client import MonitoredHost, clear_if_unlocked
 from elastictrain.liveness.rank_monitor import RankMonitor
+from elastictrain.storage.private import clear_folder, sweep_folders
 
 
 def main(folder: str, facts: MonitoredHost) -> NoReturn:
@@ -22,9 +23,9 @@ def main(folder: str, facts: MonitoredHost) -> NoReturn:
     # It ends when its workers have, whoever asks it or them to end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    sweep(os.path.dirname(folder))  # noqa: PTH120
+    sweep_folders(os.path.dirname(folder), clear=clear_if_unlocked)  # noqa: PTH120
     RankMonitor(folder, facts, record=lambda hang, stacks: keep(hang, stacks, facts)).run()
-    remove_folder(folder, with_files=True)
+    clear_folder(folder)
     # Not an orderly end: a thread may hang in storage.
     os._exit(EXIT_OK)
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -17,14 +16,11 @@ from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.progress_file import ProgressFile, ProgressFileReader
 from elastictrain.liveness.stacks import no_stacks_any_more, take_stacks, tell_stacks_when_asked
 from elastictrain.liveness.watchdog import bound_s, limit_s
-from elastictrain.storage.private import make_private_folder
+from elastictrain.storage.private import clear_folder, make_private_folders, remove_if_empty
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is ours alone
-
-_STALE_S = 3600.0
-"""What killed workers have left in memory is removed when it is that old: a new folder is not locked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +44,11 @@ class RankMonitorClient:
         """From the main thread. Raises: OSError. `parent`: the folder for all generations, by default one in memory."""
         self._facts = facts
         self._options = options
-        parent = parent or default_parent()
-        self.folder = f"{parent}/{facts.generation}-r{facts.ranks[0]:05d}"
-        make_private_folder(parent)
-        try:
-            make_private_folder(self.folder)
-        except FileNotFoundError:
-            # The end of another run has removed the parent in between.
-            make_private_folder(parent)
-            make_private_folder(self.folder)
+        self.folder = f"{parent or default_parent()}/{facts.generation}-r{facts.ranks[0]:05d}"
+        make_private_folders(self.folder)
         stopped_s = min(options.hang_floor_s, options.step_timeout_s)
         with ExitStack() as undo:
-            undo.callback(remove_folder, self.folder, with_files=False)
+            undo.callback(remove_if_empty, self.folder)
             # Kept from being swept for the life of this process.
             undo.callback(os.close, lock_folder(self.folder, fcntl.LOCK_SH))
             self.progress = ProgressFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
@@ -112,30 +101,13 @@ def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def remove_folder(folder: str, *, with_files: bool) -> None:
-    """Removes what is empty, or all of a generation; never raises."""
-    with suppress(OSError):
-        for entry in list(os.scandir(folder)) if with_files else ():
-            with suppress(OSError):
-                os.unlink(entry.path)  # noqa: PTH108
-        os.rmdir(folder)  # noqa: PTH106
-        os.rmdir(os.path.dirname(folder))  # noqa: PTH106, PTH120
-
-
-def sweep(parent: str, *, now: float | None = None) -> list[str]:
-    """Removes folders whose workers were all killed long ago, and their monitor with them; returns their paths."""
-    removed = []
-    with suppress(OSError):
-        for entry in list(os.scandir(parent)):
-            with suppress(OSError):
-                age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
-                if entry.is_dir(follow_symlinks=False) and age_s > _STALE_S:
-                    # By locks, not by process numbers: containers that share this memory do not know each other's numbers.
-                    descriptor = lock_folder(entry.path, fcntl.LOCK_EX)
-                    remove_folder(entry.path, with_files=True)
-                    os.close(descriptor)
-                    removed.append(entry.path)
-    return removed
+def clear_if_unlocked(folder: str) -> bool:
+    """Removes what the workers of a generation and their monitor left when all were killed. Raises: OSError if one lives."""
+    # By locks, not by process numbers: containers that share this memory do not know each other's numbers.
+    descriptor = lock_folder(folder, fcntl.LOCK_EX)
+    clear_folder(folder)
+    os.close(descriptor)
+    return True
 
 
 def lock_folder(folder: str, how: int) -> int:

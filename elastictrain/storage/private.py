@@ -9,6 +9,7 @@ import os
 import pwd
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,6 +19,7 @@ from elastictrain.storage.failures import reason_of
 logger = logging.getLogger(__name__)
 
 _FOR_OTHERS = 0o077
+_STALE_S = 3600.0
 
 
 class NameTakenError(PermissionError):
@@ -53,6 +55,48 @@ def make_private_folder(path: str) -> None:
     # A link would lead to a folder that somebody else may own; lstat sees the link itself.
     if why := why_not_private(path, os.lstat(path), folder=True, own_uid=os.getuid()):
         raise NameTakenError(why)
+
+
+def make_private_folders(path: str) -> None:
+    """The same for a folder and the one that it is in, which the end of another run may remove meanwhile."""
+    parent = os.path.dirname(path)  # noqa: PTH120
+    make_private_folder(parent)
+    try:
+        make_private_folder(path)
+    except FileNotFoundError:
+        make_private_folder(parent)
+        make_private_folder(path)
+
+
+def clear_folder(path: str, *, last: str = "") -> None:
+    """Removes a folder and the files in it, that with the name `last` last, and its parent if that is empty; never raises."""
+    with suppress(OSError):
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name == last):
+            with suppress(OSError):
+                os.unlink(entry.path)  # noqa: PTH108
+    remove_if_empty(path)
+
+
+def remove_if_empty(path: str) -> None:
+    """Removes a folder, and its parent, as far as they are empty; never raises."""
+    for folder in (path, os.path.dirname(path)):  # noqa: PTH120
+        with suppress(OSError):
+            os.rmdir(folder)  # noqa: PTH106
+
+
+def sweep_folders(parent: str, *, clear: Callable[[str], bool], now: float | None = None) -> list[str]:
+    """Clears what killed processes have left below `parent`, once it is old; returns the folders of which `clear` is true.
+
+    A new folder is not locked at once. `clear` says whether nobody held it; where it raises OSError, somebody did.
+    """
+    cleared = []
+    with suppress(OSError):
+        for entry in list(os.scandir(parent)):
+            with suppress(OSError):
+                age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
+                if entry.is_dir(follow_symlinks=False) and age_s > _STALE_S and clear(entry.path):
+                    cleared.append(entry.path)
+    return cleared
 
 
 def open_private_file(path: str) -> int:

@@ -14,7 +14,7 @@ from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.memory.slot import SnapshotFacts, facts_in
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.storage.failures import reason_of
-from elastictrain.storage.private import NameTakenError, make_private_folder, why_not_private
+from elastictrain.storage.private import NameTakenError, make_private_folders, why_not_private
 
 logger = logging.getLogger(__name__)
 
@@ -55,20 +55,15 @@ def make_private(folder: str) -> None:
 
     Raises: ConfigError if either belongs to somebody else, who could then put snapshots there, or cannot be made.
     """
-    parent = os.path.dirname(folder)  # noqa: PTH120
     try:
-        for path in (parent, folder):
-            try:
-                make_private_folder(path)
-            except FileNotFoundError:
-                # The saver of this user's last run has just removed the parent.
-                make_private_folder(parent)
-                make_private_folder(path)
+        make_private_folders(folder)
     except NameTakenError as error:
         message = f"cannot be used: {reason_of(error)}; or set another folder"
         raise ConfigError([Problem("checkpoint.memory_dir", message)]) from error
     except OSError as error:
-        raise ConfigError([Problem("checkpoint.memory_dir", f"{path} cannot be made: {error.strerror}")]) from error
+        raise ConfigError(
+            [Problem("checkpoint.memory_dir", f"{error.filename or folder} cannot be made: {error.strerror}")]
+        ) from error
 
 
 def is_private(folder: str) -> bool:

@@ -8,11 +8,12 @@ import sys
 import time
 from contextlib import suppress
 
-from elastictrain.checkpoint.saver.process import LOCK_NAME, clear_folder, load_config, sweep
+from elastictrain.checkpoint.saver.process import LOCK_NAME, clear_if_abandoned, load_config
 from elastictrain.checkpoint.saver.service import SaverService
 from elastictrain.checkpoint.signing import load_key
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ConfigError, ElasticTrainError, Problem
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.private import clear_folder, sweep_folders
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def main(folder: str) -> int:
         return EXIT_OK
     try:
         config = load_config(folder)
-        sweep(os.path.dirname(folder))  # noqa: PTH120
+        sweep_folders(os.path.dirname(folder), clear=clear_if_abandoned)  # noqa: PTH120
         try:
             signing = load_key(config.key_env)
         except ValueError as error:
@@ -45,7 +46,7 @@ def main(folder: str) -> int:
     except Exception:
         logger.exception("the saver ends because of a bug; what it kept stays for its successor")
         return EXIT_BUG
-    clear_folder(folder)
+    clear_folder(folder, last=LOCK_NAME)
     os.close(lock)
     return EXIT_OK
 

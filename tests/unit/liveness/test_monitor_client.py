@@ -11,12 +11,12 @@ import pytest
 
 from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness import monitor_client as module
-from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient, lock_folder, sweep, workers_of
+from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient, clear_if_unlocked, lock_folder, workers_of
 from elastictrain.liveness.progress import Phase, ProgressMark
 from elastictrain.liveness.progress_file import ProgressFile, ProgressFileReader, progress_path
 from elastictrain.liveness.rank_monitor import LiveWorker
 from elastictrain.liveness.stacks import STACKS_SIGNAL
-from elastictrain.storage.private import NameTakenError
+from elastictrain.storage.private import NameTakenError, sweep_folders
 
 FACTS = MonitoredHost("000001-abc", "b", (4, 5), "/run", 1.0, 1.0)
 OPTIONS = FaultGroup(step_timeout_s=40.0)
@@ -115,10 +115,10 @@ def later() -> float:
 def test_what_was_left_long_ago_by_the_dead_is_swept(tmp_path: Path) -> None:
     folder, other = abandon(tmp_path / "marks", "000001-old-r00000"), tmp_path / "marks" / "file"
     other.touch()
-    assert sweep(str(tmp_path / "marks"), now=time.time()) == []
-    assert sweep(str(tmp_path / "marks"), now=later()) == [str(folder)]
+    assert sweep_folders(str(tmp_path / "marks"), clear=clear_if_unlocked, now=time.time()) == []
+    assert sweep_folders(str(tmp_path / "marks"), clear=clear_if_unlocked, now=later()) == [str(folder)]
     assert list((tmp_path / "marks").iterdir()) == [other]
-    assert sweep(str(tmp_path / "nowhere"), now=later()) == []
+    assert sweep_folders(str(tmp_path / "nowhere"), clear=clear_if_unlocked, now=later()) == []
 
 
 def test_the_living_of_another_container_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_the_living_of_another_container_keep_theirs(tmp_path: Path, monkeypatch
         monitor_client = RankMonitorClient(SWEPT, rank=1, options=FaultGroup(), parent=str(parent))
     with closing(monitor_client):
         before = sorted(Path(monitor_client.folder).iterdir())
-        assert sweep(str(parent), now=later()) == []
+        assert sweep_folders(str(parent), clear=clear_if_unlocked, now=later()) == []
         assert sorted(Path(monitor_client.folder).iterdir()) == before
 
 
@@ -137,9 +137,9 @@ def test_one_that_stays_does_not_keep_the_others(tmp_path: Path, monkeypatch: py
     real = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: sorted(real(path), key=lambda entry: entry.name))
     held = lock_folder(str(first), fcntl.LOCK_SH)
-    assert sweep(str(tmp_path / "marks"), now=later()) == [str(second), str(third)]
+    assert sweep_folders(str(tmp_path / "marks"), clear=clear_if_unlocked, now=later()) == [str(second), str(third)]
     os.close(held)
-    assert sweep(str(tmp_path / "marks"), now=later()) == [str(first)]
+    assert sweep_folders(str(tmp_path / "marks"), clear=clear_if_unlocked, now=later()) == [str(first)]
 
 
 def test_several_hold_a_folder_and_nobody_who_sweeps_it(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ import os
 import time
 from pathlib import Path
 
-from elastictrain.checkpoint.saver.process import clear_folder, clear_if_abandoned, sweep
+from elastictrain.checkpoint.saver.process import clear_if_abandoned
+from elastictrain.storage.private import clear_folder, sweep_folders
 
 
 def made(parent: Path, name: str, *, age_s: float = 0.0, lock: bool = True) -> Path:
@@ -33,12 +34,14 @@ def test_only_what_was_left_long_ago_goes(tmp_path: Path) -> None:
     )
     saver = held(kept)
     (parent / "file").write_text("no folder")
-    assert sorted(sweep(str(parent))) == [str(old), str(unlocked)]
+    assert sorted(sweep_folders(str(parent), clear=clear_if_abandoned)) == [str(old), str(unlocked)]
     assert young.exists()
     assert (kept / "own-r00000-s0").exists()
     os.close(saver)
-    assert sweep(str(parent), now=time.time() + 4000) == [str(young), str(kept)] or not (kept.exists() or young.exists())
-    assert sweep(f"{tmp_path}/nowhere") == []
+    assert sweep_folders(str(parent), clear=clear_if_abandoned, now=time.time() + 4000) == [str(young), str(kept)] or not (
+        kept.exists() or young.exists()
+    )
+    assert sweep_folders(f"{tmp_path}/nowhere", clear=clear_if_abandoned) == []
 
 
 def test_a_kept_folder_is_not_abandoned(tmp_path: Path) -> None:
