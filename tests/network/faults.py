@@ -98,14 +98,14 @@ def jumbo_bridge(host: Host) -> None:
     switch.ip("link", "set", "bridge", "mtu", "9000")
 
 
-def limit_rate(host: Host, *, sent: bool = True, received: bool = True) -> None:
-    """100 Mbit/s."""
+def limit_rate(host: Host, *, sent: bool = True, received: bool = True, rate: str = "100mbit", burst: str = "64kb") -> None:
+    """From now on the host's link is this fast."""
     switch, port = switch_of(host)
-    shape = ("rate", "100mbit", "burst", "64kb", "latency", "50ms")
+    shape = ("rate", rate, "burst", burst, "latency", "50ms")
     if sent:
-        inside(place_of(host), "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
+        inside(place_of(host), "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *shape)
     if received:
-        inside(switch, "tc", "qdisc", "add", "dev", port, "root", "tbf", *shape)
+        inside(switch, "tc", "qdisc", "replace", "dev", port, "root", "tbf", *shape)
 
 
 def delay(host: Host, others: Sequence[Host], *, seconds: float, log: Path) -> None:

@@ -25,7 +25,11 @@ FULL = ["roster", "reachable", "mtu", "latency", "clock", "bandwidth"]
 
 @pytest.fixture
 def hosts(network: Network) -> list[Host]:
-    return [network.add(name) for name in ("h1", "h2", "h3")]
+    made = [network.add(name) for name in ("h1", "h2", "h3")]
+    for host in made:
+        # Without a limit a link is as fast as the processor is idle.
+        limit_rate(host, rate="1gbit", burst="1mb")
+    return made
 
 
 def assert_only(found: Checked, *failed: tuple[str, str, str]) -> None:

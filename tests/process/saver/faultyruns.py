@@ -108,11 +108,11 @@ def kill_everything(run: Run, *others: psutil.Process) -> None:
 
 
 def processes_below(folder: Path) -> list[psutil.Process]:
-    """Everything that was started with a path below a folder."""
+    """Everything that was started with a path below a folder, or in one."""
     found = []
     for process in psutil.process_iter():
         try:
-            if any(str(folder) in word for word in process.cmdline()):
+            if any(str(folder) in word for word in (*process.cmdline(), process.cwd())):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue

@@ -42,6 +42,14 @@ def slots(tmp_path: Path) -> dict[int, Path]:
     return {one.facts.step: folder / one.slot for one in look(str(folder), host=0) if one.facts.rank == 0}
 
 
+def whole_step(tmp_path: Path, *, world_size: int) -> int:
+    """The newest of which all ranks have a whole snapshot; -1 before the first."""
+    (folder,) = (tmp_path / "host-memory").glob("*/*")
+    there = [(one.facts.rank, one.facts.step) for one in look(str(folder), host=0)]
+    ranks = [{step for rank, step in there if rank == one} for one in range(world_size)]
+    return max(set.intersection(*ranks), default=-1)
+
+
 def flip(path: Path, at: int) -> None:
     with path.open("r+b") as file:
         file.seek(at)
@@ -149,6 +157,11 @@ def test_from_two_ranks_to_one_and_back(tmp_path: Path, undisturbed: dict[int, f
             **hooks,
         ) as run:
             wait_until(lambda step=step: last_step(run_dir) >= step, what=f"step {step}")
+            # The last step's snapshot may still be on its way on a busy machine.
+            wait_until(
+                lambda least=step - 2, world_size=world_size: whole_step(tmp_path, world_size=world_size) >= least,
+                what=f"a snapshot of step {step - 2}",
+            )
             kill_everything(run, *savers(tmp_path))
         assert len(events(run_dir, "resume")) == count + 1
     with torchrun(arguments(run_dir), world_size=2, folder=run_dir.parent, **hooks) as run:
