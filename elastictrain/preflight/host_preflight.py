@@ -30,6 +30,7 @@ from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband
 from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, worst_first
+from elastictrain.preflight.verdict import describe as describe_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +216,10 @@ class HostPreflight:
         facts = within(_LOOK_UP_S, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
         here = kinds_here(facts.ports, settings=facts.settings)
         links = LinkReport(()) if self._alone else self._check_links(facts, here)
+        leader = self.layout.hosts[0]
+        if links.roster is None and (lost := [one for one in links.verdicts if one.subject == leader]):
+            # Nobody will bring the reports of all hosts together.
+            raise PreflightError(f"preflight failed: {describe_verdict(lost[0])}")
         kinds = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}
         if links.roster is not None:
             kinds = {one.name: one.kinds for one in links.roster.hosts}

@@ -145,7 +145,7 @@ def test_without_the_first_host_the_others_do_not_wait_for_ever(tmp_path: Path, 
     began = time.monotonic()
     results = check([("a", 1), ("b", 1)], tmp_path, absent=(0,), limit_s=2.0)
     assert isinstance(results[1], PreflightError)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 5
 
 
 def test_checks_that_never_end_make_a_host_silent_and_named(
