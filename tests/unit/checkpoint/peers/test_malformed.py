@@ -238,28 +238,29 @@ GET: dict[str, JsonValue] = {
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "code"),
     [
-        {"op": "delete"},
-        {"op": None},
-        {"start": -1},
-        {"length": 2**63},
-        {"length": True},
-        {"length": 1.5},
-        {"start": 2**62, "length": 2**62},
-        {"rank": "../../secret"},
-        {"rank": [5]},
-        {"incarnation": None},
-        {"run": "../secret"},
-        {"run": "another"},
-        {"step": None},
+        ({"op": "delete"}, "malformed"),
+        ({"op": None}, "malformed"),
+        ({"start": -1}, "malformed"),
+        ({"length": 2**63}, "malformed"),
+        ({"length": True}, "malformed"),
+        ({"length": 1.5}, "malformed"),
+        ({"start": 2**62, "length": 2**62}, "malformed"),
+        ({"rank": "../../secret"}, "malformed"),
+        ({"rank": [5]}, "malformed"),
+        ({"incarnation": None}, "malformed"),
+        ({"run": "../secret"}, "missing"),
+        ({"run": "another"}, "missing"),
+        ({"step": None}, "malformed"),
     ],
 )
-def test_gets(target: Host, change: dict[str, JsonValue]) -> None:
+def test_gets(target: Host, change: dict[str, JsonValue], code: str) -> None:
     connection, channel = admitted(target)
     with connection:
         channel.send_json(GET | change, limit_s=2.0)
-        assert channel.receive_json(limit_s=2.0)["ok"] is False
+        answer = channel.receive_json(limit_s=2.0)
+        assert (answer["ok"], answer["code"]) == (False, code)
         # A request that is refused is no reason to hang up.
         channel.send_json(GET, limit_s=2.0)
         assert channel.receive_json(limit_s=2.0) == {"ok": True}

@@ -269,8 +269,11 @@ def test_ranks_of_others_are_refused_and_dropped(tmp_path: Path) -> None:
         send(b, rank=1)
         fill_slot(b.folder, "own-r00005-s0", facts_of(5))
         b.server.replicas.set_kept([1])
-        with pytest.raises(TransientStorageError, match="rank 0"):
-            send(b, 2, rank=0)
+        put, data = put_of(facts_of(0, 2))
+        sent: list[int] = []
+        with connected(b.peer) as connection, pytest.raises(TransientStorageError, match="rank 0"):
+            connection.put(put, data, before_frame=sent.append)
+        assert sent == []
         assert b.replicas() == {"replica-r00000-s0": 1, "replica-r00001-s0": 1}
         b.server.replicas.drop_others()
         assert b.replicas() == {"replica-r00001-s0": 1}
