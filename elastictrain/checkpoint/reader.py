@@ -32,7 +32,6 @@ from elastictrain.checkpoint.tensor_bytes import dtype_name, dtype_named, tensor
 from elastictrain.checkpoint.verified_read import (
     CheckpointFolder,
     DamagedFileError,
-    plain_buffer,
     read_chunks,
     retry_read,
     verify_headers,
@@ -45,21 +44,21 @@ logger = logging.getLogger(__name__)
 NAMED_AT_MOST = 8
 
 
-def _buffers_for_device() -> Callable[[int], memoryview]:
+def _buffers_for_device() -> Callable[[int], bytearray | memoryview]:
     """What makes buffers to read into. Page-locked where this process uses a device, which then fetches the bytes by itself:
     what is pageable, its driver copies once more, for one thread after the other."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return plain_buffer
+        return bytearray
     device = torch.cuda.current_device()
 
-    def allocate(size_bytes: int) -> memoryview:
+    def allocate(size_bytes: int) -> bytearray | memoryview:
         try:
             # A new thread would begin to use the first device, whichever is this process's.
             with torch.cuda.device(device):
                 return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
         except (RuntimeError, AssertionError) as error:
             logger.warning("host memory cannot be page-locked, so the restore takes longer: %s", error)
-            return plain_buffer(size_bytes)
+            return bytearray(size_bytes)
 
     return allocate
 

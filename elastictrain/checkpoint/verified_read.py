@@ -88,18 +88,13 @@ class CheckpointFolder:
         return f"{self.store.url}/{self.prefix}{file}"
 
 
-def plain_buffer(size_bytes: int) -> memoryview:
-    """Memory like any other."""
-    return memoryview(bytearray(size_bytes))
-
-
 def read_chunks(
     folder: CheckpointFolder,
     chunks: Iterable[ChunkRecord],
     *,
     take: Callable[[ChunkRecord, memoryview], None],
     threads: int = READ_THREADS,
-    allocate: Callable[[int], memoryview] = plain_buffer,
+    allocate: Callable[[int], bytearray | memoryview] = bytearray,
 ) -> int:
     """Reads each chunk once and calls `take` with its verified bytes, valid during the call and from any of `threads` threads.
 
@@ -119,7 +114,7 @@ def read_chunks(
         buffer: memoryview | None = getattr(buffers, "buffer", None)
         try:
             if buffer is None or len(buffer) < size_bytes:
-                buffer = buffers.buffer = allocate(size_bytes)
+                buffer = buffers.buffer = memoryview(allocate(size_bytes))
             data = buffer[:size_bytes]
             _twice(partial(_fill, folder, span, data), DamagedFileError)
             for chunk in span.chunks:

@@ -198,14 +198,14 @@ def nested_state(source: ExportSource) -> dict[str, object]:
     return {**families, FACTS: facts}
 
 
+@dataclass(frozen=True, slots=True)
 class _Stream:
     """The part of a file that torch.save needs; it writes from the first byte to the last."""
 
-    def __init__(self, writer: ObjectWriter) -> None:
-        self._writer = writer
+    writer: ObjectWriter
 
     def write(self, data: bytes | memoryview) -> int:
-        self._writer.write(data)
+        self.writer.write(data)
         return memoryview(data).nbytes
 
     def flush(self) -> None:

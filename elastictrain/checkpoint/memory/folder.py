@@ -4,13 +4,13 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
 
-from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.slot import SnapshotFacts, facts_in
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.storage.failures import reason_of
@@ -106,20 +106,10 @@ class SnapshotSet:
     on_line: bool = True
     """Whether the run went on with it, as far as is known."""
 
-    @property
-    def state(self) -> Mapping[str, JsonValue]:
-        """As rank 0 saw it."""
-        return self.sources[0][0].facts.state
-
-    @property
-    def config_digest(self) -> str:
-        """Of the run that took it."""
-        return self.sources[0][0].facts.config_digest
-
     def manifest_facts(self) -> Manifest:
-        """What a manifest of the set says besides its files and tensors."""
-        created = self.sources[0][0].facts.created
-        return Manifest(self.step, self.world_size, self.incarnation, created, self.config_digest, {}, self.state)
+        """What a manifest of the set says besides its files and tensors, as rank 0 saw it."""
+        facts = self.sources[0][0].facts
+        return Manifest(self.step, self.world_size, self.incarnation, facts.created, facts.config_digest, {}, facts.state)
 
 
 def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:
