@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from elastictrain.fault.exits import wait_for_previous_workers
 
     start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
-    from elastictrain.train.worker import Worker
+    from elastictrain.train.worker import run_worker
 
-    return Worker(config, identity, parent=parent).run()
+    return run_worker(config, identity, parent=parent)
 
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:

@@ -8,7 +8,7 @@ from elastictrain.config.composed import RunConfig, TaskGroup
 from elastictrain.config.constraints import show
 from elastictrain.config.rules import check_rules
 from elastictrain.config.schema import DATACLASSES, GROUPS, all_keys
-from elastictrain.config.task_signature import TARGET, brings_datasets, check_call, find_task
+from elastictrain.config.task_signature import TARGET, brings_datasets, check_call, find_task, plain_arguments
 from elastictrain.config.validate import NOT_GIVEN, check_dataclass, unknown_key
 from elastictrain.errors import ConfigError, Problem
 
@@ -76,9 +76,10 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
         task_class, found = find_task(task.target)
         if task_class:
             uses_token_files = not brings_datasets(task_class)
-            call, found = check_call(task_class, options=task.options, model=model, vocabulary=all_keys())
-            if call:
-                task, model = TaskGroup(task.target, call.options()), call.model()
+            arguments, found = check_call(task_class, options=task.options, model=model, vocabulary=all_keys())
+            if arguments is not None:
+                options, model = plain_arguments(task_class, arguments)
+                task = TaskGroup(task.target, options)
         problems += found
     problems += check_rules(groups, uses_token_files=uses_token_files)
     return (None if problems or task is None else RunConfig(**groups, task=task, model=model)), problems

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import cast
 
 from elastictrain.config.composed import RunConfig
@@ -19,29 +19,16 @@ TOGETHER = (("train_dataset", "eval_dataset"), ("init_parameter", "init_buffer")
 """Methods that make one ability: with only one of them, a task would silently be taken for one without."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskCall:
-    """A task's class, and good arguments for its constructor."""
-
-    cls: type
-    arguments: Mapping[str, object]
-
-    def options(self) -> dict[str, object]:
-        """Plain values of `task.*`, with defaults filled in where they are plain."""
-        return {name: plain(value) for name, value in self._complete().items() if name != "model"}
-
-    def model(self) -> dict[str, object]:
-        """Plain values of `model.*`, with defaults filled in."""
-        model = plain(self._complete().get("model", {}))
-        return dict(model) if isinstance(model, Mapping) else {}
-
-    def _complete(self) -> dict[str, object]:
-        defaults = {
-            name: parameter.default
-            for name, parameter in inspect.signature(self.cls).parameters.items()
-            if isinstance(parameter.default, bool | int | float | str | tuple | None) or is_dataclass(parameter.default)
-        }
-        return {**defaults, **self.arguments}
+def plain_arguments(cls: type, arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Plain values of `task.*` and of `model.*`, with the defaults of `cls` filled in where they are plain."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if isinstance(parameter.default, bool | int | float | str | tuple | None) or is_dataclass(parameter.default)
+    }
+    values = {name: plain(value) for name, value in {**defaults, **arguments}.items()}
+    model = values.pop("model", None)
+    return values, dict(model) if isinstance(model, Mapping) else {}
 
 
 def find_task(target: str) -> tuple[type | None, list[Problem]]:
@@ -89,7 +76,7 @@ def _import_failure(module_name: str, error: Exception) -> str:
 
 def check_call(
     cls: type, *, options: Mapping[str, object], model: Mapping[str, object], vocabulary: Sequence[str] = ()
-) -> tuple[TaskCall | None, list[Problem]]:
+) -> tuple[dict[str, object] | None, list[Problem]]:
     """Arguments for the task's class that the keys `task.*` and `model.*` give, and everything wrong with them."""
     problems: list[Problem] = []
     target = f"{cls.__module__}.{cls.__qualname__}"
@@ -111,7 +98,7 @@ def check_call(
     elif model or parameter.default is inspect.Parameter.empty:
         arguments["model"], found = check_value(model, hint=hint, path="model")
         problems += found
-    return (None, problems) if problems else (TaskCall(cls, arguments), [])
+    return (None, problems) if problems else (arguments, [])
 
 
 def task_keys(target: str) -> list[Key]:
@@ -123,10 +110,10 @@ def task_keys(target: str) -> list[Key]:
 
 def make_task(cls: type, *, options: Mapping[str, object], model: Mapping[str, object]) -> object:
     """The task with these values of `task.*` and `model.*`. Raises: ConfigError with everything that is wrong with them."""
-    call, problems = check_call(cls, options=options, model=model)
+    arguments, problems = check_call(cls, options=options, model=model)
     task = None
-    if call is not None:
-        task, problems = construct(cast("type[object]", cls), arguments=call.arguments, path="task")
+    if arguments is not None:
+        task, problems = construct(cast("type[object]", cls), arguments=arguments, path="task")
     if problems:
         raise ConfigError(problems)
     return task

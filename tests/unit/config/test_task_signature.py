@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 
 from elastictrain.config.constraints import Range
-from elastictrain.config.task_signature import TaskCall, brings_datasets, check_call, find_task, task_keys
+from elastictrain.config.task_signature import brings_datasets, check_call, find_task, plain_arguments, task_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def problems_of(cls: type, options: dict[str, object], model: dict[str, object]) -> list[str]:
     """The keys that are wrong."""
-    call, problems = check_call(cls, options=options, model=model)
-    assert (call is None) == bool(problems)
+    arguments, problems = check_call(cls, options=options, model=model)
+    assert (arguments is None) == bool(problems)
     return [problem.key for problem in problems]
 
 
@@ -85,14 +85,12 @@ def test_half_of_an_ability_is_refused() -> None:
 
 
 def test_a_good_call_is_complete_and_plain() -> None:
-    call, problems = check_call(WithModel, options={"rate": 1, "names": ["a"]}, model={"width": 1e1})
+    arguments, problems = check_call(WithModel, options={"rate": 1, "names": ["a"]}, model={"width": 1e1})
     assert problems == []
-    assert call is not None
-    assert call.cls is WithModel
-    assert call.arguments == {"model": Shape(width=10), "rate": 1.0, "names": ("a",)}
-    assert call.options() == {"rate": 1.0, "names": ["a"], "label": None}
-    assert call.model() == {"width": 10, "depth": 2}
-    assert not brings_datasets(call.cls)
+    assert arguments == {"model": Shape(width=10), "rate": 1.0, "names": ("a",)}
+    plain = {"rate": 1.0, "names": ["a"], "label": None}, {"width": 10, "depth": 2}
+    assert plain_arguments(WithModel, arguments) == plain
+    assert not brings_datasets(WithModel)
 
 
 def test_all_problems_of_task_and_model_at_once() -> None:
@@ -106,9 +104,8 @@ def test_an_inherited_constructor_counts() -> None:
 
 def test_a_mandatory_option_and_a_model_nobody_takes() -> None:
     assert problems_of(WithDatasets, {}, {"width": 1}) == ["task.folder", "model.width"]
-    call, _ = check_call(WithDatasets, options={"folder": "x"}, model={})
-    assert call == TaskCall(WithDatasets, {"folder": "x"})
-    assert brings_datasets(call.cls)
+    assert check_call(WithDatasets, options={"folder": "x"}, model={}) == ({"folder": "x"}, [])
+    assert brings_datasets(WithDatasets)
 
 
 def test_a_model_without_keys_lacks_those_that_must_be_given() -> None:
