@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import process_name
 from elastictrain.train.checks import check_alone, check_memory
-from elastictrain.train.context import StopRequested, Timings, TrainContext
+from elastictrain.train.context import StopRequested, TrainContext
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.preflight import RunPreflight
 
@@ -53,47 +54,43 @@ def meet_ranks(
 
     `parent` is the process that started this one. `on_lost` is called by a thread of rank 0 when another run has taken over.
     """
-    timings = Timings()
-    with timings.phase("checks"):
-        context = check_alone(config, identity, tracker=tracker, stop_request=stop_request, timings=timings)
-    tracker.set_phase(Phase.RENDEZVOUS)
-    with timings.phase("predecessors"):
+    began = time.monotonic()
+    context = check_alone(config, identity, tracker=tracker, stop_request=stop_request)
+    context.seconds["checks"] = round(time.monotonic() - began, 4)
+    with context.timed("predecessors", Phase.RENDEZVOUS):
         # Before the ranks meet: from then on, others wait for this one.
         left = wait_for_previous_workers(identity, poll=context.leave_if_asked)
         if left and identity.local_rank == 0:
             message = "process(es) %s of the generation before are not gone; they may hold devices that this one needs"
             logger.warning(message, ", ".join(map(str, left)))
-    with timings.phase("memory"):
+    with context.timed("memory"):
         # Only now: the workers of the generation before have given theirs back.
         if identity.local_rank == 0:
             check_memory(context)
-    with timings.phase("rendezvous"):
-        # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
-        tracker.set_phase(Phase.RENDEZVOUS)
+    # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
+    with context.timed("rendezvous", Phase.RENDEZVOUS):
         _meet(context, parent=parent, on_lost=on_lost)
     return context
 
 
 def form_group(context: TrainContext) -> None:
     """Check the hosts, make the process group, and check it. Collective: yes. Raises: ElasticTrainError."""
-    config, tracker, timings = context.config, context.tracker, context.timings
+    config = context.config
     check_alike(context.generation)
 
     def begin_part(_: str) -> None:
         # Marked anew with each part, so that a report tells how long the one that hangs has taken.
-        tracker.set_phase(Phase.PREFLIGHT)
+        context.tracker.set_phase(Phase.PREFLIGHT)
         context.leave_if_asked()
 
-    tracker.set_phase(Phase.PREFLIGHT)
-    with timings.phase("preflight"):
+    with context.timed("preflight", Phase.PREFLIGHT):
         exchange = StoreExchange(dist.PrefixStore("preflight", context.shared), poll=context.leave_if_asked)
         preflight = RunPreflight(context, exchange)
         preflight.check_hosts()
     if context.unwritable is not None:
         raise context.unwritable
-    tracker.set_phase(Phase.GROUP)
-    preflight.listen_to_nccl()
-    with timings.phase("group"):
+    with context.timed("group", Phase.GROUP):
+        preflight.listen_to_nccl()
         context.group = make_group(
             context.shared,
             context.identity,
@@ -101,8 +98,7 @@ def form_group(context: TrainContext) -> None:
             init_timeout_s=config.fault.init_timeout_s,
             save_timeout_s=config.fault.save_timeout_s,
         )
-    tracker.set_phase(Phase.PREFLIGHT)
-    with timings.phase("preflight_group"):
+    with context.timed("preflight_group", Phase.PREFLIGHT):
         preflight.check_group(on_part=begin_part)
 
 

@@ -45,10 +45,9 @@ _MUCH_FOR_A_CPU = 200_000_000
 def build(context: TrainContext, link: SaverLink | None) -> Loop:
     """Model, state, loader and loop; the state is restored. `link` leads to this host's saver. Collective: yes."""
     config, identity = context.config, context.identity
-    context.tracker.set_phase(Phase.BUILD)
-    with context.timings.phase("build"):
+    with context.timed("build", Phase.BUILD):
         wrapped, state = _build_state(context)
-    with context.timings.phase("keeper"):
+    with context.timed("keeper"):
         memory = connect_savers(context, link)
     checkpointer = make_checkpointer(context)
     resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory)
@@ -138,7 +137,7 @@ def _restore(
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             config_digest=config_digest(config),
             versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            seconds=context.timings.seconds,
+            seconds=context.seconds,
         )
         context.journal.record(start)
     context.tracker.set_phase(Phase.RESTORE)

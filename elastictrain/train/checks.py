@@ -33,7 +33,7 @@ from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
-from elastictrain.train.context import Samples, StopRequested, Timings, TrainContext
+from elastictrain.train.context import Samples, StopRequested, TrainContext
 from elastictrain.train.task import BringsDatasets, ChecksTokens, HasBlocks, HasNeutralOptions, InitializesParameters, Task
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _MOMENTS = 2
 
 
 def check_alone(
-    config: RunConfig, identity: Identity, *, tracker: ProgressTracker, stop_request: StopRequested, timings: Timings
+    config: RunConfig, identity: Identity, *, tracker: ProgressTracker, stop_request: StopRequested
 ) -> TrainContext:
     """What can be checked without another rank; sets the environment of torch, too. Raises: ElasticTrainError."""
     signing_key(config)
@@ -66,7 +66,7 @@ def check_alone(
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
     samples = open_samples(task, config)
-    return TrainContext(config, identity, tracker, stop_request, timings, backend, task, samples, store)
+    return TrainContext(config, identity, tracker, stop_request, backend, task, samples, store)
 
 
 def signing_key(config: RunConfig) -> SigningKey | None:

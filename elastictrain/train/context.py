@@ -20,7 +20,7 @@ from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity
 from elastictrain.lease.holder import Lease
 from elastictrain.liveness.heartbeats import HeartbeatStore
-from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.storage.store import Store
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.task import Task
@@ -28,20 +28,6 @@ from elastictrain.train.task import Task
 StopRequested = Callable[[], StopRequest | None]
 
 _SHARE_OF_THE_END = 0.25
-
-
-class Timings:
-    """Seconds of each phase of a start, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time what is inside."""
-        began = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - began, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +59,13 @@ class TrainContext:
     identity: Identity
     tracker: ProgressTracker
     stop_request: StopRequested
-    timings: Timings
     backend: Backend
     task: Task
     samples: Samples
     store: Store
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
+    """Of each part of the start, by name."""
+
     rendezvous: BoundedStore = field(init=False)
     """The store that the ranks meet through."""
 
@@ -95,6 +83,15 @@ class TrainContext:
     """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
 
     group: Group = field(init=False)
+
+    @contextmanager
+    def timed(self, name: str, phase: Phase | None = None) -> Iterator[None]:
+        """Enter `phase`, and note how long what is inside takes."""
+        if phase is not None:
+            self.tracker.set_phase(phase)
+        began = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - began, 4)
 
     def leave_if_asked(self) -> None:
         """Raises: StopRequestedError."""

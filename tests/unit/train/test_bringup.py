@@ -18,7 +18,7 @@ from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.bringup import form_group, meet_ranks
-from elastictrain.train.context import Timings, TrainContext
+from elastictrain.train.context import TrainContext
 from tests.unit.train.parts import Points, Squares
 from tests.unit.train.test_loop import config
 
@@ -89,7 +89,7 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         started.journal.record(stop)
         form_group(started)
         assert life.tracker.mark.phase == Phase.PREFLIGHT
-        assert [*started.timings.seconds] == [
+        assert [*started.seconds] == [
             "checks", "predecessors", "memory", "rendezvous", "preflight", "group", "preflight_group",
         ]  # fmt: skip
         assert len(started.samples.train) == 64
@@ -138,7 +138,7 @@ def test_who_does_not_let_go_of_what_this_start_needs_is_named(
     monkeypatch.setattr("elastictrain.fault.exits.PREVIOUS_EXIT_TIMEOUT_S", 0.3)
     life = Life(of(tmp_path / "run"), identity=after_this_process())
     started = life.begin()
-    assert started.timings.seconds["predecessors"] >= 0.3
+    assert started.seconds["predecessors"] >= 0.3
     (warning,) = [record for record in caplog.records if record.name == "elastictrain.train.bringup"]
     assert warning.args == (str(os.getpid()),)
     leave(started.group)
@@ -171,13 +171,3 @@ def test_checkpointing_without_blocks_is_refused_and_not_ignored(tmp_path: Path)
     wanted = dataclasses.replace(plain, train=dataclasses.replace(plain.train, activation_checkpointing="full"))
     with pytest.raises(ConfigError, match=r"`train\.activation_checkpointing`"):
         Life(wanted).begin()
-
-
-def test_phases_are_timed_by_name() -> None:
-    timings = Timings()
-    with timings.phase("a"):
-        time.sleep(0.01)
-    with timings.phase("b"):
-        pass
-    assert list(timings.seconds) == ["a", "b"]
-    assert 0.01 <= timings.seconds["a"] < 5.0
