@@ -57,11 +57,11 @@ class GroupFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be checked. The same on all ranks, except for what one host knows: its network, its plan, its environment.
+    """What is to be checked. The same on all ranks, except for what one host knows: its network, its plan.
 
     `present_s`: until every rank has said that it is there; ranks come out of the making of the group together. `grace_s`: how
     much later than the deadline the word of a rank may come before it counts as silent. `network_gbps`, `planned`: as in
-    `GroupMember`. `environment`: as it was when NCCL started.
+    `GroupMember`.
     """
 
     full: bool
@@ -70,7 +70,6 @@ class Request:
     grace_s: float = 1.0
     network_gbps: float | None = None
     planned: Planned | None = None
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
 class GroupChecks:
@@ -185,7 +184,7 @@ class GroupChecks:
 
     def _transport(self) -> list[Verdict]:
         def read(_: Callable[[str], None]) -> NcclChannels:
-            path = log_path(self._request.environment, host=self._identity.host, pid=os.getpid())
+            path = log_path(os.environ, host=self._identity.host, pid=os.getpid())
             try:
                 return parse_log(Path(path).read_text(errors="replace") if path else "")
             except OSError:
