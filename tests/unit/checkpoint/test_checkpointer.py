@@ -204,6 +204,7 @@ def test_all_invalid_refuses_with_each_reason_and_deletes_nothing() -> None:
         assert "000.safetensors" in message
         assert "garbled" in message
         assert "step-000000003: manifest.json" in message
+        assert message.count("garbled") == 1
         assert before <= set(bench.store.objects)
 
 

@@ -122,9 +122,10 @@ def test_snapshots_of_incarnations_that_the_folder_forgot() -> None:
     assert of_memory(held, known=["000001-aa", "000002-bb"]) == []
 
 
-def test_what_the_job_remembers_stops_a_start() -> None:
+@pytest.mark.parametrize("step", [1, 40])
+def test_what_the_job_remembers_stops_a_start(step: int) -> None:
     bench = Bench()
-    checkpointer = bench.checkpointer(job=JobMemory(("000001-aa",), 40))
+    checkpointer = bench.checkpointer(job=JobMemory(("000001-aa",), step))
     with pytest.raises(NoValidCheckpointError):
         checkpointer.restore(tensors={}, reset=lambda: None)
 

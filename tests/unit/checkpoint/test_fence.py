@@ -29,6 +29,14 @@ def test_another_owner_refuses_a_commit_even_if_a_third_one_follows(own: bool) -
         Fence(scene.store).check(INCARNATION, step=5)
 
 
+def test_the_first_generation_is_fenced_off_too() -> None:
+    scene = Scene()
+    scene.hold(number=1)
+    scene.hold("second", number=2)
+    with pytest.raises(LeaseLostError):
+        Fence(scene.store).check("000001-aa", step=5)
+
+
 def test_a_newer_generation_of_the_same_owner_refuses_what_it_left_out() -> None:
     scene = Scene()
     scene.hold(number=3)

@@ -71,6 +71,18 @@ def test_order_within_a_folder() -> None:
     assert deleted[1] == ("manifest.json", "a.safetensors", "b.safetensors", "quarantine.json")
 
 
+def test_a_checkpoint_that_goes_is_told_from_a_remnant() -> None:
+    kinds = {1: "valid", 2: "remnant", 3: "damaged", 4: "valid", 5: "valid"}
+    deletions = plan_retention(
+        [facts(step, kind) for step, kind in kinds.items()],
+        newest=folder_name(5),
+        intact={folder_name(step) for step, kind in kinds.items() if kind == "valid"},
+        keep_last=2,
+        keep_every=0,
+    )
+    assert [deletion.committed for deletion in deletions] == [True, False, False]
+
+
 @settings(max_examples=examples(200))
 @given(st.dictionaries(st.integers(1, 9), st.sampled_from(KINDS), min_size=1), st.integers(1, 4), st.integers(0, 3))
 def test_interrupted_after_every_deletion_the_same_ones_are_left_to_choose(

@@ -38,6 +38,12 @@ def test_a_slow_host_is_named_with_its_direction(slow: set[Link], way: Way) -> N
     assert found.typical == 10.0
 
 
+def test_several_slow_hosts_are_named_in_order() -> None:
+    hosts, slow = (64, 2, 5, *range(10, 24)), {2, 5, 64}
+    figures = {(a, b): 0.1 if slow & {a, b} else 1.0 for a in hosts for b in hosts if a != b}
+    assert [culprit.subject for culprit in blame(figures).hosts] == sorted(slow)
+
+
 def test_a_slow_link_between_good_hosts_is_named_with_its_direction() -> None:
     found = blame(values(3, {(2, 0)}))
     assert (found.hosts, found.links) == ((), (Culprit((2, 0), 1.0),))
