@@ -39,7 +39,7 @@ class Exchange(Protocol):
         """Leave word under a key that is used once; visible to all."""
 
     def get(self, key: str, *, limit_s: float) -> bytes | None:
-        """Wait for word; None if nobody has left it in time."""
+        """Wait for word; None if nobody has left it in time. What is there already is found with a limit of 0."""
 
 
 def put_record(exchange: Exchange, key: str, record: object) -> None:

@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 32
 
-_AT_ONCE_S = 0.02
-"""Asking for what may be there already: an answer of the table itself takes that long at the most."""
-
 _TURN_S = 0.5
 """How long the first host waits for one report before it looks whether another has come."""
 
@@ -120,7 +117,7 @@ class LinkSession:
         began, num_hosts = time.monotonic(), len(self.names)
         found = {own.node_rank: own}
         for rank in range(1, num_hosts):
-            left_s = max(_AT_ONCE_S, began + self.options.roster_s - time.monotonic())
+            left_s = began + self.options.roster_s - time.monotonic()
             try:
                 introduction = get_record(self.exchange, f"links/hello/{rank}", HostIntroduction, limit_s=left_s)
             except MalformedJsonError as error:
@@ -243,7 +240,7 @@ class LinkSession:
         while waiting:
             place = waiting.popleft()
             is_lost = False
-            limit_s = max(_AT_ONCE_S, min(_TURN_S, until - time.monotonic()))
+            limit_s = min(_TURN_S, until - time.monotonic())
             try:
                 report = get_record(self.exchange, f"links/found/{number}/{place}", LinkFindings, limit_s=limit_s)
                 self._check_places(report.links() if report is not None else ())
@@ -263,7 +260,7 @@ class LinkSession:
         """Whether the host has not taken up the order in all the time that there was for that."""
         # One that cannot be reached from here may well do its part: it is known by its records alone.
         taken = f"links/taken/{number}/{place}"
-        return waited_s >= self.options.take_s and get_record(self.exchange, taken, bool, limit_s=_AT_ONCE_S) is None
+        return waited_s >= self.options.take_s and get_record(self.exchange, taken, bool, limit_s=0.0) is None
 
     def _check_places(self, links: Iterable[Link]) -> None:
         wrong = [(a, b) for a, b in links if a == b or max(a, b) >= len(self._roster.hosts)]
