@@ -106,12 +106,6 @@ def opened_folder(root: str, folder: str) -> Iterator[int]:
         os.close(handle)
 
 
-def write_all(descriptor: int, view: memoryview) -> None:
-    """Writes every byte, in as many calls as it takes (Linux moves at most 2 GiB in one)."""
-    while len(view) > 0:
-        view = view[os.write(descriptor, view) :]
-
-
 def sync_folder(handle: int) -> None:
     """Makes the names in a folder durable."""
     # A handle that may be opened without reading the folder cannot be synced.
@@ -274,8 +268,7 @@ class UnfinishedFile:
             self._gathered += view
         else:
             self._flush()
-            write_all(self._descriptor, view)
-            self._written += len(view)
+            self._write_through(view)
             if self._written - self._on_its_way >= _WRITEBACK_BYTES:
                 self._begin_writeback()
 
@@ -321,8 +314,13 @@ class UnfinishedFile:
 
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, bytearray()
-        write_all(self._descriptor, memoryview(gathered))
-        self._written += len(gathered)
+        self._write_through(memoryview(gathered))
+
+    def _write_through(self, view: memoryview) -> None:
+        self._written += len(view)
+        # Linux moves at most 2 GiB in one call.
+        while len(view) > 0:
+            view = view[os.write(self._descriptor, view) :]
 
 
 def temporary_name(writer: str) -> str:
