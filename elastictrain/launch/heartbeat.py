@@ -93,27 +93,20 @@ def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
     return HeartbeatDatagram(host, to, counter, generation, ended, record)
 
 
-class ReplayGuard:
-    """Lets each datagram through once, and in the order in which its sender sent them.
+def is_new(datagram: HeartbeatDatagram, last: dict[str, int], *, own: str) -> bool:
+    """Whether it is meant for the launcher `own`, and newer than all that came from its sender, of which `last` takes note.
 
-    Nothing is kept between starts: both launchers have other names then, so that no earlier datagram is meant for this one.
+    So each datagram counts once, and in the order in which its sender sent them. Nothing is kept between starts: both launchers
+    have other names then, and no earlier datagram is meant for this one.
     """
-
-    def __init__(self, own: str) -> None:
-        """`own`: the name of this launcher."""
-        self._own = own
-        self._last: dict[str, int] = {}
-
-    def passes(self, datagram: HeartbeatDatagram) -> bool:
-        """Whether it is meant for this launcher, and newer than all that came from its sender."""
-        if datagram.to != self._own or datagram.counter <= self._last.get(datagram.host, 0):
-            return False
-        # Those that are heard stay: who has the token could fill the memory of this host otherwise.
-        self._last.pop(datagram.host, None)
-        self._last[datagram.host] = datagram.counter
-        if len(self._last) > _MOST_SENDERS:
-            del self._last[next(iter(self._last))]
-        return True
+    if datagram.to != own or datagram.counter <= last.get(datagram.host, 0):
+        return False
+    # Those that are heard stay: who has the token could fill the memory of this host otherwise.
+    last.pop(datagram.host, None)
+    last[datagram.host] = datagram.counter
+    if len(last) > _MOST_SENDERS:
+        del last[next(iter(last))]
+    return True
 
 
 @dataclass(slots=True)
@@ -157,7 +150,7 @@ class HeartbeatMesh:
 
         self._records: dict[str, HostRecord] = {}
         self._num_sent = 0
-        self._guard = ReplayGuard(host)
+        self._last_counters: dict[str, int] = {}
         self._members: Mapping[str, _Target] = {}
         self._others: Mapping[str, _Target] = {}
         self._sources: dict[str, _Target] = {}
@@ -277,7 +270,7 @@ class HeartbeatMesh:
     def _note(self, datagram: HeartbeatDatagram, source: _Target) -> bool:
         now_s = self._clock()
         with self._lock:
-            if datagram.host == self.host or not self._guard.passes(datagram):
+            if datagram.host == self.host or not is_new(datagram, self._last_counters, own=self.host):
                 return False
             self._last_s[datagram.host], self._sources[datagram.host] = now_s, source
             told = (datagram.generation, datagram.ended)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.heartbeat import HeartbeatDatagram, ReplayGuard, seal, shortened, unseal
+from elastictrain.launch.heartbeat import HeartbeatDatagram, is_new, seal, shortened, unseal
 from elastictrain.launch.membership.records import EndKind, HostRecord
 from tests.unit.launch.membership.made import end, record
 
@@ -117,24 +117,29 @@ def test_a_word_fits_into_any_frame_and_a_larger_one_is_none() -> None:
     assert unseal(seal(replace(longest, host="h" * 600), token=TOKEN), token=TOKEN) is None
 
 
+def passes(last: dict[str, int], datagram: HeartbeatDatagram) -> bool:
+    """Whether it does for launcher `b`, after what it has received so far."""
+    return is_new(datagram, last, own="b")
+
+
 def test_a_word_passes_once_and_no_older_one_after_it() -> None:
-    guard = ReplayGuard("b")
+    last: dict[str, int] = {}
     datagram = HeartbeatDatagram("a", "b", 5, 1, ended=False)
-    assert guard.passes(datagram)
-    assert not guard.passes(datagram)
-    assert not guard.passes(replace(datagram, counter=4, ended=True))
-    assert guard.passes(replace(datagram, counter=6))
-    assert guard.passes(replace(datagram, host="c", counter=1))
-    assert not guard.passes(replace(datagram, to="another", counter=7))
+    assert passes(last, datagram)
+    assert not passes(last, datagram)
+    assert not passes(last, replace(datagram, counter=4, ended=True))
+    assert passes(last, replace(datagram, counter=6))
+    assert passes(last, replace(datagram, host="c", counter=1))
+    assert not passes(last, replace(datagram, to="another", counter=7))
 
 
 def test_who_has_the_token_cannot_fill_the_memory_and_who_is_heard_stays_known() -> None:
-    guard = ReplayGuard("b")
+    last: dict[str, int] = {}
     friend = HeartbeatDatagram("friend", "b", 0, 1, ended=False)
     for number in range(1, 10_001):
-        assert guard.passes(HeartbeatDatagram(f"h{number}", "b", 1, 1, ended=False))
+        assert passes(last, HeartbeatDatagram(f"h{number}", "b", 1, 1, ended=False))
         if number % 1000 == 1:
             friend = replace(friend, counter=number)
-            assert guard.passes(friend)
-    assert not guard.passes(friend)
-    assert guard.passes(HeartbeatDatagram("h1", "b", 1, 1, ended=False))
+            assert passes(last, friend)
+    assert not passes(last, friend)
+    assert passes(last, HeartbeatDatagram("h1", "b", 1, 1, ended=False))
