@@ -1,7 +1,6 @@
 """What is saved of a run, and where; at its end the launcher has this host's saver write what only memory has."""
 
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from elastictrain.checkpoint.saver.messages import (
     WorkerRefused,
     encode,
 )
-from elastictrain.checkpoint.saver.process import knock
+from elastictrain.checkpoint.saver.process import knock, peer_pid
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
@@ -26,7 +25,6 @@ from elastictrain.fault.exits import WaitNotice, describe_process
 from elastictrain.launch.membership.records import Wait
 from elastictrain.storage.store import Store
 
-_PEER = struct.Struct("3i")
 _LISTING_S = 5.0
 _CONNECT_S = 2.0
 _TURN_S = 0.1
@@ -78,7 +76,7 @@ class SaverConnection:
         self._connection = connection
         self._lines: MessageLines[ToWorker] = MessageLines(ToWorker)  # type: ignore[arg-type]
         self._writes = True
-        self.pid = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
+        self.pid = peer_pid(connection)
         connection.setblocking(False)
         with suppress(OSError):
             connection.send(encode(FlushRequest()))

@@ -163,45 +163,34 @@ class PeerServer:
         connections: int = CONNECTIONS,
         limits: Limits | None = None,
     ) -> None:
-        """`address`: of this host, where the others reach it; port 0: any that is free."""
+        """Listens at `address`, where others reach this host; port 0: any that is free. Raises: TransportError naming both."""
         self._folder = folder
-        self._run = run
-        self._address = address
-        self.port = port
-        """Where it listens, once started."""
         self._limits = limits or Limits()
         self.replicas = ReplicaSlots(folder, run=run)
-        self._connections = connections
-        self._server: ChannelServer | None = None
-
-    def start(self) -> None:
-        """Begin to listen. Raises: TransportError naming the address."""
         try:
-            family, _, _, _, place = socket.getaddrinfo(self._address, self.port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server((str(place[0]), self.port), family=family, backlog=BACKLOG)
+            family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server((str(place[0]), port), family=family, backlog=BACKLOG)
         except OSError as error:
-            raise TransportError(f"other hosts cannot reach snapshots at {self._address}, port {self.port}: {error}") from error
-        self.port = listener.getsockname()[1]
-        handshake_s = min(self._limits.handshake_s, PendingLimits().handshake_s)
+            raise TransportError(f"other hosts cannot reach snapshots at {address}, port {port}: {error}") from error
+        self.port: int = listener.getsockname()[1]
         self._server = ChannelServer(
             [listener],
             handshake=HANDSHAKE,
             serve=self._serve,
-            connections=self._connections,
+            connections=connections,
             place_s=self._limits.idle_s,
-            limits=PendingLimits(handshake_s=handshake_s),
+            limits=PendingLimits(handshake_s=min(self._limits.handshake_s, PendingLimits().handshake_s)),
             name="peers",
         )
         self._server.start()
 
     def set_token(self, token: bytes) -> None:
-        """Once started: only whoever has this token is let in from now on; connections under another one end."""
-        if self._server is not None:
-            self._server.set_secret(Secret(token))
+        """Only whoever has this token is let in from now on; connections under another one end."""
+        self._server.set_secret(Secret(token))
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Hang up everywhere; whether all threads ended within the time. A replica that was arriving stays torn."""
-        return self._server is None or self._server.close(timeout_s)
+        return self._server.close(timeout_s)
 
     def _serve(self, channel: Channel) -> None:
         while True:

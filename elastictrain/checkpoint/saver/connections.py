@@ -4,21 +4,18 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, ToSaver, ToWorker, WorkerRefused, encode
-from elastictrain.checkpoint.saver.process import SOCKET_NAME, through_folder
+from elastictrain.checkpoint.saver.process import SOCKET_NAME, peer_pid, through_folder
 from elastictrain.net.server import PendingConnections, PendingLimits
 
 logger = logging.getLogger(__name__)
 
 _PF_EXITING = 0x4
-
-_PEER = struct.Struct("3i")
 
 
 @dataclass(eq=False, slots=True)
@@ -153,12 +150,11 @@ class WorkerConnections:
             return
         # A worker that is stopped must not stop us.
         connection.settimeout(1.0)
-        pid, _, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        one = WorkerConnection(connection, pid)
+        one = WorkerConnection(connection, peer_pid(connection))
         self._connections.append(one)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(one))
         # Processes of this user alone reach the socket; one of them that goes wrong must not keep the workers out.
-        given_up = self._pending.add(one, address=str(pid), now_s=self._clock())
+        given_up = self._pending.add(one, address=str(one.pid), now_s=self._clock())
         if given_up is not None:
             self._drop(given_up)
 

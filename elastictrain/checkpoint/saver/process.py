@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -110,6 +111,12 @@ def knock(folder: str) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket."""
+    size = struct.calcsize("3i")
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
 
 
 def through_folder(folder: str, use: Callable[[str], None]) -> None:

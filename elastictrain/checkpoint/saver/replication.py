@@ -46,14 +46,13 @@ class ReplicaService:
             self._server.close(_CLOSE_S)
             self._server = None
         for wanted in dict.fromkeys((port, 0)):
-            server = PeerServer(self._folder, run=self._run, address=address, port=wanted)
             try:
-                server.start()
+                self._server = PeerServer(self._folder, run=self._run, address=address, port=wanted)
             except TransportError as error:
                 logger.warning("%s", error)
                 continue
-            self._server, self._address = server, address
-            return server.port
+            self._address = address
+            return self._server.port
         return 0
 
     def set_roster(self, roster: SaverRoster) -> None:

@@ -103,7 +103,6 @@ class Host:
 def host(folder: Path, *, kept: tuple[int, ...] = (0,), limits: Limits = LIMITS, connections: int = 8) -> Iterator[Host]:
     folder.mkdir(mode=0o700, exist_ok=True)
     server = PeerServer(str(folder), run=RUN, address="127.0.0.1", connections=connections, limits=limits)
-    server.start()
     server.set_token(TOKEN)
     server.replicas.set_kept(kept)
     try:
