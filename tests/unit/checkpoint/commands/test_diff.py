@@ -172,10 +172,10 @@ def test_worst_first_and_bounded(a: Path, tmp_path: Path, capsys: pytest.Capture
     assert found["differing"] == 3
     assert main(["diff", str(a), str(b), "--limit", "2"]) == EXIT_DIFFERENT
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3].startswith("3 of 5 ")
-    assert lines[4].split() == ["tensor", "elements", "differing", "max", "abs", "relative"]
+    assert lines[3].split()[:3] == ["3", "of", "5"]
+    assert lines[4].split()[:3] == ["tensor", "elements", "differing"]
     assert [line.split()[0] for line in lines[5:7]] == ["model.weight", "model.bias"]
-    assert lines[7] == "  and 1 more"
+    assert lines[7].split() == ["and", "1", "more"]
 
 
 def test_nan_equals_nan_and_minus_zero_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_torch(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert set(loaded) == {"model", "optim", "elastictrain"}
     facts = loaded["elastictrain"]
     assert (facts["step"], facts["world_size"], facts["state"]) == (20, 3, {"step": 20, "data_digest": "d"})
-    assert "step 20; torch.load" in capsys.readouterr().err.splitlines()[-1]
+    assert "step 20" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -61,7 +61,8 @@ def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run)]) == EXIT_OK
     (line,) = capsys.readouterr().out.splitlines()[1:]
     assert line.split()[:2] == ["step-000000020", "valid"]
-    assert "2 files, 5 tensors" in line
+    assert "2 files" in line
+    assert "5 tensors" in line
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,7 @@ def test_a_quarantined_one_is_not_the_newest_but_counts_among_all(run: Path, cap
     assert verified(run, capsys, "--all") == (EXIT_STORAGE, {**quarantined, "step-000000010": "valid"})
     # Its files were read all the same, and are whole.
     assert main(["verify", str(run), "--step", "20"]) == EXIT_STORAGE
-    assert "it was bad" in (out := capsys.readouterr().out)
-    assert "2 files" in out
+    assert "2 files" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("below", ["", "/checkpoints/step-000000030"])

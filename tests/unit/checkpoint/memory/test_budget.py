@@ -66,6 +66,9 @@ def test_a_person_is_told_what_follows() -> None:
     assert "checkpoints are synchronous" in describe(Buffers(0, False, "why"))
     assert "one buffer per rank" in describe(Buffers(1, True, "why"))
     assert describe(Buffers(2, False, "why")) == "why; no replicas on other hosts"
+    told = [describe(Buffers(*kept, "why")) for kept in ((0, False), (1, True), (1, False), (2, False))]
+    assert ["replicas" in text for text in told] == [False, False, True, True]
+    assert ["one buffer" in text for text in told] == [False, True, True, False]
 
 
 def test_a_folder_that_is_not_there_yet_lies_where_it_will() -> None:
