@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -43,12 +42,12 @@ class MeshShape:
         return self.replicas * self.shards
 
 
-def mesh_shape(kind: Literal["ddp", "fsdp", "hsdp"], *, world_size: int, local_world_size: int, shard_size: int) -> MeshShape:
+def mesh_shape(parallel: ParallelGroup, *, world_size: int, local_world_size: int) -> MeshShape:
     """The mesh for whatever world there is. A world that the shard size does not divide is sharded whole."""
-    if kind == "ddp":
+    if parallel.kind == "ddp":
         return MeshShape(world_size, 1)
-    wanted = shard_size or local_world_size
-    if kind == "fsdp" or wanted == 1 or world_size % wanted:
+    wanted = parallel.shard_size or local_world_size
+    if parallel.kind == "fsdp" or wanted == 1 or world_size % wanted:
         return MeshShape(1, world_size)
     return MeshShape(world_size // wanted, wanted)
 

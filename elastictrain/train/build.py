@@ -175,12 +175,8 @@ def _build_state(context: TrainContext) -> tuple[Wrapped, TrainState]:
     if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
         sys.stderr.write(f"elastictrain: {warning}\n")
         sys.stderr.flush()
-    shape = mesh_shape(
-        config.parallel.kind,
-        world_size=identity.world_size,
-        local_world_size=context.generation.shared_local_size,
-        shard_size=config.parallel.shard_size,
-    )
+    local_world_size = context.generation.shared_local_size
+    shape = mesh_shape(config.parallel, world_size=identity.world_size, local_world_size=local_world_size)
     wrapping = Wrapping(shape, config.parallel, config.train, device)
     wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else ())
     fill(model, task, seed=config.run.seed, device=device)

@@ -245,9 +245,7 @@ def check_memory(context: TrainContext) -> None:
         return
     config, identity = context.config, context.identity
     parallel, local_world_size = config.parallel, identity.local_world_size
-    shape = mesh_shape(
-        parallel.kind, world_size=identity.world_size, local_world_size=local_world_size, shard_size=parallel.shard_size
-    )
+    shape = mesh_shape(parallel, world_size=identity.world_size, local_world_size=local_world_size)
     spread = Spread(
         kind=parallel.kind,
         shards=shape.shards,

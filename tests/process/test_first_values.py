@@ -52,7 +52,7 @@ def test_it_has_its_first_values_on_every_rank(tmp_path: Path) -> None:
 
 
 def wrapped_for(kind: Kind, task: Drawing) -> Wrapped:
-    shape = mesh_shape(kind, world_size=2, local_world_size=2, shard_size=0)
+    shape = mesh_shape(ParallelGroup(kind=kind), world_size=2, local_world_size=2)
     wrapping = Wrapping(shape, ParallelGroup(kind=kind), TRAIN, CPU)
     return wrapping.finish(wrapping.wrap(build_model(task, seed=3, device=CPU), ()))
 

@@ -69,7 +69,7 @@ def wrapped(task: LlamaTask, case: Case, *, counter: CompileCounterWithBackend |
     train = TrainGroup(
         steps=1, global_batch=4, micro_batch=2, precision=case.precision, activation_checkpointing=case.checkpointing
     )
-    shape = mesh_shape(parallel.kind, world_size=2, local_world_size=2, shard_size=0)
+    shape = mesh_shape(parallel, world_size=2, local_world_size=2)
     model = build_model(task, seed=7, device=CPU)
     blocks = task.blocks(model)
     if counter is not None:

@@ -138,6 +138,7 @@ class GpuReport:
 def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
     """Uncorrected memory errors since the driver was loaded. Any at all is a failure, as it is for DCGM's health watch."""
     verdict = Reporter("ecc", host)
+    switched = {gpu.ecc_on for gpu in report.gpus if gpu.ecc_on is not None}
     found = []
     for gpu in report.gpus:
         if gpu.worn_out:
@@ -147,12 +148,9 @@ def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
         elif gpu.uncorrected:
             remedy = _reset(gpu, report.vendor)
             found.append(verdict(f"GPU {gpu.index} on {host}", Status.FAIL, gpu.uncorrected, 0, remedy, unit="errors"))
-    switched = {gpu.ecc_on for gpu in report.gpus if gpu.ecc_on is not None}
-    if len(switched) == 2:
-        for gpu in report.gpus:
-            if gpu.ecc_on is False:
-                remedy = f"as root, with the GPU idle: nvidia-smi -i {gpu.where} -e 1; then reboot the host"
-                found.append(verdict(f"GPU {gpu.index} on {host}", Status.WARN, "off", "on, as on the other GPUs", remedy))
+        if gpu.ecc_on is False and True in switched:
+            remedy = f"as root, with the GPU idle: nvidia-smi -i {gpu.where} -e 1; then reboot the host"
+            found.append(verdict(f"GPU {gpu.index} on {host}", Status.WARN, "off", "on, as on the other GPUs", remedy))
     if found or not report.gpus:
         return found
     if counting := sum(gpu.uncorrected is not None for gpu in report.gpus):

@@ -61,7 +61,7 @@ class Model(nn.Module):
 def make(kind: Kind, train: TrainGroup = TRAIN, block: Callable[[], nn.Module] = Block) -> tuple[Model, Wrapped]:
     torch.manual_seed(0)
     model = Model(block)
-    shape = mesh_shape(kind, world_size=1, local_world_size=1, shard_size=0)
+    shape = mesh_shape(ParallelGroup(kind=kind), world_size=1, local_world_size=1)
     wrapping = Wrapping(shape, ParallelGroup(kind=kind), train, CPU)
     wrapping.wrap(model, list(model.layers))
     return model, wrapping.finish(model)
@@ -221,7 +221,7 @@ def test_buckets_of_ddp_are_laid_out_before_the_first_step(group_of_one: dist.Ha
     model, plain = Backwards(), Backwards()
     plain.load_state_dict(model.state_dict())
     # A world that says it has two ranks: alone, there would be no DDP.
-    shape = mesh_shape("ddp", world_size=2, local_world_size=2, shard_size=0)
+    shape = mesh_shape(ParallelGroup(kind="ddp"), world_size=2, local_world_size=2)
     wrapped = Wrapping(shape, ParallelGroup(kind="ddp"), TRAIN, CPU).finish(model)
     assert isinstance(wrapped.module, DistributedDataParallel)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -253,7 +253,8 @@ def test_buckets_of_ddp_are_laid_out_before_the_first_step(group_of_one: dist.Ha
     ],
 )
 def test_the_mesh_of_a_world(kind: str, world: int, local: int, shard: int, shape: MeshShape) -> None:
-    assert mesh_shape(kind, world_size=world, local_world_size=local, shard_size=shard) == shape  # type: ignore[arg-type]
+    parallel = ParallelGroup(kind=kind, shard_size=shard)  # type: ignore[arg-type]
+    assert mesh_shape(parallel, world_size=world, local_world_size=local) == shape
 
 
 @given(
@@ -263,7 +264,8 @@ def test_the_mesh_of_a_world(kind: str, world: int, local: int, shard: int, shap
     shard=st.integers(0, 8),
 )
 def test_every_world_has_a_mesh_of_all_its_ranks(kind: str, world: int, local: int, shard: int) -> None:
-    shape = mesh_shape(kind, world_size=world, local_world_size=local, shard_size=shard)  # type: ignore[arg-type]
+    parallel = ParallelGroup(kind=kind, shard_size=shard)  # type: ignore[arg-type]
+    shape = mesh_shape(parallel, world_size=world, local_world_size=local)
     assert shape.replicas * shape.shards == world
 
 
@@ -271,5 +273,5 @@ def test_every_world_has_a_mesh_of_all_its_ranks(kind: str, world: int, local: i
 def test_a_sharded_model_on_hosts_of_one_device_is_really_sharded(world: int) -> None:
     """A shard of one rank would be a copy: the sum of squares over ranks would count what exists once as `replicas` copies."""
     for shard in (0, 1):
-        shape = mesh_shape("hsdp", world_size=world, local_world_size=1, shard_size=shard)
+        shape = mesh_shape(ParallelGroup(kind="hsdp", shard_size=shard), world_size=world, local_world_size=1)
         assert shape == MeshShape(1, world)

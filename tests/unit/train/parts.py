@@ -117,7 +117,7 @@ def wrapped_model(task: Squares, *, kind: str = "ddp") -> Wrapped:
     """The task's model in a world of one."""
     torch.manual_seed(0)
     train, parallel = TrainGroup(steps=1, global_batch=8, micro_batch=8), ParallelGroup(kind=kind)  # type: ignore[arg-type]
-    shape = mesh_shape(parallel.kind, world_size=1, local_world_size=1, shard_size=0)
+    shape = mesh_shape(parallel, world_size=1, local_world_size=1)
     model = task.build_model()
     wrapping = Wrapping(shape, parallel, train, CPU)
     wrapping.wrap(model, [])
