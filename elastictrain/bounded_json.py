@@ -52,10 +52,7 @@ DOCUMENT = JsonLimits(max_bytes=256 << 20, max_values=16 << 20)
 
 
 def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits = RECORD) -> Any:
-    """The value in `data`: UTF-8, with finite numbers, integers of at most 64 bits, and each key of an object once.
-
-    Raises: MalformedJsonError.
-    """
+    """The value in `data`: finite numbers, integers of 64 bits, each key of an object once. Raises: MalformedJsonError."""
     raw = data.encode("utf-8", errors="surrogatepass") if isinstance(data, str) else bytes(data)
     if (problem := excess(raw, limits=limits)) is not None:
         raise MalformedJsonError(problem)
@@ -113,10 +110,7 @@ def as_record(value: object, kind: type[T]) -> T:
 
 
 def encode_record(value: object) -> bytes:
-    """Compact JSON of a dataclass or of what is built from them, in one line.
-
-    Raises: ValueError for a number that is not finite.
-    """
+    """Compact JSON of a dataclass or of what is built from them. Raises: ValueError for a number that is not finite."""
     return json.dumps(msgspec.to_builtins(value, enc_hook=_plain), separators=(",", ":"), allow_nan=False).encode()
 
 

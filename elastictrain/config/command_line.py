@@ -104,10 +104,7 @@ def _unknown_option(argument: str) -> str:
 
 
 def parse_overrides(texts: Sequence[str], *, known: Mapping[str, Collection[str]]) -> Overrides:
-    """`known`: group -> its choices.
-
-    Raises: UsageError with every argument that is no KEY=VALUE, or contradicts another.
-    """
+    """`known`: group -> its choices. Raises: UsageError with every argument that is no KEY=VALUE, or contradicts another."""
     parser = OverridesParser.create()
     choices: dict[str, str | None] = {}
     values: list[Override] = []

@@ -49,10 +49,7 @@ def own_conf() -> Path:
 
 
 def read_choices(config_dirs: Sequence[str]) -> Mapping[str, Mapping[str, Path]]:
-    """Group (`recipe`, `model`, ...) -> choice -> its file, in the program's conf/ and those of `--config-dir`.
-
-    Raises: UsageError if a folder is not there or has a file of the same name as another.
-    """
+    """Group -> choice -> its file. Raises: UsageError if a folder is not there or has a file of the same name as another."""
     added = [Path(name).expanduser().resolve() for name in config_dirs]
     problems = [f"--config-dir must be a folder, but {folder} is not" for folder in added if not folder.is_dir()]
     choices: dict[str, dict[str, Path]] = {}

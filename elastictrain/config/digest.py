@@ -139,10 +139,7 @@ def _escaped(value: object) -> object:
 
 
 def from_yaml(data: bytes | str, *, source: str) -> dict[str, object]:
-    """The tree in a stored config.yaml; `source` is its URL, for the error. Nothing in it is resolved.
-
-    Raises: ConfigError if it is not a mapping of plain values in YAML.
-    """
+    """The tree in a stored config.yaml, whose URL is `source`. Raises: ConfigError if it is no mapping of plain values."""
     try:
         tree = parse_stored_yaml(data)
     except ValueError as error:
@@ -173,10 +170,7 @@ _PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+01
 
 
 def parse_stored_yaml(data: bytes | str) -> object:
-    """The value in `data`: mappings, lists, texts, finite numbers of 64 bits, truths and nothing.
-
-    Raises: ValueError that says what the text must be and is not.
-    """
+    """The value in `data`, all of it plain. Raises: ValueError that says what the text must be and is not."""
     raw = data.encode("utf-8", errors="surrogatepass") if isinstance(data, str) else data
     if len(raw) > MOST_BYTES:
         raise ValueError(f"it must have at most {MOST_BYTES} bytes, but has {len(raw)}")

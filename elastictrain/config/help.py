@@ -36,10 +36,7 @@ _MODEL = Key("model.*", "what the task declares; --help recipe=NAME lists it", "
 
 
 def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> str | None:
-    """The text that `--help` or `--cfg job` asks for, or None if the program is to do its work.
-
-    Raises: UsageError; ConfigError from `--cfg job`.
-    """
+    """What `--help` or `--cfg job` asks for; None: the program is to do its work. Raises: UsageError; ConfigError."""
     line = read_command_line(arguments)
     if line.action == "show":
         return to_yaml(load(arguments)).rstrip()

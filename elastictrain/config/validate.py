@@ -22,10 +22,7 @@ Checked = tuple[object, list[Problem]]
 
 
 def parameters_of(cls: type) -> dict[str, tuple[object, inspect.Parameter]]:
-    """The parameters of a class, a dataclass or not, by which keys may be given: name -> its type and the parameter.
-
-    Raises: NameError if an annotation cannot be read.
-    """
+    """The type of each parameter by which a key may be given, and itself. Raises: NameError for an unreadable annotation."""
     # Of an inherited constructor, too.
     constructor: object = inspect.getattr_static(cls, "__init__")
     hints = get_type_hints(constructor, include_extras=True)

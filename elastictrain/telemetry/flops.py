@@ -41,15 +41,11 @@ PEAKS: Mapping[tuple[str, ...], tuple[float | None, float]] = {
 
 
 def peak_flops(device_name: str, *, precision: Precision) -> float | None:
-    """Dense peak in operations per second of the device that calls itself `device_name`; None if it is not in the table.
-
-    A MIG slice is not in the table: it is a part of the device whose name it carries.
-    """
+    """Dense peak in operations per second of the device that calls itself `device_name`; None if it is not in the table."""
     words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+", device_name)}
-    if "mig" in words:
-        return None
     fitting = [key for key in PEAKS if all(word.lower() in words for word in key)]
-    if not fitting:
+    # A MIG slice is a part of the device whose name it carries.
+    if not fitting or "mig" in words:
         return None
     bf16, fp32 = PEAKS[max(fitting, key=len)]
     tera = fp32 if precision == "fp32" else bf16

@@ -24,10 +24,7 @@ GB = 1e9
 
 
 def encode_event(**fields: object) -> bytes:
-    """One event in the frame that TensorBoard reads: length, its checksum, the event, its checksum.
-
-    Source: the TFRecord format.
-    """
+    """One event in the frame of the TFRecord format: length, its checksum, the event, its checksum."""
     # Imported here: it takes 0.4 s, and only the rank that writes needs it.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c

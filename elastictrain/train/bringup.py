@@ -176,11 +176,7 @@ def _owner(identity: Identity, shared: BoundedStore, parent: int) -> Owner:
 
 
 def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
-    """As rank 0, when the ranks have met: later starts find this one by its number, what none needs any more goes, and the
-    events of finished starts are merged.
-
-    In a thread of its own: nobody waits for that.
-    """
+    """As rank 0, in a thread of its own: later starts find this one, and events of starts that are finished are merged."""
     number = number_of(incarnation)
 
     def note() -> None:

@@ -28,10 +28,7 @@ def learning_rate(step: int, options: OptimGroup, *, total_steps: int) -> float:
 
 
 def effective_warmup(options: OptimGroup, *, total_steps: int) -> int:
-    """Steps of warm-up: never more than the run has, where the schedule follows the length of the run.
-
-    A constant schedule does not: its run may be made longer later, and must have the same learning rates then.
-    """
+    """Steps of warm-up: at most those of the run, unless its schedule is constant: such a run may be made longer later."""
     return options.warmup_steps if options.schedule == "constant" else min(options.warmup_steps, total_steps)
 
 

@@ -97,10 +97,7 @@ class Divergence:
 
 
 def find_divergence(digests: Sequence[int], *, shards: int) -> Divergence | None:
-    """Compare the digests of all ranks, in rank order; None if all replicas are alike.
-
-    The ranks of one copy of the model follow each other, `shards` of them, so every `shards`-th rank holds the same part.
-    """
+    """Compare the digests of all ranks in order, of which every `shards`-th holds the same part; None: all are alike."""
     wrong: list[int] = []
     disputed: list[int] = []
     for first in range(shards):
