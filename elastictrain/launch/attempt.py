@@ -64,14 +64,11 @@ class Attempt:
     """When its workers are asked to end once more: some may not have been there yet."""
 
     kill_s: float = inf
-    lost_worker: bool = False
 
     def lose_worker(self, *, now_s: float) -> None:
-        """One of this host's workers has failed: the others end, too."""
-        if not self.lost_worker:
-            self.lost_worker = True
-            self.ask_s = min(self.ask_s, now_s + _BY_THEMSELVES_S)
-            self.kill_s = min(self.kill_s, now_s + _BY_THEMSELVES_S + _ASKED_S)
+        """One of this host's workers has failed: the others end, too. May be called again and again."""
+        self.ask_s = min(self.ask_s, now_s + _BY_THEMSELVES_S)
+        self.kill_s = min(self.kill_s, now_s + _BY_THEMSELVES_S + _ASKED_S)
 
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, deadline_s: float | None) -> bool:
         """Have it end; returns whether nobody had asked for that before.
