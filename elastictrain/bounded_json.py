@@ -90,9 +90,7 @@ def parse_record(data: bytes | bytearray | memoryview | str, kind: type[T], *, l
     """The value in `data` as `kind`: a dataclass, or any type built from them, whose fields must have exactly their types.
 
     A key that `kind` does not know is ignored. Constraints are `Annotated[int, msgspec.Meta(ge=0)]` or a `ValueError` in
-    `__post_init__`.
-
-    Raises: MalformedJsonError naming the place of the first wrong field.
+    `__post_init__`. Raises: MalformedJsonError naming the place of the first wrong field.
     """
     return as_record(parse_json(data, limits=limits), kind)
 

@@ -58,11 +58,7 @@ class UsageError(ElasticTrainError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with the configuration.
-
-    `key` is the dotted path (`checkpoint.every_steps`); `message` completes the sentence that starts with it
-    ("must be >= 1, but is 0; set ...").
-    """
+    """One thing that is wrong: `message` completes the sentence that begins with the dotted path `key`."""
 
     key: str
     message: str

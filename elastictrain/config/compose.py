@@ -67,11 +67,7 @@ def read_choices(config_dirs: Sequence[str]) -> Mapping[str, Mapping[str, Path]]
 
 
 def compose(arguments: Sequence[str]) -> Composed:
-    """Compose a run from `recipe=`, groups' choices, values and `--config-dir`.
-
-    Raises: UsageError for unknown options, arguments that are not KEY=VALUE, and keys or groups that are given twice;
-    ConfigError if a file of a conf/ folder cannot be composed at all.
-    """
+    """Compose a run from `recipe=`, groups' choices, values and `--config-dir`. Raises: UsageError; ConfigError."""
     line = read_command_line(arguments)
     known = read_choices(line.config_dirs)
     overrides = parse_overrides(line.overrides, known=known)

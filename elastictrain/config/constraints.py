@@ -1,7 +1,4 @@
-"""What a config field's value must be beyond its type, carried in `Annotated` beside it, and the wording of all that.
-
-Error messages and `--help` use the one wording.
-"""
+"""What a config field's value must be beyond its type, and how error messages and `--help` word it."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -14,12 +14,9 @@ from elastictrain.errors import ConfigError, Problem
 
 
 def load(arguments: Sequence[str], *, with_task: bool = True) -> RunConfig:
-    """The configuration that a command line asks for.
+    """The configuration that a command line asks for. Raises: UsageError; ConfigError with every problem.
 
-    `with_task` imports the task's module and checks `task.*` and `model.*` as well; without it nothing imports torch, and those
-    two stay as they were written.
-
-    Raises: UsageError for a wrong option; ConfigError with every problem of the composition and of the values.
+    Without `with_task` nothing imports the task's module, and torch: `task.*` and `model.*` stay as they were written.
     """
     composed = compose(arguments)
     config, found = check_tree(composed.tree, with_task=with_task)

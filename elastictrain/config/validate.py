@@ -46,10 +46,7 @@ def check_keys(
     path: str,
     vocabulary: Sequence[str] = (),
 ) -> tuple[dict[str, object], list[Problem]]:
-    """Good values of the keys that are given, and everything that is wrong. `declared` is that of `parameters_of`.
-
-    `path` is the dotted key of the group; `vocabulary` are all dotted keys there are, for suggestions.
-    """
+    """Good values of the keys that are given, and everything wrong; `vocabulary`: all dotted keys, for suggestions."""
     words = [*(f"{path}.{name}" for name in declared), *vocabulary]
     problems = [unknown_key(f"{path}.{name}", vocabulary=words) for name in values if name not in declared]
     arguments: dict[str, object] = {}
@@ -98,11 +95,7 @@ def suggest_choice(wrong: str, *, choices: Sequence[str]) -> str:
 
 
 def suggest_key(wrong: str, *, vocabulary: Sequence[str]) -> str:
-    """The dotted key of `vocabulary` that was probably meant by the dotted key `wrong`, or "".
-
-    Within a group that exists only its own keys are meant. A key without a group is that of the only group that has it, and the
-    name of a group may be misspelt (`trian.steps`).
-    """
+    """The dotted key that was probably meant by `wrong`, or ""; within a group that exists, only one of its own."""
     group, _, leaf = wrong.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in vocabulary if group and key.rpartition(".")[0] == group]
     if siblings:
@@ -114,10 +107,7 @@ def suggest_key(wrong: str, *, vocabulary: Sequence[str]) -> str:
 
 
 def check_value(value: object, *, hint: object, path: str) -> Checked:
-    """`value` converted to the type `hint`, and what is wrong with it.
-
-    Conversions lose nothing: 1 is a float, 1e3 is a whole number, a list is a tuple. Text is never a number, and true is not 1.
-    """
+    """`value` converted to `hint` without loss (1 is a float, 1e3 a whole number, text is no number), and what is wrong."""
     checked = _convert(value, hint, path)
     if checked is not None:
         return checked

@@ -41,12 +41,10 @@ class Samples:
 
 
 def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:
-    """How long a save may still be waited for; None: as long as it takes. All times are monotonic.
-
-    The end of a run needs its own time: `grace_s`, or a quarter of a notice that is short.
-    """
+    """How long a save may be waited for, less what the end of a run needs; None: as long as it takes. Times are monotonic."""
     if request is None or request.deadline_s is None:
         return None
+    # A notice that is short leaves the end a part of it instead of the grace.
     margin_s = min(grace_s, _SHARE_OF_THE_END * max(0.0, request.deadline_s - request.since_s))
     return request.deadline_s - margin_s - now_s
 

@@ -1,7 +1,4 @@
-"""What a job remembers of its run outside the run folder: in the store of torchrun's agent, and beside a launcher.
-
-Both outlive the workers, and what deletes the run folder does not reach them.
-"""
+"""What a job remembers of its run where deleting the run folder does not reach: in torchrun's store, beside a launcher."""
 
 from dataclasses import replace
 from pathlib import Path
