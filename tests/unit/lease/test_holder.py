@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import RunHeldError, StopRequestedError
-from elastictrain.lease.chain import LAUNCHER, STALE_S, Chain, LeaseClaim
+from elastictrain.lease.chain import LAUNCHER, STALE_S, Chain, Hold, LeaseClaim, judge
 from elastictrain.lease.holder import Lease, Owner, take, wait_until_free
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.writers import process_name
@@ -31,7 +31,7 @@ def test_an_owner_that_lives_is_named_and_the_second_ends() -> None:
     scene = Scene()
     scene.hold()
     beating(scene, "first")
-    with pytest.raises(RunHeldError, match=r"process 17 .*1970") as raised:
+    with pytest.raises(RunHeldError, match=r"17 .*1970") as raised:
         wait_until_free(scene.chain, "second", scene.waiting())
     assert raised.value.exit_code == 75
     assert scene.now_s <= 6
@@ -215,3 +215,8 @@ def test_a_folder_that_was_deleted_is_not_made_again() -> None:
     waited.wait(0.1)
     lease.close(give_back=True)
     assert (scene.store.objects, lost) == ({}, [])
+
+
+def test_an_owner_of_whom_no_sign_can_be_read_is_not_taken_for_gone_at_once() -> None:
+    assert judge({}, {}, watched_s=0.0) is Hold.UNKNOWN
+    assert judge({}, {}, watched_s=STALE_S) is Hold.FREE
