@@ -135,7 +135,8 @@ def test_an_absent_host(hosts: list[Host], tmp_path: Path) -> None:
     assert 1 <= found.num_rounds <= 3
 
 
-@pytest.mark.parametrize(("stop_at", "doing"), [("order/0", "contacts"), ("order/1", "bandwidth")])
+# On a busy machine contacts may be ordered a second time before anything is measured.
+@pytest.mark.parametrize(("stop_at", "doing"), [("order/0", "contacts"), ('"measure":true', "bandwidth")])
 def test_a_host_that_falls_silent_midway(hosts: list[Host], tmp_path: Path, stop_at: str, doing: str) -> None:
     found = check_links(hosts, tmp_path / "words", changed={"h3": {"stop_at": stop_at}})
     assert_only(found, ("roster", "host", "h3"))
