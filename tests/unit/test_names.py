@@ -23,10 +23,14 @@ FUNCTIONS_AND_FIELDS = """
 FILES = ["guilty", "kept", "meaning", "meeting", "pets", "predecessors", "sight", "sole", "turns", "words"]
 
 
+NAMING = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.AnnAssign)
+
+
 def _definitions() -> Iterator[tuple[Path, ast.AST]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in nodes(path):
-            yield path, node
+            if isinstance(node, NAMING):
+                yield path, node
 
 
 def _name(node: ast.AST) -> str:

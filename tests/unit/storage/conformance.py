@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from elastictrain.errors import IrregularFileError, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
+
+CHANCE = np.random.default_rng(0)
 
 ODD_KEYS = (
     "with space/a b",
@@ -154,7 +157,7 @@ def one_creator_wins(store: Store) -> None:
 
 
 def streams(store: Store) -> None:
-    pieces = [os.urandom(3 << 20) for _ in range(14)]
+    pieces = [CHANCE.bytes(3 << 20) for _ in range(14)]
     pieces.insert(3, b"")
     pieces.insert(5, b"small")
     store.write("stream", b"old")
@@ -174,7 +177,7 @@ def streams(store: Store) -> None:
 
 
 def large_write(store: Store) -> None:
-    data = os.urandom(40 << 20)
+    data = CHANCE.bytes(40 << 20)
     store.write("large", data)
     assert store.read("large") == data
 
