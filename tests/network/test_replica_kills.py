@@ -25,7 +25,7 @@ ARGUMENTS = (
 
 _PEERS = "elastictrain.checkpoint.peers"
 FAULTS = (
-    Fault(f"{_PEERS}.client:PeerConnection._send", "saver", nth=2),
+    Fault(f"{_PEERS}.replicator:Replicator._before_frame", "saver", nth=2),
     Fault(f"{_PEERS}.server:_receive_into", "saver", nth=2),
     Fault(f"{_PEERS}.client:PeerConnection.put", "both", "after", nth=2),
     Fault(f"{_PEERS}.server:_receive_into", "both", nth=2),
