@@ -89,10 +89,10 @@ class Arena:
         if self._device.type != "cuda":
             return
         before = len(self._registered)
-        torch.cuda.set_device(self._device)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         try:
+            torch.cuda.set_device(self._device)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             for begin in range(0, len(mapped), SEGMENT_BYTES):
                 if self._stopped:
                     return
