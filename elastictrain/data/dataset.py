@@ -5,8 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-Batch = Mapping[str, Tensor]
-"""Named tensors; of a sample without, of a micro-batch with a first dimension that counts samples."""
+Batch = Mapping[str, Tensor]  # named tensors; of a sample without, of a micro-batch with a first dimension that counts samples
 
 
 class Dataset(Protocol):

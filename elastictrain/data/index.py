@@ -36,14 +36,9 @@ class TokenizerDescription:
     """How text became tokens, enough to load the same tokenizer again."""
 
     kind: Literal["bytes", "huggingface"]
-    vocab_size: _Count
-    """One more than the largest token id."""
-
-    separator: _Count
-    """The token that ends every document."""
-
-    digest: str
-    """xxh3_128 of the tokenizer file, which lies beside the index as `tokenizer.json`; empty if there is none."""
+    vocab_size: _Count  # one more than the largest token id
+    separator: _Count  # the token that ends every document
+    digest: str  # xxh3_128 of the tokenizer file, which lies beside the index as `tokenizer.json`; empty if there is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,8 @@ class Row:
     incarnation: str
     rank: int
     step: int
-    positions: tuple[tuple[int, int], ...]
-    """Half-open ranges, as [first, end)."""
-
-    samples: tuple[int, ...]
-    """The sample at each position, in the order of `positions`."""
+    positions: tuple[tuple[int, int], ...]  # Half-open ranges, as [first, end)
+    samples: tuple[int, ...]  # the sample at each position, in the order of `positions`
 
     @property
     def each_position(self) -> list[int]:

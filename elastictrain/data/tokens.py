@@ -31,8 +31,7 @@ class TokenDataset:
     seq_len: int
     first_sample: int
     num_samples: int
-    lease: object = None
-    """Kept alive as long as the data set, so that the files are not removed from a cache meanwhile."""
+    lease: object = None  # kept alive as long as the data set, so that the files are not removed from a cache meanwhile
 
     def __post_init__(self) -> None:
         self._dtype = stored_type(self.index.dtype)

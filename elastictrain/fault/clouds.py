@@ -61,9 +61,7 @@ _AZURE_LEAVING = {
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 """Of the chassis of every virtual machine of Azure; other hosts of Hyper-V have the same vendor."""
 
-ADDRESS = "http://169.254.169.254"
-"""The same at AWS, GCP and Azure."""
-
+ADDRESS = "http://169.254.169.254"  # the same at AWS, GCP and Azure
 TIMEOUT_S = 2.0
 _MOST_BYTES = 1 << 20
 
@@ -139,11 +137,8 @@ class MetadataSource:
 
     name: str
     ask: Callable[[str], MetadataAnswer]
-    items: Mapping[str, Parser]
-    """By path."""
-
-    may_lack: bool = True
-    """Whether an instance that is not of a kind that can be taken lacks some."""
+    items: Mapping[str, Parser]  # by path
+    may_lack: bool = True  # whether an instance that is not of a kind that can be taken lacks some
 
     def look(self) -> Notice | None:
         for path, parse in self.items.items():

@@ -24,9 +24,7 @@ PROC = Path("/proc")
 _PF_EXITING = 0x4
 _PAUSE_S = 0.01
 
-FIRST_S = 5.0
-"""A wait that is over sooner is of no interest to anybody."""
-
+FIRST_S = 5.0  # a wait that is over sooner is of no interest to anybody
 AGAIN_S = 30.0
 
 PREVIOUS_EXIT_TIMEOUT_S = 30.0
@@ -73,19 +71,12 @@ class Stat:
     """One line of the kernel on a process, or on one thread of it. Source: proc(5), `stat`; PF_EXITING of linux/sched.h."""
 
     name: str
-    state: str
-    """One letter; see proc(5)."""
-
+    state: str  # one letter; see proc(5)
     parent: int
-    exiting: bool
-    """Whether it is past the point of return: nothing of its program runs any more."""
-
+    exiting: bool  # whether it is past the point of return: nothing of its program runs any more
     num_threads: int
-    started: int
-    """When it was started, in ticks of the kernel: with it a number that is used again is told apart."""
-
-    status: int
-    """How it ends, as `os.wait` would tell; 0 also where it does not end, or that is a secret here."""
+    started: int  # when it was started, in ticks of the kernel: with it a number that is used again is told apart
+    status: int  # how it ends, as `os.wait` would tell; 0 also where it does not end, or that is a secret here
 
 
 def read_stat(folder: Path) -> Stat | None:

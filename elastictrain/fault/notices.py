@@ -23,17 +23,10 @@ class MetadataError(Exception):
 class Notice:
     """Something will happen to this host."""
 
-    kind: str
-    """`preempt`, `maintenance`, `pause`, `rebalance` or `limit`."""
-
-    reason: str
-    """Goes on from "asked to stop": who takes the host, and how."""
-
-    deadline: float | None
-    """Unix seconds at which the host may be gone; None: nobody says."""
-
-    leave: bool = True
-    """Whether to stop here. Else it is a hint: what is saved soon will not be missed later."""
+    kind: str  # `preempt`, `maintenance`, `pause`, `rebalance` or `limit`
+    reason: str  # goes on from "asked to stop": who takes the host, and how
+    deadline: float | None  # Unix seconds at which the host may be gone; None: nobody says
+    leave: bool = True  # Whether to stop here. Else it is a hint: what is saved soon will not be missed later.
 
 
 class NoticeSource(Protocol):
@@ -91,8 +84,7 @@ class NoticePoller:
 
     sources: Sequence[NoticeSource]
     _: KW_ONLY
-    on_notice: Callable[[Notice], None]
-    """Called from the poller's thread."""
+    on_notice: Callable[[Notice], None]  # called from the poller's thread
     interval_s: float = POLL_S
 
     def __post_init__(self) -> None:

@@ -20,9 +20,7 @@ logger = logging.getLogger(__name__)
 
 NO_RANK = -1
 
-JOB_NAME = "job.json"
-"""What a job remembers of its run, beside the folders of its generations."""
-
+JOB_NAME = "job.json"  # what a job remembers of its run, beside the folders of its generations
 _BEGUN_NAME = "begun.json"
 
 _TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
@@ -43,8 +41,7 @@ _TRANSPORT_WORDS = (
 
 T = TypeVar("T")
 
-TURN_S = 10.0
-"""How long the first worker of a host is left the word."""
+TURN_S = 10.0  # how long the first worker of a host is left the word
 
 
 def elect_reporter(
@@ -75,21 +72,14 @@ def elect_reporter(
 class Reason:
     """How one worker ended."""
 
-    rank: int
-    """`NO_RANK` for the process that workers are forked from."""
-
+    rank: int  # `NO_RANK` for the process that workers are forked from
     exit_code: int
     phase: str
-    step: int
-    """The step that it was in, 0 before the first; of one that was stopped, the newest that is safe, 0 if none is."""
-
+    step: int  # the step that it was in, 0 before the first; of one that was stopped, the newest that is safe, 0 if none is
     sentence: str
 
-    guilty: bool = False
-    """Whether it hung, and others waited for it."""
-
-    missing: tuple[int, ...] = ()
-    """Ranks that it did not meet in time when the group was to be formed."""
+    guilty: bool = False  # whether it hung, and others waited for it
+    missing: tuple[int, ...] = ()  # ranks that it did not meet in time when the group was to be formed
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +149,7 @@ class ExitClassification:
     exit_code: int
     sentence: str
     show_stack: bool
-    alone: bool = False
-    """Whether it is this rank's own trouble: the others do not find it too, and wait for this rank."""
-
+    alone: bool = False  # whether it is this rank's own trouble: the others do not find it too, and wait for this rank
     missing: tuple[int, ...] = ()
 
 

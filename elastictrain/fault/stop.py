@@ -61,8 +61,7 @@ class StopRequest:
 
     reason: str
     since_s: float
-    deadline_s: float | None = None
-    """When this process will be ended, whatever it does then; None: nobody said that it will."""
+    deadline_s: float | None = None  # when this process will be ended, whatever it does then; None: nobody said that it will
 
 
 def after_signal(
@@ -104,13 +103,10 @@ class StopListener:
 
     clock: Callable[[], float] = time.monotonic
     _: KW_ONLY
-    notice_s: float | None = None
-    """How long after a signal this process is ended, where `stop_file` does not say; None: never."""
+    notice_s: float | None = None  # how long after a signal this process is ended, where `stop_file` does not say; None: never
     stop_file: str | None = None
-    wall: Callable[[], float] = time.time
-    """Unix seconds."""
-    request: StopRequest | None = field(default=None, init=False)
-    """Any thread may look at it; replaced whole."""
+    wall: Callable[[], float] = time.time  # Unix seconds
+    request: StopRequest | None = field(default=None, init=False)  # any thread may look at it; replaced whole
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

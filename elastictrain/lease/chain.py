@@ -22,19 +22,14 @@ from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import is_dead, process_name
 
-LAUNCHER = "launch"
-"""The owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves."""
-
-BEAT_S = 5.0
-"""Interval at which an owner shows that it lives."""
+LAUNCHER = "launch"  # the owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves
+BEAT_S = 5.0  # interval at which an owner shows that it lives
 
 STALE_S = 20.0
 """How long an owner may be silent before another one may take over; a few of its beats, so that slow storage is survived."""
 
 HOSTS, GENERATIONS, LINEAGE = "launch/hosts", "launch/generations", "lineage"
-_NEWEST = "launch/newest.json"
-"""A hint: some generation that is there, and not far behind the newest."""
-
+_NEWEST = "launch/newest.json"  # a hint: some generation that is there, and not far behind the newest
 _AHEAD = 4
 _DIGITS = 10
 _GENERATION = re.compile(rf"{GENERATIONS}/(\d{{9}})\.json")
@@ -42,18 +37,10 @@ _TRACE = re.compile(r"(?:events/(?:\d{6,}-to-)?|lineage/\d+-)(\d{6,})[-.]")
 
 STARTS = "launch/starts"
 KEPT = 1000
-_AT_ONCE = 16
-"""Numbers that one start removes at most: a run that has many of them left is trimmed little by little."""
-
-_LINEAGE_EVERY = 16
-"""The lineage is named after incarnations, and has to be listed: not by each start."""
-
-LINEAGE_KEPT = 960
-"""With what comes until it is trimmed again, one page of a list of an object store."""
-
-_MERGE_EVERY = 16
-"""So are the events: not by each start, and by none before it trains."""
-
+_AT_ONCE = 16  # numbers that one start removes at most: a run that has many of them left is trimmed little by little
+_LINEAGE_EVERY = 16  # the lineage is named after incarnations, and has to be listed: not by each start
+LINEAGE_KEPT = 960  # with what comes until it is trimmed again, one page of a list of an object store
+_MERGE_EVERY = 16  # so are the events: not by each start, and by none before it trains
 _NUMBER = re.compile(r"(\d{6,})-\w+")
 
 
@@ -62,8 +49,7 @@ class Hold(StrEnum):
 
     FREE = auto()
     HELD = auto()
-    UNKNOWN = auto()
-    """Not looked at for long enough."""
+    UNKNOWN = auto()  # not looked at for long enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +57,11 @@ class LeaseClaim:
     """A generation, as far as its owner goes."""
 
     number: int
-    owner: str
-    """Empty where the record is damaged, or older than owners."""
-
+    owner: str  # empty where the record is damaged, or older than owners
     host: str = ""
     pid: int = 0
-    lines: tuple[str, ...] = ()
-    """Names of the objects in which its owner shows that it lives."""
-
-    over: bool = False
-    """Whether the run was over: nobody holds it."""
+    lines: tuple[str, ...] = ()  # names of the objects in which its owner shows that it lives
+    over: bool = False  # whether the run was over: nobody holds it
 
     def __str__(self) -> str:
         who = f"launcher(s) on {self.host}" if self.owner == LAUNCHER else f"process {self.pid} on {self.host}"

@@ -21,13 +21,10 @@ _GIVE_BACK_S = 5.0
 class Owner:
     """Who wants to train in a folder."""
 
-    name: str
-    """The same for all starts by one torchrun."""
-
+    name: str  # the same for all starts by one torchrun
     host: str = ""
     pid: int = 0
-    writers: tuple[str, ...] = ()
-    """Its processes: it is dead where all of them are."""
+    writers: tuple[str, ...] = ()  # its processes: it is dead where all of them are
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +34,7 @@ class Waiting:
     on_held: Literal["stop", "wait"]
     url: str
     tell: Callable[[str], None]
-    poll: Callable[[], None] = lambda: None
-    """Called about once a second; may raise to leave early."""
-
+    poll: Callable[[], None] = lambda: None  # called about once a second; may raise to leave early
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 

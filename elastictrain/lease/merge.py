@@ -29,18 +29,13 @@ logger = logging.getLogger(__name__)
 EVENTS = "events"
 FIRST_RANK, OTHERS, LAUNCHERS = "r00000", "others", "launchers"
 
-BLOCK = 64
-"""Starts whose journals are merged together."""
-
-KEPT_STARTS = 64
-"""The newest starts keep their journals: they are looked for by name."""
+BLOCK = 64  # starts whose journals are merged together
+KEPT_STARTS = 64  # the newest starts keep their journals: they are looked for by name
 
 FINISHED_S = 24 * 3600.0
 """A journal that was not written to for so long has no writer any more; a saver holds state for half of this time at most."""
 
-LARGE_BYTES = 4 << 20
-"""A log of this size stays as it is."""
-
+LARGE_BYTES = 4 << 20  # a log of this size stays as it is
 _JOURNAL = re.compile(rf"({EVENTS}/(\d{{6,}})-\w+-([a-z]\d{{5,}}))(?:\.part-\d+)?\.jsonl")
 _MERGED = re.compile(rf"{EVENTS}/(\d{{6,}})-to-(\d{{6,}})\.part-(\d{{5,}})-({FIRST_RANK}|{OTHERS}|{LAUNCHERS})\.jsonl")
 _LAUNCHER = re.compile(rf"({EVENTS}/launcher-[^/]+?)(?:\.part-\d+)?\.jsonl")
@@ -48,13 +43,10 @@ _HEAD_BYTES = 64 << 10
 _GENERATION = re.compile(r"generation-([1-9]\d{0,8})")
 _PART = re.compile(r"\.part-\d+\.jsonl$")
 
-MERGED_BYTES = 16 << 20
-"""What one merged object grows to, but for the last journal that goes into it."""
-
+MERGED_BYTES = 16 << 20  # what one merged object grows to, but for the last journal that goes into it
 _READS = 16
 
-_MERGES = 64
-"""A run that has many journals left is merged little by little, as merging takes time of the process that trains."""
+_MERGES = 64  # a run that has many journals left is merged little by little, as merging takes time of the process that trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +55,7 @@ class JournalObject:
 
     info: ObjectInfo
     number: int
-    log: str
-    """The same for all objects of one journal."""
-
+    log: str  # the same for all objects of one journal
     writer: str
 
 

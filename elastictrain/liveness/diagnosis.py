@@ -15,9 +15,7 @@ import msgspec
 from elastictrain.events import Hang
 from elastictrain.liveness.progress import Phase, ProgressMark
 
-LEFT_TO_THE_GUILTY_S = 3.0
-"""How long those who wait leave it to the host of the guilty rank to end it, and to say so."""
-
+LEFT_TO_THE_GUILTY_S = 3.0  # how long those who wait leave it to the host of the guilty rank to end it, and to say so
 _NAMED_AT_MOST = 8
 # Passes alternate within a step, and come before what follows them all.
 _IN_PASS = {Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
@@ -37,8 +35,7 @@ class Entered:
     sequences: Mapping[str, int] = field(default_factory=dict)
     """By process group: the number of the last one, counted alike on all of its ranks."""
 
-    last: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""
-    """The newest of all, for a person."""
+    last: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""  # the newest of all, for a person
 
 
 def last_entered(trace: str) -> Entered:
@@ -83,9 +80,7 @@ class RankStatus:
 class HangDiagnosis:
     """Who is at fault, and why."""
 
-    reason: str
-    """`frozen`, `behind`, `did not enter`; `nobody`: all are at the same place, so what is between them is at fault."""
-
+    reason: str  # `frozen`, `behind`, `did not enter`; `nobody`: all are at the same place, so what is between them is at fault
     guilty: tuple[RankStatus, ...]
     waiting: tuple[RankStatus, ...]
 

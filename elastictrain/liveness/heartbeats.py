@@ -26,9 +26,7 @@ _GONE = "its host may be the one that is gone"
 _SHARE = 0.5
 """Of its bound: a rank that is silent for so long tells which collectives it entered, and begins to look at the others."""
 
-_BEATS = 3.0
-"""Heartbeats that may be missing of a rank that is not frozen."""
-
+_BEATS = 3.0  # heartbeats that may be missing of a rank that is not frozen
 _LATE_S = 0.5
 _DUMP_LIMIT_S = 3.0
 
@@ -53,15 +51,12 @@ class HeartbeatStore:
     store: InitVar[dist.Store]
     _: KW_ONLY
     rank: int
-    hosts: tuple[str, ...]
-    """The one of each rank."""
-    mark: Callable[[], ProgressMark]
-    """On the clock of `stopwatch`."""
+    hosts: tuple[str, ...]  # the one of each rank
+    mark: Callable[[], ProgressMark]  # on the clock of `stopwatch`
     options: FaultGroup
     clock: Callable[[], float] = time.time
     stopwatch: Callable[[], float] = time.monotonic
-    entered: Entered = field(default_factory=Entered, init=False)
-    """What is told from now on besides where this rank is."""
+    entered: Entered = field(default_factory=Entered, init=False)  # what is told from now on besides where this rank is
 
     def __post_init__(self, store: dist.Store) -> None:
         self._writing: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in the stub of torch

@@ -33,8 +33,7 @@ class MonitoredHost:
     run_dir: str
     flush_s: float
     close_s: float
-    launcher_folder: str = ""
-    """Where the launcher finds why ranks ended; empty if there is none."""
+    launcher_folder: str = ""  # where the launcher finds why ranks ended; empty if there is none
 
 
 class RankMonitorClient:

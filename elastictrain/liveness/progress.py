@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-ENOUGH_STEPS = 10
-"""Before that many steps nothing is known about what is usual."""
-
-WINDOW_STEPS = 64
-"""Steps that count: what was long ago may have been another kind of work."""
+ENOUGH_STEPS = 10  # before that many steps nothing is known about what is usual
+WINDOW_STEPS = 64  # steps that count: what was long ago may have been another kind of work
 
 
 class Phase(StrEnum):
@@ -45,8 +42,7 @@ class ProgressMark:
     micro_batch: int
     since_s: float
     first_step_done: bool
-    longest_s: float = 0.0
-    """The longest that any phase of a step has taken since the first step was through."""
+    longest_s: float = 0.0  # the longest that any phase of a step has taken since the first step was through
 
     usual_s: float = 0.0
     """The longest but one of the last steps, so that a single stall does not blunt the bound; 0 while too few are known."""

@@ -31,23 +31,14 @@ class RankProgress:
 
     pid: int
     rank: int
-    stopped_s: float
-    """How long the process may be stopped by a signal."""
-
-    grace_s: float
-    """How long it may take to end itself when it should."""
-
+    stopped_s: float  # how long the process may be stopped by a signal
+    grace_s: float  # how long it may take to end itself when it should
     mark: ProgressMark
-    bound_s: float
-    """How long the phase may last by what is known of this rank's steps."""
-
-    limit_s: float
-    """How long it may last at most."""
-
+    bound_s: float  # how long the phase may last by what is known of this rank's steps
+    limit_s: float  # how long it may last at most
     sequence: int
     pulse: int
-    ending: bool
-    """Whether it is about to end, and says why."""
+    ending: bool  # whether it is about to end, and says why
 
 
 def progress_path(folder: str, rank: int) -> str:

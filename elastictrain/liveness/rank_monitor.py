@@ -28,26 +28,17 @@ TURN_S = 0.2
 _LONGEST_TURN_S = 1.0
 """What is beyond that was no waiting: this process was not running, and so the others may not have been either."""
 
-_TELL_S = 1.0
-"""How long the terminal is waited for: whoever reads it may be stopped, and its pipe full."""
-
-_NOBODY_S = 10.0
-"""The marks of the first worker are there before its monitor: without any, that worker is gone."""
-
-PULSE_S = 2.0
-"""A process whose watchdog has not run for so long is stopped, or a thread of it holds the interpreter's lock."""
+_TELL_S = 1.0  # how long the terminal is waited for: whoever reads it may be stopped, and its pipe full
+_NOBODY_S = 10.0  # the marks of the first worker are there before its monitor: without any, that worker is gone
+PULSE_S = 2.0  # a process whose watchdog has not run for so long is stopped, or a thread of it holds the interpreter's lock
 
 assert PULSE_S > 2 * TURN_S  # noqa: S101  # a pulse is seen to go on only between two looks
 
 SURVIVOR_S = 1.4
 """How long a process may outlive another one of its group in which it waits for it; it is ended by itself before, if it can."""
 
-ENDING_S = 8.0
-"""The same for one that already ends, and says why."""
-
-_MARGIN_S = 3.0
-"""What the limits that a process has for itself may be late."""
-
+ENDING_S = 8.0  # the same for one that already ends, and says why
+_MARGIN_S = 3.0  # what the limits that a process has for itself may be late
 Kind = Literal["stopped", "frozen", "stuck", "left behind"]
 _WHY: dict[Kind, str] = {
     "stopped": "was stopped by a signal {silent_s:.1f} s ago in {mark}, and was not continued within {bound_s:g} s",
@@ -65,15 +56,10 @@ class ObservedRank:
     """One rank of this host, as it is seen from outside. Times are those in which the observer itself was awake."""
 
     marks: RankProgress
-    unchanged_s: float
-    """Since its mark was last seen to change."""
-
-    still_s: float
-    """Since its pulse was last seen to go on."""
-
+    unchanged_s: float  # since its mark was last seen to change
+    still_s: float  # since its pulse was last seen to go on
     stopped: bool = False
-    gone_s: float | None = None
-    """Since it ended; None as long as it lives."""
+    gone_s: float | None = None  # since it ended; None as long as it lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +154,7 @@ class RankMonitor:
     facts: MonitoredHost
     _: KW_ONLY
     find: Callable[[str, int], LiveWorker] = LiveWorker
-    record: Callable[[Hang, str], None]
-    """Keeps an event and the stacks that belong to it; it may take its time."""
+    record: Callable[[Hang, str], None]  # keeps an event and the stacks that belong to it; it may take its time
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:

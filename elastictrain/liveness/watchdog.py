@@ -10,8 +10,7 @@ from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
 from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
 
-LOST_PATIENCE_S = 0.5
-"""How long a collective may take to notice by itself that a peer is gone."""
+LOST_PATIENCE_S = 0.5  # how long a collective may take to notice by itself that a peer is gone
 
 _AGREEMENT_MARGIN_S = 5.0
 """The agreement on a generation keeps its own limit, and then names who is missing: it is to end first."""
@@ -26,11 +25,8 @@ class Overdue:
 
     exit_code: int
     reason: str
-    show_stacks: bool = True
-    """Whether where its threads are tells a person anything."""
-
-    hangs: bool = False
-    """Whether it is because nothing goes on any more: then all that the group knows is of use."""
+    show_stacks: bool = True  # whether where its threads are tells a person anything
+    hangs: bool = False  # whether it is because nothing goes on any more: then all that the group knows is of use
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +35,7 @@ class LostPeer:
 
     name: str
     since_s: float
-    noticed: bool = True
-    """Whether collectives may notice it by themselves, and say more."""
+    noticed: bool = True  # whether collectives may notice it by themselves, and say more
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +43,7 @@ class Others:
     """What is known of the other ranks."""
 
     lost: LostPeer | None = None
-    in_vain: bool = False
-    """Whether by all that is heard of them nothing will end a silence that is too long for this rank."""
+    in_vain: bool = False  # whether by all that is heard of them nothing will end a silence that is too long for this rank
 
 
 NOTHING_HEARD = Others()
@@ -122,8 +116,7 @@ class Watchdog:
     stop: Callable[[], StopRequest | None]
     end: Callable[[Overdue], None]
     others: Callable[[], Others] = lambda: NOTHING_HEARD
-    beat: Callable[[], None] = lambda: None
-    """Called at each turn: it shows others that threads of this process can run."""
+    beat: Callable[[], None] = lambda: None  # called at each turn: it shows others that threads of this process can run
     clock: Callable[[], float] = time.monotonic
     interval_s: float = 0.1
 

@@ -21,9 +21,7 @@ import xxhash
 
 from elastictrain.errors import TransportError
 
-FRAME_BYTES = 1 << 20
-"""Most bytes in one frame of raw bytes."""
-
+FRAME_BYTES = 1 << 20  # most bytes in one frame of raw bytes
 MOST_JSON_BYTES = 64 << 20
 
 SIGNATURE_BYTES = 16

@@ -23,12 +23,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 
-CONNECTIONS = 64
-"""Served at once, by a thread each; more that have proven themselves wait for a place."""
-
-_ACCEPTED_AT_ONCE = 16
-"""Between two looks at who has sent its proof: a flood of new connections must not be older than that."""
-
+CONNECTIONS = 64  # served at once, by a thread each; more that have proven themselves wait for a place
+_ACCEPTED_AT_ONCE = 16  # between two looks at who has sent its proof: a flood of new connections must not be older than that
 _TURN_S = 0.25
 _FULL_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

@@ -15,12 +15,8 @@ from elastictrain.storage.failures import fault_of, reason_of, storage_error
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
 
-SEGMENT_BYTES = 1 << 20
-"""The newest segment is sent whole each time: it is small, so that little is sent twice."""
-
-KEPT_BYTES = 64 << 20
-"""Records that wait for a store that fails; more are lost, and counted."""
-
+SEGMENT_BYTES = 1 << 20  # the newest segment is sent whole each time: it is small, so that little is sent twice
+KEPT_BYTES = 64 << 20  # records that wait for a store that fails; more are lost, and counted
 logger = logging.getLogger(__name__)
 
 

@@ -14,9 +14,7 @@ from typing import Any, TypeVar, cast
 from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
-_MARK = "elastictrain_creator"
-"""The service takes no hyphens in names of metadata."""
-
+_MARK = "elastictrain_creator"  # the service takes no hyphens in names of metadata
 _FOLDER_MARK = "hdi_isfolder"
 
 T = TypeVar("T")

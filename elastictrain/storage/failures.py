@@ -39,8 +39,7 @@ class Fault(Enum):
     EXISTS = auto()
     DENIED = auto()
     FULL = auto()
-    RANGE = auto()
-    """The range begins behind the end of an object that exists."""
+    RANGE = auto()  # the range begins behind the end of an object that exists
     PERMANENT = auto()
 
 
@@ -181,20 +180,11 @@ def reason_of(error: BaseException) -> str:
 class RetryOptions:
     """How long a store insists. A request may outlast `total_s` by the time-out of its last attempt."""
 
-    attempts: int = 12
-    """Attempts in all; 1 for no second one."""
-
-    base_s: float = 0.25
-    """Upper bound of the first pause; it doubles with each attempt."""
-
-    max_delay_s: float = 8.0
-    """Upper bound of any pause."""
-
-    total_s: float = 60.0
-    """No attempt begins later than this after the first one."""
-
-    answer_timeout_s: float = 20.0
-    """An attempt ends when the service is silent for so long. Large bodies get time in addition."""
+    attempts: int = 12  # attempts in all; 1 for no second one
+    base_s: float = 0.25  # upper bound of the first pause; it doubles with each attempt
+    max_delay_s: float = 8.0  # upper bound of any pause
+    total_s: float = 60.0  # no attempt begins later than this after the first one
+    answer_timeout_s: float = 20.0  # An attempt ends when the service is silent for so long. Large bodies get time in addition.
 
 
 def next_delay(attempt: int, *, elapsed_s: float, options: RetryOptions, fault: Fault, jitter: float) -> float | None:

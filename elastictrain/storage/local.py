@@ -34,16 +34,12 @@ from elastictrain.storage.writers import process_name
 
 T = TypeVar("T")
 
-_FOR_ALL = 0o666
-"""Less what the user's umask takes away."""
-
+_FOR_ALL = 0o666  # less what the user's umask takes away
 _SECRET = 0o600
 
 LOCAL_PROTOCOLS = ("file", "local")
 
-_DEEPEST = 32
-"""Folders below the root in which files are looked for; no key of ours has so many parts."""
-
+_DEEPEST = 32  # folders below the root in which files are looked for; no key of ours has so many parts
 _TOLD_AT_MOST = 100
 
 logger = logging.getLogger(__name__)

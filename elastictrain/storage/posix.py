@@ -25,9 +25,7 @@ _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _GATHER_BYTES = 1 << 20
 _WRITEBACK_BYTES = 16 << 20
-_PRUNED_AT_MOST = 20
-"""How often others may remove the new file's folder, as an empty one, between our making and using it."""
-
+_PRUNED_AT_MOST = 20  # how often others may remove the new file's folder, as an empty one, between our making and using it
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -43,12 +41,9 @@ def describe(mode: int) -> str | None:
 class Place:
     """A name in an open folder. Its methods raise OSError, and IrregularFileError for what is neither file nor folder."""
 
-    folder: int
-    """A handle."""
-
+    folder: int  # a handle
     name: str
-    path: str
-    """For messages."""
+    path: str  # for messages
 
     def look(self, *, follow: bool = False) -> os.stat_result:
         """Facts of what has the name. `follow`: a link may stand for a file, which is only read."""

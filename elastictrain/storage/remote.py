@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 class Backend(Protocol):
     """Objects of one service, by path (bucket and key). A request fails with whatever the client raises."""
 
-    parallel: int
-    """Requests for one object that may run at a time; 1 if parts of an upload must come in order and only once."""
+    parallel: int  # requests for one object that may run at a time; 1 if parts of an upload must come in order and only once
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         """Bytes [start, end)."""
@@ -72,12 +71,10 @@ class RemoteStore:
     something of its own.
     """
 
-    root: str
-    """The path (bucket and folder) that `url` means."""
+    root: str  # the path (bucket and folder) that `url` means
     _: KW_ONLY
     url: str
-    backend: Callable[[], Backend]
-    """Makes a connection."""
+    backend: Callable[[], Backend]  # makes a connection
     retrying: Retrying
 
     def __post_init__(self) -> None:

@@ -13,8 +13,7 @@ from elastictrain.errors import PermanentStorageError
 
 Bytes = bytes | bytearray | memoryview
 
-TEMPORARY_PREFIX = ".tmp-"
-"""Names that start with it belong to unfinished files; no key has such a part."""
+TEMPORARY_PREFIX = ".tmp-"  # names that start with it belong to unfinished files; no key has such a part
 
 
 @dataclass(frozen=True, slots=True)
