@@ -1,6 +1,6 @@
-"""Logs that grow: a file locally; numbered objects remotely, where nothing grows.
+"""Append-only logs: one growing file locally, numbered segment objects remotely, because objects cannot grow.
 
-A log never disturbs the trainer: what cannot be written is kept, said once, and written with the next attempt.
+A log never disturbs the trainer: records that cannot be written are kept, reported once, and written with the next attempt.
 """
 
 import logging
@@ -15,16 +15,16 @@ from elastictrain.storage.failures import fault_of, reason_of, storage_error
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
 
-SEGMENT_BYTES = 1 << 20  # the newest segment is sent whole each time: it is small, so that little is sent twice
-KEPT_BYTES = 64 << 20  # records that wait for a store that fails; more are lost, and counted
+SEGMENT_BYTES = 1 << 20  # the newest segment is sent whole each time: small, so that little is sent twice
+KEPT_BYTES = 64 << 20  # records kept while the store fails; further ones are dropped and counted
 logger = logging.getLogger(__name__)
 
 
 def open_append_log(store: Store, key: str, *, flush_s: float, close_s: float = 30.0) -> AppendLog:
-    """A log under `key`.
+    """Open the log under `key`. Raises: StorageError.
 
-    Locally each record is in the file when `append` returns. Remotely records are sent every `flush_s` seconds, as objects
-    `STEM.part-00001.jsonl`, ..., and `close` takes `close_s` at most.
+    Locally each record is in the file when `append` returns. Remotely a thread sends records every `flush_s` seconds as objects
+    `STEM.part-00001.jsonl`, ..., and `close` takes at most `close_s`.
     """
     if isinstance(store, LocalStore):
         return _FileLog(store, key)
@@ -32,9 +32,9 @@ def open_append_log(store: Store, key: str, *, flush_s: float, close_s: float = 
 
 
 def last_part(store: Store, stem: str, suffix: str = ".jsonl") -> int:
-    """The number of the last segment of a remote log; 0 if there is none.
+    """The number of the last segment of a remote log; 0 if there is none. Raises: StorageError.
 
-    A folder may hold those of many logs: it is not listed. Segments are numbered without gaps. Raises: StorageError.
+    Segments are numbered without gaps, so this searches by name: the folder may hold many logs and is not listed.
     """
     missing = 1
     while exists(store, part_key(stem, missing, suffix)):
@@ -47,28 +47,26 @@ def last_part(store: Store, stem: str, suffix: str = ".jsonl") -> int:
 
 
 def part_key(stem: str, number: int, suffix: str = ".jsonl") -> str:
-    """Of one segment of a remote log."""
     return f"{stem}.part-{number:05d}{suffix}"
 
 
 class LostLog:
-    """In the place of a log that cannot be opened; what is appended is lost."""
+    """Replaces a log that cannot be opened: records are dropped."""
 
     def append(self, data: bytes) -> None:
-        """Nothing is kept."""
+        pass
 
     def flush(self) -> None:
-        """Nothing is kept."""
+        pass
 
     def close(self) -> None:
-        """Nothing is kept."""
+        pass
 
 
 class _FileLog:
-    """One write per record: the kernel has it when the call returns, whatever then happens to the process."""
+    """One write per record: the kernel has the record when `append` returns, whatever happens to the process."""
 
     def __init__(self, store: LocalStore, key: str) -> None:
-        """Raises: StorageError."""
         self._store = store
         self._key = key
         self._path = path = store.path(key)
@@ -76,13 +74,13 @@ class _FileLog:
         self._failing = self._told_closed = False
         self._lost = 0
         try:
-            # What is in it is not durable before it is closed, so its name need not be either: a start does not wait for it.
+            # The content becomes durable at `close`, so the name need not be durable earlier: a start does not wait for it.
             self._descriptor = store.open_appended(key)
         except OSError as error:
             raise storage_error(fault_of(error), action="append to", url=path, reason=reason_of(error)) from error
         size_bytes = os.fstat(self._descriptor).st_size
         if key.endswith(".jsonl") and size_bytes and os.pread(self._descriptor, 1, size_bytes - 1) != b"\n":
-            # A full disk or a lost host can cut a record short; what follows must not become part of it.
+            # A full disk or a lost host can truncate the last record; the next one must not become part of it.
             self._waiting += b"\n"
 
     def append(self, data: bytes) -> None:
@@ -135,10 +133,7 @@ class _FileLog:
             del self._waiting[:count]
 
     def _begin_again(self) -> bool:
-        """The file was deleted, as one that was silent for long is when logs are merged.
-
-        Where its folder is gone, too, so is the run, and nothing is made again.
-        """
+        """Create the file again if the merge of idle logs deleted it; False if its folder, and so the run, was deleted too."""
         try:
             descriptor = self._store.open_appended(self._key, make=False)
         except (OSError, StorageError):
@@ -149,7 +144,7 @@ class _FileLog:
 
 
 class _SegmentLog:
-    """A thread sends the newest segment again and again while it grows, and then begins another one."""
+    """A thread sends the newest segment again and again while it grows, then begins the next one."""
 
     def __init__(self, store: Store, key: str, *, flush_s: float, close_s: float) -> None:
         self._store = store
@@ -158,15 +153,14 @@ class _SegmentLog:
         self._flush_s = flush_s
         self._close_s = close_s
         self._changed = Condition()
-        # All guarded by the condition. Segments that are not sent yet, oldest first; only the last one grows.
+        # The condition guards all of these. Segments not sent yet, oldest first; only the last one grows.
         self._segments = deque([bytearray()])
-        self._sent_bytes = 0
-        """Of the first one."""
+        self._sent_bytes = 0  # of the first segment
         self._lost = 0
         self._closing = self._told_closed = False
         self._flushes_wanted = 0
         self._flushes_done = 0
-        # Used by the thread alone.
+        # Only the thread uses these.
         self._number: int | None = None
         self._failing = False
         self._thread = Thread(target=self._run, name="append-log", daemon=True)
@@ -240,7 +234,7 @@ class _SegmentLog:
             self._store.write(part_key(self._stem, self._number, self._suffix), segment)
             with self._changed:
                 self._sent_bytes = len(segment)
-                # It may have grown meanwhile, and is sent again then.
+                # If it has grown meanwhile, the next round sends it again.
                 if len(self._segments) > 1 and len(self._segments[0]) == len(segment):
                     self._segments.popleft()
                     self._sent_bytes = 0

@@ -1,4 +1,4 @@
-"""Requests to Azure Blob Storage through the client of adlfs.
+"""Implements `Backend` for Azure Blob Storage through the client of adlfs.
 
 adlfs takes account and credentials from the environment: AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with
 AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, AZURE_STORAGE_CLIENT_ID (and _SECRET, _TENANT_ID), or what azure-identity
@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 
 class AzureBackend:
-    """See `Backend`."""
-
     parallel = 4
 
     def __init__(self, url: str, answer_timeout_s: float) -> None:
@@ -36,7 +34,7 @@ class AzureBackend:
                 "no storage account and credentials in the environment; set AZURE_STORAGE_CONNECTION_STRING, or "
                 f"AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY ({error})"
             ) from error
-        # Ours are the only retries.
+        # `Retrying` is the only retry loop.
         self._once = {"retry_total": 0, "connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": answer_timeout_s}
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
@@ -48,12 +46,12 @@ class AzureBackend:
         return self._wait(fetch, most_bytes(start, end))
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
-        # Not to overwrite is `If-None-Match: *`.
+        # overwrite=False sends `If-None-Match: *`.
         metadata = None if mark is None else {_MARK: mark}
         self.call(path, "upload_blob", data=data, overwrite=mark is None, metadata=metadata)
 
     def begin(self, path: str) -> str:
-        # Blocks of another upload to the same object have other names, all of one length.
+        # The blocks of concurrent uploads to one object need different names, all of one length.
         return secrets.token_hex(8)
 
     def put_part(self, path: str, upload: str, number: int, data: bytes) -> str:
@@ -64,11 +62,11 @@ class AzureBackend:
     def finish(self, path: str, upload: str, parts: Sequence[str]) -> None:
         from azure.storage.blob import BlobBlock
 
-        # Sent again it names the same blocks, which then are the object's.
+        # Repeating the request is safe: it names the same blocks.
         self.call(path, "commit_block_list", [BlobBlock(block) for block in parts])
 
     def abort(self, path: str, upload: str) -> None:
-        """Nothing: the service forgets blocks that no list names after a week."""
+        """Azure itself deletes uncommitted blocks after a week."""
 
     def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
         found = self.call(path, "get_blob_properties")
@@ -95,7 +93,7 @@ class AzureBackend:
         self.call(path, "delete_blob")
 
     def call(self, path: str, method: str, *arguments: object, data: bytes | None = None, **options: object) -> Any:
-        """One request about one object, with a body or without, tried once."""
+        """One request about one object, tried once."""
         # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
         body = {} if data is None else {"data": io.BytesIO(data), "length": len(data)}
 
@@ -116,5 +114,5 @@ class AzureBackend:
 
 
 def _is_folder(metadata: dict[str, str] | None) -> bool:
-    """A folder of an account with a hierarchical namespace."""
+    """Whether the blob stands for a folder, in an account with a hierarchical namespace."""
     return any(name.lower() == _FOLDER_MARK and value == "true" for name, value in (metadata or {}).items())

@@ -1,7 +1,4 @@
-"""Reads small objects whole, and not one byte more than they may have: a file can claim 30 GB and hold nothing.
-
-Many are read side by side: an object store takes as long for one request as for many.
-"""
+"""Bounded reads of small objects (a file can claim 30 GB and hold nothing), many in parallel to pay the latency once."""
 
 import logging
 import threading
@@ -25,7 +22,7 @@ _AT_ONCE = 64
 
 
 def read_bounded(store: ReadableStore, key: str, *, most_bytes: int = RECORD_BYTES) -> bytes:
-    """The whole object. Raises: ObjectTooLargeError if it has more than `most_bytes`; what `Store.read` raises."""
+    """Read the whole object. Raises: ObjectTooLargeError if it has more than `most_bytes`; what `Store.read` raises."""
     data = store.read(key, end=most_bytes + 1)
     if len(data) > most_bytes:
         raise ObjectTooLargeError(f"{store.url}/{key} must have at most {most_bytes} bytes, but has more")
@@ -33,10 +30,7 @@ def read_bounded(store: ReadableStore, key: str, *, most_bytes: int = RECORD_BYT
 
 
 def read_record(store: ReadableStore, key: str) -> bytes:
-    """The whole of a small object; nothing of one that is larger than any record, which then decodes as none.
-
-    Raises: what `Store.read` raises.
-    """
+    """Read a small object; b"", which decodes as no record, if it is larger than any record. Raises: as `Store.read`."""
     try:
         return read_bounded(store, key)
     except ObjectTooLargeError as error:
@@ -45,7 +39,7 @@ def read_record(store: ReadableStore, key: str) -> bytes:
 
 
 def exists(store: Store, key: str) -> bool:
-    """Whether the object is there. Raises: StorageError."""
+    """Raises: StorageError."""
     try:
         store.stat(key)
     except ObjectNotFoundError:
@@ -54,8 +48,7 @@ def exists(store: Store, key: str) -> bool:
 
 
 def read_all(store: Store, keys: Iterable[str]) -> dict[str, bytes]:
-    """The records that exist, by key; nothing of an object that is larger than any. Raises: StorageError."""
-
+    """The records that exist, by key; b"" for an object larger than any record. Raises: StorageError."""
     found: dict[str, bytes] = {}
 
     def read(key: str) -> None:
@@ -67,13 +60,13 @@ def read_all(store: Store, keys: Iterable[str]) -> dict[str, bytes]:
 
 
 def side_by_side(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """What each call returns, in their order; a few run at once, the rest as these end.
+    """Run the calls in parallel, at most 64 at once; return their results in order.
 
-    Raises: what the first of them raised that did, once all have ended. Threads are left to die with the process: one that a
-    store keeps waiting must not keep the process from ending.
+    Raises the first error in that order, after all calls have ended. The threads are daemons: a store that does not answer
+    must not keep the process alive.
     """
     futures = [(call, Future[T]()) for call in calls]
-    # An iterator of a list, which several threads may share: each takes what none has taken.
+    # The threads share one list iterator: each takes a call that no other has taken.
     todo = iter(futures)
 
     def work() -> None:

@@ -1,6 +1,6 @@
-"""Which kind of failure an exception of a backend is, and when to try a failed request again.
+"""Maps exceptions of backends to kinds of failure, and retries transient ones.
 
-Backends' classes are known by name only: their packages need not be installed.
+Exceptions are matched by class name: the packages of the backends need not be installed.
 """
 
 import errno
@@ -26,13 +26,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Such an exception is a mistake in the program, not an answer of a backend.
+# Such an exception is a bug in the program, not an answer of a backend.
 _BUGS = (TypeError, AttributeError, NameError, LookupError, AssertionError, ArithmeticError)
 
 
 class Fault(Enum):
-    """What a failed request means."""
-
     TRANSIENT = auto()
     NOT_FOUND = auto()
     NO_BUCKET = auto()
@@ -69,7 +67,7 @@ _STATUSES = {
     Fault.FULL: "507",
 }
 
-# In order: a failed certificate check is also a connection error, and stays one for ever.
+# Checked in order: a failed certificate check is also a connection error, but a permanent one.
 _CLASSES = {
     Fault.PERMANENT: "SSLCertVerificationError ClientConnectorCertificateError SSLError",
     Fault.DENIED: (
@@ -107,12 +105,12 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Of the outermost that has one, of an exception and its causes."""
+    """The errno of the outermost exception, among `error` and its causes, that has one."""
     return next((one.errno for one in _chain(error) if isinstance(one, OSError) and one.errno is not None), None)
 
 
 def _answer_of(error: BaseException) -> tuple[str, int]:
-    """Error code of the service (`NoSuchKey`) and HTTP status, where each kind of client keeps them; '' and 0 for none."""
+    """The service's error code (`NoSuchKey`) and the HTTP status, from where each client keeps them; '' and 0 if absent."""
     response: object = getattr(error, "response", None)
     if isinstance(response, dict):
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -121,17 +119,16 @@ def _answer_of(error: BaseException) -> tuple[str, int]:
         value = str(getattr(error, attribute, ""))
         if value.isdecimal() and 400 <= int(value) < 600:
             code = getattr(error, "error_code", None)
-            # The codes of Azure are an enum, which is text but is not found as such.
+            # Azure's codes are members of a str enum, which a dict lookup does not find.
             code = getattr(code, "value", code)
             return code if isinstance(code, str) else "", int(value)
     return "", 0
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What the failure means, by the exception and its causes.
+    """Classify the exception and its causes: by the service's code, then class, then HTTP status, then errno.
 
-    The service's own code says most. A status counts less than the class: aiohttp gives a torn answer the status 400. An errno
-    is often the invention of a client.
+    aiohttp gives a torn answer the status 400, and an errno is often the invention of a client.
     """
     chain = _chain(error)
     answers = [_answer_of(one) for one in chain]
@@ -164,13 +161,12 @@ _REPORT: dict[Fault, tuple[type[StorageError], str]] = {
 
 
 def storage_error(fault: Fault, *, action: str, url: str, reason: str) -> StorageError:
-    """The error that callers of a store see."""
     kind, remedy = _REPORT[fault]
     return kind(f"cannot {action} {url}: {reason}; {remedy}")
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that says what happened."""
+    """One line for messages."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
@@ -178,20 +174,20 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetryOptions:
-    """How long a store insists. A request may outlast `total_s` by the time-out of its last attempt."""
+    """Limits of retries. A request may exceed `total_s` by the time-out of its last attempt."""
 
     attempts: int = 12  # attempts in all; 1 for no second one
     base_s: float = 0.25  # upper bound of the first pause; it doubles with each attempt
     max_delay_s: float = 8.0  # upper bound of any pause
     total_s: float = 60.0  # no attempt begins later than this after the first one
-    answer_timeout_s: float = 20.0  # An attempt ends when the service is silent for so long. Large bodies get time in addition.
+    answer_timeout_s: float = 20.0  # an attempt fails after so long without an answer; large bodies get time in addition
 
 
 def next_delay(attempt: int, *, elapsed_s: float, options: RetryOptions, fault: Fault, jitter: float) -> float | None:
-    """Pause before the next attempt, or None to give up.
+    """Pause before the next attempt; None to give up.
 
-    `attempt` (from 1) has just failed; `jitter` in [0, 1) spreads clients that failed together over the upper
-    half of the pause.
+    Attempt `attempt` (from 1) has just failed. `jitter` in [0, 1) spreads clients that failed together over the upper half of
+    the pause.
     """
     if fault is not Fault.TRANSIENT or attempt >= options.attempts:
         return None
@@ -202,7 +198,7 @@ def next_delay(attempt: int, *, elapsed_s: float, options: RetryOptions, fault: 
 
 @dataclass(frozen=True, slots=True)
 class Retrying:
-    """Runs a request until it succeeds or there is no point in going on."""
+    """Runs a request until it succeeds or a retry is pointless."""
 
     options: RetryOptions
     clock: Callable[[], float] = time.monotonic
@@ -210,11 +206,11 @@ class Retrying:
     random: Callable[[], float] = random.random
 
     def once(self) -> "Retrying":
-        """The same without second attempts: only the translation of errors."""
+        """Return a copy without retries, which only translates errors."""
         return replace(self, options=replace(self.options, attempts=1))
 
     def call(self, request: Callable[[], T], *, action: str, url: str) -> T:
-        """What `request` returns. Raises: StorageError for whatever the backend raised last."""
+        """Return the result of `request`. Raises: StorageError, made from the last error of the backend."""
         began = self.clock()
         attempt = 1
         while True:

@@ -1,6 +1,6 @@
-"""Requests to any other service that fsspec knows (memory://, sftp://, ...).
+"""Implements `Backend` for any other service that fsspec knows (memory://, sftp://, ...).
 
-Whether a write is atomic is up to the service: object stores are, file servers (sftp, smb, hdfs) show a file while it grows.
+Only object stores write atomically; file servers (sftp, smb, hdfs) show a file while it grows.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +16,6 @@ _BLOCK_BYTES = 16 << 20
 
 
 class FilesystemBackend:
-    """See `Backend`."""
-
     parallel = 1
 
     def __init__(self, url: str, answer_timeout_s: float) -> None:
@@ -25,10 +23,10 @@ class FilesystemBackend:
 
         self._answer_timeout_s = answer_timeout_s
         self._memory = url.startswith("memory:")
-        # Objects in memory belong to the one cached instance; all others are ours alone, without a cache of listings.
+        # Objects in memory:// belong to fsspec's one cached instance; other instances are private and cache no listings.
         options = {} if self._memory else {"skip_instance_cache": True, "use_listings_cache": False}
         self._files: Any = fsspec.core.url_to_fs(url, **options)[0]
-        # Python's dict is all that memory:// has: check and creation are one step only under a lock, which lives with the dict.
+        # memory:// is a plain dict: check and creation are atomic only under a lock, which is stored with the dict.
         self._lock: Lock | None = self._files.__dict__.setdefault("_elastictrain_lock", Lock()) if self._memory else None
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
@@ -65,7 +63,7 @@ class FilesystemBackend:
             found = self._files.info(path, **bound)
         if found.get("type") == "directory":
             raise FileNotFoundError(path)
-        # There is no mark that all services keep. Memory loses no answers; elsewhere creators differ in what they write.
+        # No mark exists that all services keep. memory:// loses no answers; for others `RemoteStore` compares contents.
         return _info(path, found), "" if self._memory else None
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
@@ -85,7 +83,7 @@ class FilesystemBackend:
 
     @contextmanager
     def _request(self, num_bytes: int) -> Iterator[dict[str, object]]:
-        """Arguments that bound the time of one request, where the client can do that."""
+        """Arguments that bound the time of one request, where the client supports it."""
         if self._lock is not None:
             with self._lock:
                 yield {}
@@ -95,12 +93,11 @@ class FilesystemBackend:
 
 
 def begin_stream(files: Any, path: str) -> Any:
-    """fsspec's file for writing: in gcsfs a resumable upload, completed by `close`."""
+    """fsspec's file for writing; in gcsfs a resumable upload that `close` completes."""
     return files.open(path, "wb", block_size=_BLOCK_BYTES)
 
 
 def abort_stream(file: Any) -> None:
-    """Leaves nothing of it."""
     file.discard()
     # Without this the garbage collector would close the file, which completes the upload.
     file.closed = True
@@ -111,7 +108,7 @@ def _info(path: str, found: Mapping[str, object]) -> ObjectInfo:
 
 
 def _unix_seconds(found: Mapping[str, object]) -> float:
-    """Each client has its own name and type for the time of the last write; 0 where there is none."""
+    """Time of the last write; each client has its own name and type for it. 0 if absent."""
     for field in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"):
         value = found.get(field)
         if isinstance(value, datetime):

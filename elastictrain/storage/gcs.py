@@ -1,7 +1,7 @@
-"""Requests to Google Cloud Storage through its JSON API, with the credentials and connections of gcsfs.
+"""Implements `Backend` for Google Cloud Storage: its JSON API, with the credentials and connections of gcsfs.
 
-gcsfs (google-auth) takes credentials from the environment and the machine: GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
-application-default login`, the metadata service; without any it is anonymous. STORAGE_EMULATOR_HOST is another address.
+gcsfs (google-auth) takes credentials from GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or the
+metadata service; without any it is anonymous. STORAGE_EMULATOR_HOST replaces the address.
 """
 
 import io
@@ -31,13 +31,11 @@ class GcsAnswerError(Exception):
 
 
 class GcsBackend:
-    """See `Backend`."""
-
     parallel = 1
 
     def __init__(self, url: str, answer_timeout_s: float) -> None:
-        # Not the class that fsspec would choose: that one asks for the kind of the bucket by gRPC before each request, which an
-        # emulator does not answer and a person's rights may not allow.
+        # Not the class that fsspec chooses: it asks for the bucket's type by gRPC before each request. An emulator does not
+        # answer that, and a user's permissions may not allow it.
         from gcsfs.core import GCSFileSystem
 
         self._answer_timeout_s = answer_timeout_s
@@ -56,7 +54,7 @@ class GcsBackend:
         middle = f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
         body = b"".join((head.encode(), middle.encode(), data, f"\r\n--{boundary}--".encode()))
         headers = {"Content-Type": f"multipart/related; boundary={boundary}"}
-        # Generation 0 is that of an object which is not there.
+        # Generation 0 means that the object does not exist.
         asked = {"uploadType": "multipart"} | ({} if mark is None else {"ifGenerationMatch": "0"})
         where = f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
         self._ask("POST", where, asked, headers=headers, data=body, in_bucket=True)
@@ -103,7 +101,7 @@ class GcsBackend:
         num_bytes: int = 0,
         in_bucket: bool = False,
     ) -> bytes:
-        """One request, tried once. `in_bucket`: no object need be there, so what is not found is the bucket."""
+        """One request, tried once. `in_bucket`: the request needs no existing object, so a 404 means the bucket."""
         from fsspec.asyn import sync
         from yarl import URL
 
@@ -113,7 +111,7 @@ class GcsBackend:
         async def request() -> bytes:
             session = await files._set_session()
             signed = files._get_headers(dict(headers or {}))
-            # The path is quoted already; keys may have any character in them.
+            # The path is quoted already; keys may contain any character.
             address = URL(url, encoded=True).update_query(asked)
             # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
             body = io.BytesIO(data) if data else None
@@ -128,7 +126,7 @@ class GcsBackend:
 
 
 def _refusal(status: int, content: bytes, *, in_bucket: bool) -> GcsAnswerError:
-    """What the service says of it: a JSON object, or text where something on the way answers."""
+    """The service answers with a JSON object; a proxy may answer with text."""
     text = content.decode(errors="replace").strip()
     try:
         said = parse_json(text)["error"]

@@ -1,8 +1,7 @@
 """Store on a POSIX file system.
 
-A write is a temporary file in the folder of its target, fsync, rename, fsync of the folder. `create` links the finished
-temporary file instead of renaming it, so that the name appears once only and never without its content.
-
+A write is a temporary file in the target's folder, fsync, rename, fsync of the folder. `create` links the finished temporary
+file instead of renaming it, so that the name appears only once and never without its content.
 Only the root itself may be a link, unless links are followed.
 """
 
@@ -34,19 +33,19 @@ from elastictrain.storage.writers import process_name
 
 T = TypeVar("T")
 
-_FOR_ALL = 0o666  # less what the user's umask takes away
+_FOR_ALL = 0o666  # less the user's umask
 _SECRET = 0o600
 
 LOCAL_PROTOCOLS = ("file", "local")
 
-_DEEPEST = 32  # folders below the root in which files are looked for; no key of ours has so many parts
+_DEEPEST = 32  # folders below the root that a listing enters; no key of this package has so many parts
 _TOLD_AT_MOST = 100
 
 logger = logging.getLogger(__name__)
 
 
 def local_path(url: str) -> str | None:
-    """The folder that a path or URL means, if it is one on this host."""
+    """The folder on this host that a path or URL names; None for a remote URL."""
     protocol, separator, rest = url.partition("://")
     if not separator:
         return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111
@@ -54,15 +53,11 @@ def local_path(url: str) -> str | None:
 
 
 class LocalStore:
-    """Objects are files below a folder, which the first write makes. See `Store` for what each method promises."""
+    """Objects are files below a folder that the first write makes. `Store` documents the methods."""
 
     def __init__(self, root: str, *, url: str, retrying: Retrying, follow_links: bool = False) -> None:
-        """`root` is an absolute path; `url` is what the user wrote for it.
-
-        `follow_links`: an object may be a link to a regular file, when it is read by its name. Writes and deletions refuse it.
-        """
-        self.root = os.path.realpath(root)
-        """The folder that holds all objects; no part of it is a link."""
+        """`root` is absolute. `follow_links`: a read by name may follow a link to a regular file; writes and deletes never do."""
+        self.root = os.path.realpath(root)  # the folder of all objects; no part of it is a link
         self.url = url
         self._retrying = retrying
         self._follow_links = follow_links
@@ -70,14 +65,13 @@ class LocalStore:
         self._passed_over: set[str] = set()
 
     def path(self, key: str) -> str:
-        """The file that holds the object."""
         check_key(key, url=self.url)
         return f"{self.root}/{key}"
 
     def without_sync(self) -> "LocalStore":
-        """The same store for what need not outlast a loss of power: still whole or not there, but nothing waits for the disk.
+        """The same store for objects that need not survive a power loss: writes stay atomic but do not wait for the disk.
 
-        While gigabytes are on their way to that disk, an fsync of a few bytes takes seconds.
+        While gigabytes are being written to that disk, an fsync of a few bytes takes seconds.
         """
         volatile = copy(self)
         volatile._folders = DurableFolders(self.root, sync=False)
@@ -119,18 +113,18 @@ class LocalStore:
             try:
                 self._put(key, data, new=True, mode=mode)
             except FileExistsError:
-                # On a network file system an attempt may have succeeded although its answer was lost.
+                # On a network file system an earlier attempt may have succeeded although its answer was lost.
                 if first or self.read(key) != data:
                     raise
 
         self._try("create", key, request)
 
     def create_secret(self, key: str, data: Bytes) -> None:
-        """Like `create`, but this user alone can read it."""
+        """Like `create`, but only this user can read the file."""
         self.create(key, data, mode=_SECRET)
 
     def read_secret(self, key: str, *, most_bytes: int) -> bytes:
-        """At most so many bytes of what `create_secret` made. Raises: AccessDeniedError if it may be of another user."""
+        """The first `most_bytes` of a file of `create_secret`. Raises: AccessDeniedError if it may belong to another user."""
         path = self.path(key)
 
         def own_uid() -> int:
@@ -148,18 +142,16 @@ class LocalStore:
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["_Writer"]:
-        # A failed write of a stream has no second chance: nobody has the earlier bytes any more.
+        # A failed write of a stream cannot be retried: its earlier bytes are no longer held.
         act = partial(self._retrying.once().call, action="write", url=f"{self.url}/{key}")
         with self._try("write", key, lambda: UnfinishedFile(key, folders=self._folders)) as file:
             yield _Writer(lambda data: act(lambda: file.write(data)))
             act(lambda: file.finish(new=False))
 
     def open_appended(self, key: str, *, make: bool = True) -> int:
-        """Descriptor of a file that grows, for reading and appending; without `make` only if its folder is there.
+        """Open a growing file for reading and appending; without `make` only in an existing folder.
 
-        The file's name is not made durable: `make_durable` does that.
-
-        Raises: OSError; IrregularFileError.
+        Its name is durable only after `make_durable`. Raises: OSError; IrregularFileError.
         """
         path, flags = self.path(key), os.O_RDWR | os.O_CREAT | os.O_APPEND
         if not make:
@@ -173,18 +165,18 @@ class LocalStore:
             os.close(handle)
 
     def make_durable(self, key: str) -> None:
-        """Makes the name of an object durable, unless its folder is gone. Raises: OSError; IrregularFileError."""
+        """Make the name of an object durable, unless its folder was deleted. Raises: OSError; IrregularFileError."""
         folder = key.rpartition("/")[0]
-        # Somebody may have deleted the run: its folder must not be made again.
+        # If the run was deleted, its folder must not be made again.
         with opened_folder(self.root, folder) as handle:
             os.close(DurableFolders(self.root).make(folder))
             sync_folder(handle)
 
     def is_blocked(self, key: str) -> bool:
-        """Whether the object can be neither there nor written: something else has its name, or that of its folder.
+        """Whether the object can neither exist nor be written, because something else has its name or that of its folder.
 
-        Raises: StorageError, also if something else has the name of a folder further up: no other folder beside this one would
-            help then.
+        Raises: StorageError, also if something else has the name of a folder further up: then no other folder beside this one
+            would help.
         """
 
         def request() -> bool:
@@ -222,7 +214,7 @@ class LocalStore:
         self._try("delete", key, lambda: self._delete(key))
 
     def sweep_temporaries(self, prefix: str = "") -> tuple[str, ...]:
-        """Removes unfinished files below `prefix` whose writers certainly are dead; returns their names."""
+        """Delete unfinished files below `prefix` whose writers are certainly dead; return their names."""
         abandoned = partial(is_abandoned, here=process_name())
         names = [name for name, place in self._walk(folder_of(prefix)) if abandoned(place.name)]
         for name in names:
@@ -237,7 +229,7 @@ class LocalStore:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int]]:
-        """Descriptor and size of a file."""
+        """Descriptor and size of the file."""
         with self._place(key) as place:
             descriptor = place.open(os.O_RDONLY, follow=self._follow_links)
         try:
@@ -247,13 +239,13 @@ class LocalStore:
 
     @contextmanager
     def _place(self, key: str) -> Iterator[Place]:
-        """Where the file is, or would be: in a folder that is there."""
+        """The file's place, whether the file exists or not. Its folder must exist."""
         folder, _, name = key.rpartition("/")
         with opened_folder(self.root, folder) as handle:
             yield Place(handle, name, f"{self.root}/{key}")
 
     def _delete(self, key: str) -> None:
-        """Deletes the file if it is there, and folders that it leaves empty: a folder is no object."""
+        """Delete the file if it exists, and folders that become empty."""
         with suppress(FileNotFoundError), self._place(key) as place:
             place.look()
             os.unlink(place.name, dir_fd=place.folder)
@@ -262,10 +254,9 @@ class LocalStore:
         self._folders.prune(key.rpartition("/")[0])
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Place]]:
-        """All files below `prefix`, which is '' or ends with '/', in order of their names relative to the root.
+        """Yield name (relative to the root) and place of each file below `prefix` ('' or ending with '/'), in name order.
 
-        With each name comes the file's place, which is good until the next file is asked for.
-
+        A place is valid until the next one is requested.
         Raises: StorageError; IrregularFileError if `prefix` itself, or a folder above it, is irregular.
         """
         with ExitStack() as handles:
@@ -292,7 +283,7 @@ class LocalStore:
                     self._pass_over(f"{self.root}/{prefix}{name[:-1]}", "is a folder no more")
 
     def _names(self, handle: int, *, prefix: str) -> tuple[str, ...]:
-        """Names of files, and those of folders with a '/', in order."""
+        """Names in order; those of folders end with '/'."""
         names = []
         descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
         try:
@@ -308,7 +299,7 @@ class LocalStore:
         return tuple(sorted(names))
 
     def _pass_over(self, path: str, why: str) -> None:
-        """Says, once each, what a listing leaves out; `why` completes the sentence that starts with the path."""
+        """Log once per path what a listing skips; `why` completes the sentence that starts with the path."""
         if path in self._passed_over or len(self._passed_over) > _TOLD_AT_MOST:
             return
         self._passed_over.add(path)

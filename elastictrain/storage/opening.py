@@ -1,4 +1,4 @@
-"""From a URL to a store."""
+"""Opens the store of a URL."""
 
 import os
 import secrets
@@ -24,10 +24,9 @@ Step = Callable[[str], AbstractContextManager[None]]
 
 
 def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: bool = False) -> Store:
-    """The store at a path or URL. Touches neither disk nor network: `check_writable` does.
+    """Open the store at a path or URL. Touches neither disk nor network: `check_writable` does.
 
-    `follow_links`: on this host objects may be links to files that are only read; for what a user has put together.
-
+    `follow_links`: local objects may be links to files that are only read, as in a folder that a user has put together.
     Raises: ConfigError if the URL is malformed, its protocol unknown, or the package for it not installed.
     """
     options = retry or RetryOptions()
@@ -57,25 +56,22 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
 
 
 def absolute_url(url: str) -> str:
-    """What the URL means, wherever the process that reads it runs: a path becomes absolute."""
+    """Make a path absolute, so that the URL means the same in every process."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111
 
 
 def without_sync(store: T) -> T:
-    """The same store for what need not outlast a loss of power: it does not wait for a disk."""
+    """The same store for objects that need not survive a power loss: local writes do not wait for the disk."""
     return cast(T, store.without_sync()) if isinstance(store, LocalStore) else store
 
 
 def is_blocked(store: Store, key: str) -> bool:
-    """Whether the object can be neither there nor written, since something else has its name or that of its folder.
-
-    Only a file system knows such things. Raises: StorageError, also if something else has the name of a folder further up.
-    """
+    """See `LocalStore.is_blocked`; False for an object store, which has no such conflicts. Raises: StorageError."""
     return isinstance(store, LocalStore) and store.is_blocked(key)
 
 
 def create_secret(store: Store, key: str, data: bytes) -> None:
-    """Like `Store.create`; a file is one that this user alone can read. In an object store its permissions decide."""
+    """Like `Store.create`, but only this user can read a local file. An object store applies its own permissions."""
     if isinstance(store, LocalStore):
         store.create_secret(key, data)
     else:
@@ -83,17 +79,16 @@ def create_secret(store: Store, key: str, data: bytes) -> None:
 
 
 def read_secret(store: Store, key: str, *, most_bytes: int) -> bytes:
-    """What `create_secret` made. Raises: StorageError; AccessDeniedError for a file that may be of another user."""
+    """Read an object of `create_secret`. Raises: StorageError; AccessDeniedError for a file that may belong to another user."""
     return store.read_secret(key, most_bytes=most_bytes) if isinstance(store, LocalStore) else store.read(key)
 
 
 def check_writable(store: Store, *, key: str = "", step: Step = lambda _: nullcontext()) -> list[ObjectInfo]:
-    """An object's round trip, so that a run finds out at its start, and not at its first checkpoint, what does not work.
+    """Test an object's round trip, so that a run fails at its start and not at its first checkpoint.
 
-    It is created, cannot be created again, is replaced, read back, listed and deleted; nothing remains, also after a failure.
-    Returns what was in its folder then. `step` is entered with the name of each step.
-
-    Raises: StorageError, whose message says what to do.
+    The object is created, cannot be created again, is replaced, read back, listed and deleted; nothing remains, also after a
+    failure. Returns the listing of its folder. `step` is entered with the name of each step.
+    Raises: StorageError, whose message names the remedy.
     """
     store, key = without_sync(store), key or f"probe-{secrets.token_hex(8)}/object"
     data, created = b"This object may be deleted.\n", False
@@ -126,7 +121,7 @@ def check_writable(store: Store, *, key: str = "", step: Step = lambda _: nullco
         with step("delete"):
             store.delete(key)
     except BaseException as error:
-        # A store that did not answer to the first request would let the next one wait as long.
+        # A store that did not answer the first request would block this one as long.
         if created or not isinstance(error, TransientStorageError):
             with suppress(StorageError):
                 store.delete(key)

@@ -1,8 +1,8 @@
-"""Files and folders below a root: opened without following links, written whole, and made to outlast a loss of power.
+"""Files and folders below a root: opened without following links, written atomically, made to survive a power loss.
 
-Below the root of a store there are folders and regular files. A link could lead to files of somebody else, and opening a FIFO
-could take for ever, so that neither is read, written or deleted, nor is a socket or a device. Handles are opened from the root
-down, one name at a time: a folder that somebody replaces with a link between two calls is not used either.
+Links, FIFOs, sockets and devices are neither read, written nor deleted: a link could lead to files of another user, and opening
+a FIFO can block for ever. Handles are opened from the root down, one name at a time, so that a folder which is replaced by a
+link between two calls is not used either.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _GATHER_BYTES = 1 << 20
 _WRITEBACK_BYTES = 16 << 20
-_PRUNED_AT_MOST = 20  # how often others may remove the new file's folder, as an empty one, between our making and using it
+_PRUNED_AT_MOST = 20  # how often others may remove the new, still empty folder before this process uses it
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -33,7 +33,7 @@ _IRREGULAR = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IF
 
 
 def describe(mode: int) -> str | None:
-    """What has the name, if it is neither a folder nor a regular file."""
+    """The type of an irregular file; None for a folder or a regular file."""
     return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else _IRREGULAR.get(stat.S_IFMT(mode), "a device")
 
 
@@ -41,21 +41,18 @@ def describe(mode: int) -> str | None:
 class Place:
     """A name in an open folder. Its methods raise OSError, and IrregularFileError for what is neither file nor folder."""
 
-    folder: int  # a handle
+    folder: int  # an O_PATH handle
     name: str
     path: str  # for messages
 
     def look(self, *, follow: bool = False) -> os.stat_result:
-        """Facts of what has the name. `follow`: a link may stand for a file, which is only read."""
+        """`lstat` of the name, or `stat` with `follow`, for a file that is only read."""
         found = os.stat(self.name, dir_fd=self.folder, follow_symlinks=follow)
         self._refuse_irregular(found)
         return found
 
     def open(self, flags: int, *, mode: int = 0o666, follow: bool = False) -> int:
-        """Descriptor of a regular file; `mode` is for one that is made, `follow` as in `look`.
-
-        Raises: FileNotFoundError also where a folder has the name.
-        """
+        """Descriptor of a regular file; `mode` is for a new one, `follow` as in `look`. FileNotFoundError also for a folder."""
         safe = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
         descriptor = self._open(flags | safe, mode, follow=follow)
         found = os.fstat(descriptor)
@@ -66,14 +63,13 @@ class Place:
         return descriptor
 
     def open_folder(self) -> int:
-        """Handle of a folder."""
         return self._open(_FOLDER | os.O_NOFOLLOW, 0, follow=False)
 
     def _open(self, flags: int, mode: int, *, follow: bool) -> int:
         try:
             return os.open(self.name, flags, mode, dir_fd=self.folder)
         except OSError:
-            # What has the name says more than its number, which is ELOOP, ENOTDIR or ENXIO.
+            # The file type explains more than the errno, which is ELOOP, ENOTDIR or ENXIO.
             with suppress(OSError):
                 self.look(follow=follow)
             raise
@@ -102,13 +98,12 @@ def opened_folder(root: str, folder: str) -> Iterator[int]:
 
 
 def sync_folder(handle: int) -> None:
-    """Makes the names in a folder durable."""
-    # A handle that may be opened without reading the folder cannot be synced.
+    # An O_PATH handle cannot be synced.
     descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE file systems know no fsync of folders: there the server answers for names.
+        # Some network and FUSE file systems do not support fsync of folders: there the server answers for names.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
@@ -116,7 +111,7 @@ def sync_folder(handle: int) -> None:
 
 
 def publish(finished: str, target: Place, *, new: bool) -> None:
-    """Gives a finished file another name in its folder: a `new` one, or that of the file whose place it takes.
+    """Rename a finished file within its folder to `target`; with `new` only if that name is free.
 
     Raises: FileExistsError if a new name is taken; OSError; IrregularFileError.
     """
@@ -131,7 +126,7 @@ def publish(finished: str, target: Place, *, new: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
-    # No hard links here (FAT, some FUSE file systems): a rename that refuses to replace is as good.
+    # No hard links here (FAT, some FUSE file systems): a rename that refuses to replace does the same.
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOTSUP, "the file system has no hard links and this system no renameat2", target.name)
@@ -142,22 +137,19 @@ def publish(finished: str, target: Place, *, new: bool) -> None:
 
 
 class DurableFolders:
-    """Opens and makes folders under a root, and makes each one's name durable the first time that this process uses it.
-
-    Folders are named relative to the root, which is ''.
-    """
+    """Makes folders under a root, each name durable at its first use in this process. Names are relative to the root, ''."""
 
     def __init__(self, root: str, *, sync: bool = True) -> None:
-        """Without `sync` no more is made durable than the root, if it is new: for what a loss of power may take."""
+        """Without `sync` only a new root is made durable: for objects that need not survive a power loss."""
         self.root = root
         self.sync = sync
         self._durable: set[str] = set()
         self._lock = Lock()
 
     def make(self, folder: str) -> int:
-        """Makes `folder` and what is missing above it; returns its handle, for the caller to close.
+        """Make `folder` and its missing parents; return its handle, which the caller closes.
 
-        Raises: OSError, FileNotFoundError if somebody removes it meanwhile; IrregularFileError.
+        Raises: OSError, FileNotFoundError if another process removes it meanwhile; IrregularFileError.
         """
         handle, made = self._make_root(), ""
         for name in folder.split("/") if folder else ():
@@ -179,7 +171,7 @@ class DurableFolders:
             child = place.open_folder()
         if self.sync and folder not in self._durable:
             try:
-                # Also where the folder was there: another process may have made it a moment ago and not got to its fsync.
+                # Also for an existing folder: the process that made it may not have reached its fsync.
                 sync_folder(place.folder)
             except BaseException:
                 os.close(child)
@@ -194,7 +186,7 @@ class DurableFolders:
         missing = [self.root]
         while not os.path.lexists(above := os.path.dirname(missing[-1])):  # noqa: PTH120
             missing.append(above)
-        # Somebody may make one of them, as a folder or not, and remove it again: opening the root tells.
+        # Another process may make one of them, as a folder or not, and remove it again: opening the root shows which.
         with suppress(FileExistsError):
             os.makedirs(self.root, exist_ok=True)  # noqa: PTH103
         for one in missing:
@@ -203,12 +195,12 @@ class DurableFolders:
         return os.open(self.root, _FOLDER)
 
     def forget(self, folder: str) -> None:
-        """`folder` turned out to be gone: somebody deleted the last object in it."""
+        """`folder` no longer exists: another process deleted the last object in it."""
         with self._lock:
             self._durable = {known for known in self._durable if known != folder and not known.startswith(f"{folder}/")}
 
     def prune(self, folder: str) -> None:
-        """Removes `folder` and folders above it as long as they are empty and below the root."""
+        """Remove `folder` and its parents as long as they are empty and below the root."""
         while folder:
             self.forget(folder)
             above, _, name = folder.rpartition("/")
@@ -225,9 +217,9 @@ class DurableFolders:
 
 
 class UnfinishedFile:
-    """A temporary file in the folder of its target; unless `finish` ended it, its context leaves nothing of it.
+    """A temporary file in the target's folder; its context deletes it unless `finish` published it.
 
-    It keeps a handle of the folder: what somebody puts in the folder's place meanwhile is not touched.
+    It keeps a handle of the folder: a folder that another process puts in its place is not touched.
     """
 
     def __init__(self, key: str, *, folders: DurableFolders, mode: int = 0o666) -> None:
@@ -253,11 +245,11 @@ class UnfinishedFile:
 
     @property
     def owner(self) -> int:
-        """The user that the file system takes this process for."""
+        """The uid that the file system assigns to this process."""
         return os.fstat(self._descriptor).st_uid
 
     def write(self, data: Bytes) -> None:
-        """Appends; small pieces are gathered."""
+        """Append; small pieces are buffered."""
         view = memoryview(data).cast("B")
         if len(self._gathered) + len(view) <= _GATHER_BYTES:
             self._gathered += view
@@ -268,12 +260,12 @@ class UnfinishedFile:
                 self._begin_writeback()
 
     def finish(self, *, new: bool) -> None:
-        """Makes the content durable, gives it its name as `publish` does, and makes the name durable."""
+        """Make the content durable, give it its name as `publish` does, and make the name durable."""
         self._flush()
         if self._sync:
             os.fsync(self._descriptor)
         descriptor, self._descriptor = self._descriptor, -1
-        # A network file system sends what is left when a file is closed, and tells only then that there is no room for it.
+        # A network file system sends the rest when the file is closed, and only then reports a full disk.
         os.close(descriptor)
         publish(self._temporary, Place(self._folder, self._name, self._path), new=new)
         with suppress(FileNotFoundError):
@@ -286,14 +278,14 @@ class UnfinishedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Never raises: it runs when something else already has gone wrong.
+        # Never raises: it may run while another exception propagates.
         if self._folder >= 0:
             with suppress(OSError):
                 os.unlink(self._temporary, dir_fd=self._folder)
         self._close()
 
     def _begin_writeback(self) -> None:
-        """Asks the kernel, where it can, to begin now: it would let gigabytes wait for the fsync, and the disk be idle."""
+        """Start writeback now: the kernel would let gigabytes wait for the fsync while the disk is idle."""
         sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
         if sync_file_range is not None:
             start, size_bytes = ctypes.c_int64(self._on_its_way), ctypes.c_int64(self._written - self._on_its_way)
@@ -319,14 +311,14 @@ class UnfinishedFile:
 
 
 def temporary_name(writer: str) -> str:
-    """A name that no other write has; it says which process writes, if that is known."""
+    """A unique name, which contains the name of the writing process if that is known."""
     return f"{TEMPORARY_PREFIX}{writer}.{secrets.token_hex(8)}"
 
 
 def is_abandoned(name: str, *, here: str, proc: Path = Path("/proc")) -> bool:
-    """Whether the writer of the temporary file `name` is certainly gone; `here` names this process.
+    """Whether the writer of temporary file `name` has certainly ended; `here` names this process.
 
-    Age says nothing: a write may take long, and clocks of hosts differ.
+    Age proves nothing: a write may take long, and clocks of hosts differ.
     """
     writer = name.removeprefix(TEMPORARY_PREFIX).rpartition(".")[0]
     return name.startswith(TEMPORARY_PREFIX) and is_dead(writer, here=here, proc=proc)

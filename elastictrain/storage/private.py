@@ -1,6 +1,6 @@
-"""Names that this user alone may use, in places where every user of the host can make them: /tmp, host memory, a run's folder.
+"""Files and folders for this user alone, where every user of the host can create names: /tmp, host memory, a run's folder.
 
-Another user can take such a name first: with a folder of their own, a link, or a pipe. Nothing of theirs is followed or used.
+Another user can take such a name first, with a folder, a link or a FIFO. None of these is followed or used.
 """
 
 import errno
@@ -23,17 +23,14 @@ _STALE_S = 3600.0
 
 
 class NameTakenError(PermissionError):
-    """Something that is not ours alone has a name that should be; the message says what it is, and what to do."""
+    """A path that should be this user's alone is not; the message names what it is, and the remedy."""
 
     def __init__(self, why: str) -> None:
         super().__init__(errno.EACCES, why)
 
 
 def why_not_private(path: str, found: os.stat_result, *, folder: bool, own_uid: int) -> str:
-    """What is wrong with a name that user `own_uid` alone should be able to use, and what to do; empty if nothing is. Pure.
-
-    `found` is what `lstat` or `fstat` says of it.
-    """
+    """Why a path is not for user `own_uid` alone, and the remedy; '' if it is. `found` is from `lstat` or `fstat`. Pure."""
     right_kind = stat.S_ISDIR(found.st_mode) if folder else stat.S_ISREG(found.st_mode)
     if right_kind and found.st_uid == own_uid and not found.st_mode & _FOR_OTHERS:
         return ""
@@ -46,19 +43,16 @@ def why_not_private(path: str, found: os.stat_result, *, folder: bool, own_uid: 
 
 
 def make_private_folder(path: str) -> None:
-    """Make one folder for this user alone; one that is there is used if it is just that.
-
-    Raises: OSError; NameTakenError if something else is there.
-    """
+    """Make a folder for this user alone, or use an existing one. Raises: OSError; NameTakenError if it is anything else."""
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)  # noqa: PTH102
-    # A link would lead to a folder that somebody else may own; lstat sees the link itself.
+    # lstat, because a link would lead to a folder that another user may own.
     if why := why_not_private(path, os.lstat(path), folder=True, own_uid=os.getuid()):
         raise NameTakenError(why)
 
 
 def make_private_folders(path: str) -> None:
-    """The same for a folder and the one that it is in, which the end of another run may remove meanwhile."""
+    """The same for a folder and its parent, which the end of another run may remove meanwhile."""
     parent = os.path.dirname(path)  # noqa: PTH120
     make_private_folder(parent)
     try:
@@ -69,7 +63,7 @@ def make_private_folders(path: str) -> None:
 
 
 def clear_folder(path: str, *, last: str = "") -> None:
-    """Removes a folder and the files in it, that with the name `last` last, and its parent if that is empty; never raises."""
+    """Remove a folder and its files, the file named `last` last, and its parent if that is empty; never raises."""
     with suppress(OSError):
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name == last):
             with suppress(OSError):
@@ -78,16 +72,17 @@ def clear_folder(path: str, *, last: str = "") -> None:
 
 
 def remove_if_empty(path: str) -> None:
-    """Removes a folder, and its parent, as far as they are empty; never raises."""
+    """Remove a folder, and its parent, as far as they are empty; never raises."""
     for folder in (path, os.path.dirname(path)):  # noqa: PTH120
         with suppress(OSError):
             os.rmdir(folder)  # noqa: PTH106
 
 
 def sweep_folders(parent: str, *, clear: Callable[[str], bool], now: float | None = None) -> list[str]:
-    """Clears what killed processes have left below `parent`, once it is old; returns the folders of which `clear` is true.
+    """Clear folders older than an hour that killed processes left below `parent`; return those for which `clear` is true.
 
-    A new folder is not locked at once. `clear` says whether nobody held it; where it raises OSError, somebody did.
+    The age counts because a new folder is not locked at once. `clear` returns whether no process held the folder; OSError
+    means that one did.
     """
     cleared = []
     with suppress(OSError):
@@ -100,12 +95,9 @@ def sweep_folders(parent: str, *, clear: Callable[[str], bool], now: float | Non
 
 
 def open_private_file(path: str) -> int:
-    """The descriptor, for reading and writing, of a file for this user alone, which is made if it is not there.
-
-    Raises: OSError; NameTakenError if something else is there.
-    """
+    """Open or create a file for this user alone, for reading and writing. Raises: OSError; NameTakenError if it is not that."""
     try:
-        # A pipe of somebody else must not hold us up.
+        # O_NONBLOCK: a FIFO of another user must not block this process.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:
@@ -120,10 +112,7 @@ def open_private_file(path: str) -> int:
 
 
 def temporary_folder() -> str:
-    """The folder of this user below the one for temporary files, for names that libraries write to without looking.
-
-    Raises: HostUnfitError.
-    """
+    """This user's own temporary folder, for names that libraries open without checks. Raises: HostUnfitError."""
     path = f"{tempfile.gettempdir()}/elastictrain-{os.getuid()}"
     try:
         make_private_folder(path)
@@ -133,11 +122,9 @@ def temporary_folder() -> str:
 
 
 def guard_secret(descriptor: int, *, path: str, own_uid: Callable[[], int]) -> None:
-    """Of an open file that holds a secret: one that others can read is closed to them, with a warning.
+    """Close an open secret file to other users, with a warning. Raises: NameTakenError if it belongs to another user.
 
-    `own_uid`: asked where another user seems to own it; a file server may have a number of its own for us.
-
-    Raises: NameTakenError for one that is not ours.
+    `own_uid` is called if another user seems to own it: a file server may have a number of its own for this user.
     """
     found = os.fstat(descriptor)
     refuse_secret(found, path=path, own_uid=own_uid)
@@ -146,7 +133,7 @@ def guard_secret(descriptor: int, *, path: str, own_uid: Callable[[], int]) -> N
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)
     if os.fstat(descriptor).st_mode & _FOR_OTHERS:
-        # Some file systems (CIFS, FUSE) show one mode for all files: who may enter the mount may read them.
+        # CIFS and some FUSE file systems show one mode for all files: every user who can enter the mount may read them.
         logger.warning("%s holds a secret, and its file system lets other users of this host read it", path)
     else:
         logger.warning(

@@ -1,7 +1,7 @@
-"""Store on an object store, and what it asks of a service: single requests, each tried once.
+"""Store on an object store, and `Backend`: the single requests that it needs from a service.
 
-A write is one request (or one completed upload in parts): the service makes it atomic and durable. Listings come from the
-service each time; nothing is cached.
+A write is one request (or one completed multipart upload): the service makes it atomic and durable. Each listing comes from the
+service; nothing is cached.
 """
 
 import logging
@@ -22,59 +22,57 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5
 _SLOWEST_BYTES_PER_S = 1 << 20
-
-PART_BYTES = 16 << 20
-"""S3 takes 10,000 parts at most: objects end at 160 GiB. Some services want all parts but the last to be of one size."""
+PART_BYTES = 16 << 20  # S3 takes 10,000 parts, so 160 GiB at most; some services want all parts but the last to be equal
 
 logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """Objects of one service, by path (bucket and key). A request fails with whatever the client raises."""
+    """Requests to one service, each tried once; a path is bucket and key. A request fails with whatever the client raises."""
 
-    parallel: int  # requests for one object that may run at a time; 1 if parts of an upload must come in order and only once
+    parallel: int  # concurrent requests for one object; 1 if parts of an upload must come in order and only once
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         """Bytes [start, end)."""
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
-        """Create or replace; with a `mark`, which `describe` tells later, fail if it is there."""
+        """Create or replace; with a `mark`, which `describe` returns, fail if the object exists."""
 
     def begin(self, path: str) -> Any:
-        """An upload in parts, of which nothing is visible before `finish`."""
+        """Begin a multipart upload, of which nothing is visible before `finish`."""
 
     def put_part(self, path: str, upload: Any, number: int, data: bytes) -> Any:
-        """Send part `number` (from 1), all but the last of the same size; returns what `finish` asks for. May be repeated."""
+        """Send part `number` (from 1), all but the last of one size; return what `finish` needs. May be repeated."""
 
     def finish(self, path: str, upload: Any, parts: Sequence[Any]) -> None:
         """Make the object visible. Repeated after a failure only where the backend is `parallel`."""
 
     def abort(self, path: str, upload: Any) -> None:
-        """Forget the parts."""
+        """Discard the parts."""
 
     def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
-        """Size and time, the key being the path, and the mark of its creator: '' without one, None where marks are not kept."""
+        """Size and time (the key is the path), and the creator's mark: '' without one, None where marks are not kept."""
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
-        """All objects whose path begins with `folder`, which ends with '/'; in any order; keys are paths."""
+        """All objects whose path begins with `folder`, which ends with '/', in any order; keys are paths."""
 
     def remove(self, path: str) -> None:
-        """Remove; an absent object may be an error."""
+        """Delete; an absent object may be an error."""
 
 
 @dataclass(eq=False)
 class RemoteStore:
-    """Objects below a URL of a service. See `Store` for what each method promises.
+    """Objects below the URL of a service. `Store` documents the methods.
 
-    Its connections do not survive a fork, so each process gets its own. On S3, Google Cloud and Azure an object keeps the mark
-    of its creator: elsewhere two creators of the same bytes may both succeed, so who must know that it alone won writes
-    something of its own.
+    Each process has its own connections, because they do not survive a fork. On S3, Google Cloud and Azure an object keeps its
+    creator's mark. Elsewhere two creators of the same bytes may both succeed, so a caller that must be the only winner writes
+    unique bytes.
     """
 
-    root: str  # the path (bucket and folder) that `url` means
+    root: str  # the path (bucket and folder) of `url`
     _: KW_ONLY
     url: str
-    backend: Callable[[], Backend]  # makes a connection
+    backend: Callable[[], Backend]  # opens a connection
     retrying: Retrying
 
     def __post_init__(self) -> None:
@@ -108,7 +106,7 @@ class RemoteStore:
         with ThreadPoolExecutor(4, thread_name_prefix="download") as pool:
             counts = list(pool.map(fetch, range(0, len(view), PART_BYTES)))
         done = sum(counts)
-        # Parts after a short one are empty, unless the object was replaced by a longer one meanwhile.
+        # Parts after a short one are empty, unless a longer object replaced this one meanwhile.
         if any(counts[-(-done // PART_BYTES) :]):
             raise TransientStorageError(f"{self.url}/{key} changed while it was read; read it again")
         return done
@@ -125,8 +123,8 @@ class RemoteStore:
         try:
             self._try("create", key, lambda backend, path: backend.put(path, payload, mark=mark))
         except ObjectExistsError:
-            # A request whose answer is lost may have been carried out, and is sent again, by us or, unseen, by aiohttp (which
-            # repeats a PUT when a connection breaks): then the object is there because we created it.
+            # A request whose answer is lost may have been carried out and sent again, by `Retrying` or, unseen, by aiohttp
+            # (which repeats a PUT when a connection breaks): then the object exists because this call created it.
             found = self._try("create", key, lambda backend, path: backend.describe(path)[1])
             ours = self.read(key) == payload if found is None else found == mark
             if not ours:
@@ -180,9 +178,9 @@ class RemoteStore:
 
 
 class PartWriter:
-    """Gathers bytes to parts and sends them in the background; `finish` or `abort` ends it.
+    """Gathers bytes into parts and sends them in the background; `finish` or `abort` ends it.
 
-    It holds `parallel` + 1 parts at most. An object smaller than one part is sent in one request.
+    It holds at most `parallel` + 1 parts. An object smaller than one part is sent in one request.
     """
 
     def __init__(self, backend: Backend, path: str, *, url: str, retrying: Retrying) -> None:
@@ -190,8 +188,8 @@ class PartWriter:
         self._path = path
         self._url = url
         self._retrying = retrying
-        # Where parts are a stream, a failed one may have been taken in half, and cannot be sent again. A stream that failed to
-        # close counts as closed, so that closing it again would pass for success.
+        # Where parts are a stream, a failed part may be half sent and cannot be repeated. A stream that failed to close counts
+        # as closed, so that a second close would pass for success.
         self._retrying_parts = retrying if backend.parallel > 1 else retrying.once()
         self._gathered = bytearray()
         self._upload: Any = None
@@ -200,7 +198,7 @@ class PartWriter:
         self._total_bytes = 0
 
     def write(self, data: Bytes) -> None:
-        """Append; blocks while all connections are busy. Raises what sending an earlier part raised."""
+        """Append; blocks while all connections are busy. Raises the error of an earlier part."""
         view = memoryview(data).cast("B")
         self._total_bytes += len(view)
         while len(self._gathered) + len(view) >= PART_BYTES:
@@ -212,7 +210,6 @@ class PartWriter:
         self._gathered += view
 
     def finish(self) -> None:
-        """Make the object visible."""
         if self._upload is None:
             data = bytes(self._gathered)
             self._retrying.call(lambda: self._backend.put(self._path, data), action="write", url=self._url)
@@ -228,7 +225,7 @@ class PartWriter:
             try:
                 self._backend.finish(self._path, self._upload, parts)
             except Exception as error:
-                # An upload is unknown once it is complete: an earlier attempt may have been carried out, its answer lost.
+                # The service does not know a completed upload: an earlier attempt may have succeeded with its answer lost.
                 lost = not first and fault_of(error) is Fault.NOT_FOUND
                 if not lost or self._backend.describe(self._path)[0].size_bytes != self._total_bytes:
                     raise
@@ -237,12 +234,12 @@ class PartWriter:
         self._pool.shutdown()
 
     def abort(self) -> None:
-        """Leave nothing behind; never raises, because it runs when something else already has gone wrong."""
+        """Discard the parts; never raises, because it runs while another exception propagates."""
         self._pool.shutdown(cancel_futures=True)
         if self._upload is not None:
             try:
                 self._backend.abort(self._path, self._upload)
-            except Exception as error:  # noqa: BLE001  see above; a rule of the bucket can remove what is left
+            except Exception as error:  # noqa: BLE001  see above; a rule of the bucket can remove the leftovers
                 logger.warning("parts of an unfinished upload to %s may be left: %s", self._path, error)
 
     def _send(self, part: bytes) -> None:
@@ -262,10 +259,10 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def most_bytes(start: int, end: int | None) -> int:
-    """What an answer with bytes [start, end) may hold."""
+    """Upper bound of the size of an answer with bytes [start, end)."""
     return 1 << 30 if end is None else end - start
 
 
 def request_timeout_s(num_bytes: int, *, answer_timeout_s: float) -> float:
-    """Bound on one request with all its bytes. The clients' own time-outs do not see a peer that stops reading."""
+    """Bound on one request with all its bytes. The clients' own time-outs do not notice a peer that stops reading."""
     return CONNECT_TIMEOUT_S + answer_timeout_s + num_bytes / _SLOWEST_BYTES_PER_S

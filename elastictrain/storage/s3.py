@@ -1,4 +1,4 @@
-"""Requests to S3 and to services that speak its protocol, through s3fs.
+"""Implements `Backend` for S3 and services with its protocol, through s3fs.
 
 s3fs (botocore) takes credentials and endpoint from the environment and the AWS profile: AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_CA_BUNDLE.
@@ -16,8 +16,6 @@ _MARK = "elastictrain-creator"
 
 
 class S3Backend:
-    """See `Backend`."""
-
     parallel = 4
 
     def __init__(self, url: str, answer_timeout_s: float) -> None:
@@ -35,13 +33,13 @@ class S3Backend:
                 "retries": {"total_max_attempts": 1},
             },
         )
-        # Ours are the only retries: those of s3fs and of botocore would multiply with them.
+        # `Retrying` is the only retry loop: those of s3fs and botocore would multiply with it.
         self._files.retries = 1
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         from fsspec.asyn import sync
 
-        # Not `cat_file`, which sends a request that failed once more.
+        # Not `cat_file`, which repeats a failed request once.
         async def fetch() -> object:
             where = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
             answer = await self._files._call_s3("get_object", **_address(path), **where)
@@ -89,7 +87,6 @@ class S3Backend:
         self.call("delete_object", **_address(path))
 
     def call(self, method: str, data: bytes | None = None, **request: object) -> Mapping[str, Any]:
-        """One request, with a body or without."""
         if data is not None:
             # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
             request["Body"] = io.BytesIO(data)

@@ -1,7 +1,7 @@
-"""The narrow protocol through which every durable byte of a run goes.
+"""The narrow protocol for every durable byte of a run.
 
-Narrow on purpose: what is not here (rename, append, lock, modification in place) does not exist on every backend, so nothing
-above may rely on it. URLs are `str`; a `Path` would mangle `s3://`.
+Rename, append, lock and in-place modification are missing on purpose: not every backend has them, so no caller may rely on
+them. URLs are `str`; a `Path` would mangle `s3://`.
 """
 
 from collections.abc import Iterator
@@ -13,27 +13,25 @@ from elastictrain.errors import PermanentStorageError
 
 Bytes = bytes | bytearray | memoryview
 
-TEMPORARY_PREFIX = ".tmp-"  # names that start with it belong to unfinished files; no key has such a part
+TEMPORARY_PREFIX = ".tmp-"  # begins the names of unfinished files; no part of a key begins with it
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object: its key relative to the store's root, its size, and when it was last written (unix seconds)."""
-
-    key: str
+    key: str  # relative to the store's root
     size_bytes: int
-    modified: float
+    modified: float  # unix seconds of the last write
 
 
 class ObjectWriter(Protocol):
-    """An object under construction; it becomes visible, whole, when its context ends without an exception."""
+    """An object under construction; it becomes visible, complete, when its context ends without an exception."""
 
     def write(self, data: Bytes, /) -> None:
         """Append `data`; the buffer may be reused after the call."""
 
 
 class ReadableStore(Protocol):
-    """The part of a store that reading needs."""
+    """The read-only part of a store."""
 
     @property
     def url(self) -> str:
@@ -50,11 +48,11 @@ class Store(ReadableStore, Protocol):
     """Objects under one root URL. Keys are relative, '/'-separated, without '.', '..' or empty parts.
 
     Every method raises `TransientStorageError` (after its own retries are used up) or a leaf of `PermanentStorageError`; the
-    message names the full URL. Implementations are safe to use from several threads.
+    message names the full URL. Implementations are thread-safe.
     """
 
     def write(self, key: str, data: Bytes) -> None:
-        """Create or replace the object atomically and durably: after a crash it is the old one or the new one, whole."""
+        """Create or replace the object atomically and durably: after a crash it is the complete old or new one."""
 
     def create(self, key: str, data: Bytes) -> None:
         """Like `write`, but only one of several concurrent creators succeeds. Raises: ObjectExistsError."""
@@ -69,7 +67,7 @@ class Store(ReadableStore, Protocol):
         """Every object below the folder `prefix` ('' for all), recursively, in key order; empty if there is none."""
 
     def delete(self, key: str) -> None:
-        """Remove the object; an object that is not there is no error."""
+        """Delete the object; a missing object is no error."""
 
 
 def check_key(key: str, *, url: str) -> None:

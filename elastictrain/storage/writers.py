@@ -1,7 +1,7 @@
-"""Processes, each told apart from every other one by a name, and whether they are gone.
+"""Unique names of processes, and whether a named process has ended.
 
-A name carries boot of the machine, pid namespace, pid, and when the process started. Whoever shares boot and namespace with it
-can tell for certain that it is gone; anybody else cannot.
+A name holds the machine's boot id, pid namespace, pid and start time. Only a process with the same boot id and namespace can
+be certain that the named one has ended.
 """
 
 import os
@@ -12,7 +12,7 @@ _STATE, _THREADS, _STARTED = 0, 17, 19
 
 
 def process_name(pid: int | None = None) -> str:
-    """Of a process of this host, or of the calling one; '' where the system does not tell (no /proc)."""
+    """Name of a process of this host, by default the calling one; '' where there is no /proc."""
     pid = os.getpid() if pid is None else pid
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -24,10 +24,7 @@ def process_name(pid: int | None = None) -> str:
 
 
 def is_dead(name: str, *, here: str, proc: Path = _PROC) -> bool:
-    """Whether a process is certainly gone, or has ended and was not asked for; false for one that cannot be seen from here.
-
-    `here` is the name of the calling process.
-    """
+    """Whether the process has certainly ended, reaped or not; False if it is not visible from `here`, the caller's name."""
     parts = name.split(".")
     if len(parts) != 4 or parts[:2] != here.split(".")[:2] or not parts[2].isdecimal():
         return False
@@ -37,14 +34,14 @@ def is_dead(name: str, *, here: str, proc: Path = _PROC) -> bool:
         return False
     if fields is None:
         return True
-    # Where its first thread has ended, another one may live.
+    # When the first thread of a process has ended, others may still run.
     return fields[_STARTED] != parts[3] or (fields[_STATE] in "ZX" and int(fields[_THREADS]) <= 1)
 
 
 def _fields_of(folder: Path) -> list[str] | None:
-    """From the third field of a process's `stat` on; None if there is no such process. Raises: OSError."""
+    """Fields of the process's `stat` file from the third on; None if there is no such process. Raises: OSError."""
     try:
-        # The second field is the name of the program, in parentheses, and may itself contain spaces and parentheses.
+        # The second field, the program's name in parentheses, may itself contain spaces and parentheses.
         return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
