@@ -56,7 +56,7 @@ class LocalStore:
     """Objects are files below a folder that the first write makes. `Store` documents the methods."""
 
     def __init__(self, root: str, *, url: str, retrying: Retrying, follow_links: bool = False) -> None:
-        """`root` is absolute. `follow_links`: a read by name may follow a link to a regular file; writes and deletes never do."""
+        """`root` is absolute. `follow_links`: a read by name may follow a link to a regular file; writes and deletes never."""
         self.root = os.path.realpath(root)  # the folder of all objects; no part of it is a link
         self.url = url
         self._retrying = retrying
