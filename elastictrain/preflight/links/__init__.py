@@ -1,1 +1,1 @@
-"""The links between hosts: who is there, who reaches whom, with which frames, how fast, and by whose fault not."""
+"""Checks of the links between hosts: who takes part, which links work, frame sizes, latency, clocks, bandwidth, culprits."""

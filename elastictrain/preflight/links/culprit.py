@@ -1,7 +1,7 @@
-"""From measurements of links to who is to blame: a host by its best link against the median, else the link.
+"""From measurements of links to the culprit: a host by its best link against the median, else the link.
 
-All figures are such that higher is better. A host that is slow makes all its links slow; one that is not has at least one
-good link among those that were measured. So a host's score is its *best* link, per direction.
+Higher figures are better. A slow host makes all its links slow; any other host has at least one good link among the measured
+ones. So a host's score is its *best* link, per direction.
 """
 
 import statistics
@@ -16,44 +16,39 @@ from elastictrain.preflight.links.messages import Link
 K = TypeVar("K")
 S = TypeVar("S", bound=int | Link)
 
-TooBad = Callable[[float, float], bool]
-"""Whether a figure (first) is too bad against what is typical (second)."""
+TooBad = Callable[[float, float], bool]  # whether a figure (first) is too bad against what is typical (second)
 
 
 class Way(StrEnum):
-    """Which traffic of a host suffers."""
+    """Which traffic of a host is bad."""
 
     OUT = "sent"
     IN = "received"
     BOTH = "both ways"
 
 
-_WAYS = {(0,): Way.OUT, (1,): Way.IN, (0, 1): Way.BOTH}
-"""By the ends of links at which the host suffers."""
+_WAYS = {(0,): Way.OUT, (1,): Way.IN, (0, 1): Way.BOTH}  # keys: the ends of a link at which the host is bad
 
 
 @dataclass(frozen=True, slots=True)
 class Culprit(Generic[S]):
-    """A host that is to blame, or a link between two that are not. `figure`: its best in that direction. `confirmed`: it was
-    measured a second time, and well."""
+    """A bad host, or a bad link between two good hosts."""
 
     subject: S
-    figure: float
+    figure: float  # best figure in that direction
     way: Way = Way.BOTH
-    confirmed: bool = True
+    confirmed: bool = True  # a second measurement confirms it
 
 
 @dataclass(frozen=True, slots=True)
 class LinkBlame:
-    """Who is to blame. `typical`: what figures were held against; None if there are none."""
-
     hosts: tuple[Culprit[int], ...] = ()
     links: tuple[Culprit[Link], ...] = ()
-    typical: float | None = None
+    typical: float | None = None  # the figures were compared with this; None: no figures
 
 
 def best_of(figures: Iterable[tuple[K, float]]) -> dict[K, float]:
-    """The best figure of each: chance makes it slower, never faster."""
+    """The best figure of each key. Chance makes a link slower, never faster."""
     found: dict[K, float] = {}
     for key, figure in figures:
         found[key] = max(figure, found.get(key, figure))
@@ -67,11 +62,12 @@ def blame(
     directed: bool = True,
     excused: Iterable[tuple[Link, float]] | None = None,
 ) -> LinkBlame:
-    """Who looks guilty by the best figure of each link.
+    """Find bad hosts and links by the best figure of each link.
 
-    `directed`: whether the two directions of a link differ, so that a host may be to blame for one of them. Two hosts cannot
-    outvote each other: their links are held against the better direction, and no host is named. `excused`: what was measured a
-    second time, with all that speaks for the link: what is not bad by these, or has none, stays unconfirmed.
+    `directed`: whether the two directions of a link differ, so that a host may be bad in one of them. With two hosts there is
+    no majority: the links are compared with the better direction, and no host is named. `excused`: figures of a second
+    measurement, raised to what the link may have reached with enough processor time. What is not bad by these, or has none, is
+    not confirmed.
     """
     values = best_of(figures)
     if not values:
@@ -103,16 +99,15 @@ def blame(
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What does not work at all, not just badly: a host, a link, or None where no link that was tried works. `links`: the bad
-    ones of it."""
+    """What does not work at all: a host, a link, or None if no link that was tried works."""
 
     subject: int | Link | None
-    links: tuple[Link, ...]
+    links: tuple[Link, ...]  # the bad links of the subject
     way: Way = Way.BOTH
 
 
 def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> list[Broken]:
-    """Hosts all of whose links (two at least), in a direction or in both, are among the bad ones, and the other bad links."""
+    """Hosts with at least two links of which all are bad, in one direction or both; then the other bad links."""
     bad = sorted(bad)
     if len({host for link in tried for host in link}) > 2 and set(tried) <= set(bad):
         return [Broken(None, tuple(bad))]
@@ -128,5 +123,5 @@ def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> list[Broke
 
 
 def _scores(values: dict[Link, float]) -> tuple[dict[int, float], ...]:
-    """Of each host, by what it sends and by what it receives."""
+    """Best figure of each host, for sending and for receiving."""
     return tuple(best_of((link[end], value) for link, value in values.items()) for end in (0, 1))

@@ -1,4 +1,4 @@
-"""All verdicts about hosts and links; here latency and bandwidth, by a host's best link against the median of all. Pure."""
+"""Verdicts on latency and bandwidth, by a host's best link against the median; `judge_links` for all link checks. Pure."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,12 @@ from elastictrain.preflight.links.messages import Contact, Flow, Link, Roster
 from elastictrain.preflight.links.rounds import Round, num_second_rounds, second_rounds
 from elastictrain.preflight.verdict import Status, Verdict
 
-LATE_FLOOR_S = 0.005
-"""More than `late_factor` says, latency must be this much above the median: less is what a busy processor adds."""
-
-_MILLISECONDS = -1000.0
-"""Figures of latency are negative seconds."""
+LATE_FLOOR_S = 0.005  # besides `late_factor`, latency must exceed the median by this: a busy processor adds less
+_MILLISECONDS = -1000.0  # figures of latency are negative seconds
 
 
 def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> set[Link]:
-    """What is to be tried a second time before anybody is blamed."""
+    """Links to try a second time before any host is blamed."""
     late = late_blame(contacts, thresholds=thresholds)
     hosts, links = {one.subject for one in late.hosts}, {one.subject for one in late.links}
     return {
@@ -37,8 +34,6 @@ def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: Preflig
 
 
 def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> LinkBlame:
-    """Who is to blame for latency."""
-
     def too_late(figure: float, typical: float) -> bool:
         return figure < thresholds.late_factor * typical and figure < typical - LATE_FLOOR_S
 
@@ -53,7 +48,7 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, threshold
     if found.typical is None:
         return report.nothing_known()
     late = {one.subject for one in found.links}
-    # A round trip is one of both directions.
+    # A round trip covers both directions: name each bad link once.
     once = tuple(one for one in found.links if one.subject[::-1] not in late or one.subject[0] < one.subject[1])
     verdicts = _blamed(
         report,
@@ -69,11 +64,11 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, threshold
 def flow_blame(
     first: Sequence[Flow], second: Sequence[Flow] | None, *, thresholds: PreflightThresholds
 ) -> tuple[LinkBlame, LinkBlame]:
-    """Who is to blame for bandwidth one way, and who while bytes flow both ways.
+    """Find culprits for bandwidth in one direction, and for bandwidth while bytes flow both ways.
 
-    `second`: what was measured of suspects again, and counts if it is better; None before that. A link is excused by what it
-    might have been, had there been processors all the time. The threshold is measured with 3 and 4 hosts: right for 100 Mbit/s
-    in either or both directions, +20 ms and 2 % loss.
+    `second`: the second measurement of suspects, which counts if it is better; None before it. It confirms a suspect only if
+    the rate stays bad when raised to what it may have been without waiting for a processor. The threshold was measured with 3
+    and 4 hosts: right for 100 Mbit/s in one or both directions, +20 ms and 2 % loss.
     """
 
     def blamed(*, both: bool) -> LinkBlame:
@@ -88,14 +83,14 @@ def flow_blame(
 
 
 def suspect_rounds(flows: Sequence[Flow], *, num_hosts: int, thresholds: PreflightThresholds) -> tuple[Round, ...]:
-    """Rounds in which all that looks guilty is measured again; none if nothing does."""
+    """Rounds in which all suspects are measured again; none without suspects."""
     found = flow_blame(flows, None, thresholds=thresholds)
     hosts = {culprit.subject for one in found for culprit in one.hosts}
     links = {bad.subject for one in found for bad in one.links}
     measured = {flow.link for flow in flows}
     tainted = hosts | {host for link in links for host in link}
     present = sorted({host for link in measured for host in link} - hosts)
-    # Hosts without any suspicious link are the better witnesses, where there are some.
+    # Hosts without any suspicious link are the better witnesses, if there are any.
     good = [host for host in present if host not in tainted] or present
     links = {link for link in links if not set(link) & hosts}
     return second_rounds(hosts=hosts, links=links, good=good, met=measured, num=num_second_rounds(num_hosts))
@@ -110,7 +105,7 @@ def judge_bandwidth(
     typical = one_way.typical
     if typical is None:
         return [report(None, Status.SKIP, "no link was measured", remedy="see what the other link checks say, and repeat")]
-    # Bytes in one direction wait for acknowledgements in the other: what is named already has more such symptoms.
+    # Bytes in one direction wait for acknowledgements in the other: a culprit of the first list is also in the second.
     guilty = {culprit.subject for culprit in one_way.hosts}
     named = {bad.subject for bad in one_way.links}
     both_ways = replace(
@@ -122,7 +117,7 @@ def judge_bandwidth(
     )
     verdicts: list[Verdict] = []
     for blamed, words in ((one_way, ""), (both_ways, " while sending and receiving")):
-        # A link between two good hosts that has less than a tenth of what others have drags the whole group down.
+        # A link between two good hosts with less than a tenth of the others' bandwidth slows down the whole group.
         fatal_below = math.inf if len(roster.hosts) == 2 else 0.1 * (blamed.typical or 0.0)
         verdicts += _blamed(report, blamed, scale=1.0, unit="Gbit/s", words=words, fatal_below=fatal_below)
     return verdicts or [report(None, Status.PASS, _shown(typical, 1.0), unit="Gbit/s")]
@@ -138,9 +133,9 @@ def _blamed(
     fatal_below: float,
     hint: str = "",
 ) -> Iterator[Verdict]:
-    """`fatal_below`: from where on a bad link is a failure, as a bad host is. Nobody fails by one measurement."""
+    """`fatal_below`: a confirmed bad link fails below this figure, else it is a warning; a confirmed bad host fails."""
     typical = _shown(found.typical or 0.0, scale)
-    # There was no room for a second measurement, or no processor.
+    # Unconfirmed: no time for a second measurement, or no processor.
     doubts = {True: "", False: " (not confirmed: repeat when processors are idle)"}
     for one in found.hosts:
         device, label = report.roster.hosts[one.subject].interface, report.label(one.subject)
@@ -178,10 +173,10 @@ def judge_links(
     thresholds: PreflightThresholds,
     names: Sequence[str],
 ) -> list[Verdict]:
-    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and `bandwidth`: a pass each, or what is wrong.
+    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and `bandwidth`: one pass each, or the problems.
 
-    Nothing that was asked of a host that fell silent is held against anybody else. `flows`: the first ones, and those of
-    suspects again; None where bandwidth was not to be measured. `names`: of all hosts.
+    Results with a silent host are not used against the others. `flows`: the first ones, and the second ones of suspects; None
+    if bandwidth was not measured. `names`: of all hosts.
     """
     silent = {silence.place for silence in silences}
     contacts = {link: contact for link, contact in contacts.items() if not silent & set(link)}

@@ -1,4 +1,4 @@
-"""Verdicts about hosts and links: who takes part, reach, MTU and clocks. Pure."""
+"""Verdicts on hosts and links: who takes part, reachability, MTU and clocks. Pure."""
 
 import statistics
 from collections import defaultdict
@@ -16,14 +16,13 @@ _ON_ROSTER = Reporter("roster")
 
 @dataclass(frozen=True, slots=True)
 class LinkReporter:
-    """Makes the verdicts of one check about a host (its place), a link ("h3 -> h1"), several hosts by their names, or the whole
-    group (None)."""
+    """Makes the verdicts of one check. The subject is a host (its place), a link ("h3 -> h1"), several hosts by name, or None
+    for the whole group."""
 
     check: str
     roster: Roster
 
     def label(self, place: int) -> str:
-        """What the host at a place of the roster is called."""
         return self.roster.hosts[place].name
 
     def __call__(
@@ -43,13 +42,12 @@ class LinkReporter:
         return Reporter(self.check)(name, status, measured, expected, remedy, unit=unit, scope=scope)
 
     def nothing_known(self) -> list[Verdict]:
-        """Of the whole group."""
         return [self(None, Status.SKIP, "nothing known of any link", remedy="see what check `reachable` says, and repeat")]
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """A host that is in the roster, and was not heard any more when bandwidth was `measured`, or contacts were made."""
+    """A host of the roster that stopped reporting, while bandwidth was `measured` or while contacts were made."""
 
     place: int
     measured: bool
@@ -57,7 +55,7 @@ class Silence:
 
 
 def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Sequence[str]) -> list[Verdict]:
-    """Check `roster`: who never came, and who fell silent. `names`: of all hosts by node rank."""
+    """Check `roster`: hosts that did not come, and hosts that fell silent. `names`: of all hosts by node rank."""
     present, num_present = _listed([host.name for host in roster.hosts]), len(roster.hosts)
     verdicts = []
     for rank in roster.absent:
@@ -81,13 +79,13 @@ def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Sequence
 
 
 def leaderless(label: str, *, waited_s: float, leader: str) -> Verdict:
-    """By a host that hears nothing of the first one."""
+    """The verdict of a host that receives nothing from the first host."""
     remedy = f"look whether the launcher runs on the host of node rank 0 ({leader}), and start it there"
     return _ON_ROSTER(leader, Status.FAIL, f"{label} heard nothing of it for {waited_s:.3g} s", "its word", remedy)
 
 
 def claimed_twice(ours: HostIntroduction, theirs: HostIntroduction) -> Verdict:
-    """Two launchers say that they are the same node."""
+    """Two launchers claim the same node rank."""
     measured = f"both say that they are node rank {ours.node_rank} ({ours.address}, {theirs.address})"
     remedy = f"give one of them another `--node-rank` than {ours.node_rank}, or end what is left of an earlier start"
     subject = f"{ours.name}, {theirs.name}"
@@ -95,7 +93,7 @@ def claimed_twice(ours: HostIntroduction, theirs: HostIntroduction) -> Verdict:
 
 
 def unheard(host: str, *, why: str) -> Verdict:
-    """By a host that cannot leave word for the others."""
+    """The verdict of a host that cannot exchange records with the others."""
     remedy = f"look whether {host} reaches the rendezvous endpoint (MASTER_ADDR and MASTER_PORT), and whether it is up"
     return _ON_ROSTER(host, Status.FAIL, why, "word from and to all hosts", remedy)
 
@@ -219,10 +217,10 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
 
 
 def offsets_from_group(offsets: Mapping[Link, float]) -> dict[int, float]:
-    """How far each host's clock is ahead of the group's, in seconds; hosts that nobody has asked are left out.
+    """How far each host's clock is ahead of the group's, in seconds; hosts without a measurement are left out.
 
-    `offsets`: by link, the second host's clock minus the first's. Along a chain of links they add up, so that not all ask the
-    first host. Three hosts or more have their median as the time of the group, else the first host has it.
+    `offsets`: by link, the second host's clock minus the first's. Offsets add up along a chain of links, so not all hosts ask
+    the first one. The group's time is the median of three or more hosts, else the first host's.
     """
     neighbours: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (source, target), offset in sorted(offsets.items()):
@@ -242,6 +240,5 @@ def offsets_from_group(offsets: Mapping[Link, float]) -> dict[int, float]:
 
 
 def _listed(found: Sequence[str]) -> str:
-    """A list that stays readable with a thousand hosts."""
     rest = len(found) - _MOST_NAMES
     return ", ".join(found[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""What one host asks of another: does it answer on its ports, how large may frames be, how far, what time, how fast."""
+"""What one host asks another: open ports, frame size, round trip, clock and bandwidth."""
 
 import socket
 import statistics
@@ -25,16 +25,13 @@ from elastictrain.preflight.links.responder import (
     ask_to_take,
 )
 
-SMALLEST = 576
-"""Every IPv4 host takes packets of this size. Source: RFC 791."""
-
-LARGEST = 65535
-"""The total length of an IPv4 packet has 16 bits; that of loopback is 65536."""
+SMALLEST = 576  # Every IPv4 host takes packets of this size. Source: RFC 791.
+LARGEST = 65535  # the total length of an IPv4 packet has 16 bits; that of loopback is 65536
 
 WELL_KNOWN = (1280, 1400, 1420, 1440, 1450, 1460, 1472, 1480, 1492, 1500, 2000, 4000, 8000, 8500, 8896, 8950, 9000, 9001)
-"""MTUs of tunnels, PPPoE, Ethernet and clouds; of each, one byte more is tried as well, so that one round finds it."""
+"""MTUs of tunnels, PPPoE, Ethernet and clouds. One byte more than each is tried as well, so that one round finds it."""
 
-# Linux; Python's socket module has no names for them before 3.14.
+# Linux. Python's socket module has no names for them before 3.14.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _FORBID_FRAGMENTS = {
     socket.AF_INET: (socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE),
@@ -47,7 +44,7 @@ _MOST_SEARCHES = 5
 
 
 def candidates(passing: int, lost: int) -> tuple[int, ...]:
-    """Sizes to try next, where `passing` bytes pass and `lost` do not: none if nothing is between them."""
+    """Sizes to try next: `passing` bytes pass and `lost` bytes do not. Empty if nothing is between them."""
     known = {size for mtu in WELL_KNOWN for size in (mtu, mtu + 1)}
     step = max(1, (lost - passing) // (_NUM_BETWEEN + 1))
     spread = range(passing + step, lost, step)
@@ -55,8 +52,8 @@ def candidates(passing: int, lost: int) -> tuple[int, ...]:
 
 
 def find_largest_packet(place: tuple[str, int], *, source: str, key: ResponderKey, intended: int, wait_s: float) -> int:
-    """Bytes of the largest packet to `place` that arrives, headers of IP and UDP included, `intended` at the most; 0 if none is
-    acknowledged. Takes a round trip where all is well, and at most four times `wait_s` otherwise. Raises: OSError."""
+    """Bytes of the largest packet to `place` that arrives, IP and UDP headers included, at most `intended`; 0 if none is
+    acknowledged. Takes one round trip on a healthy link, else at most four times `wait_s`. Raises: OSError."""
     top = max(SMALLEST, min(intended, LARGEST))
     family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
@@ -74,13 +71,13 @@ def find_largest_packet(place: tuple[str, int], *, source: str, key: ResponderKe
 
 
 def _acknowledged(datagrams: socket.socket, key: ResponderKey, sizes: Sequence[int], *, wait_s: float) -> set[int]:
-    """Which sizes arrived. Each is sent a few times, for any packet may be lost; the largest one ends the waiting."""
+    """The sizes that arrived. Each is sent a few times, as any packet may be lost; the largest one ends the wait."""
     passed: set[int] = set()
     began = time.monotonic()
     for attempt in range(_TRIES):
         for size in sizes:
             if size not in passed:
-                # Larger than the interface takes, or the refusal of an earlier one: this size is not acknowledged then.
+                # Larger than the interface takes, or an earlier datagram was refused: this size counts as lost.
                 with suppress(OSError):
                     datagrams.send(key.probe(size, size=max(size - _HEADERS[datagrams.family], FRAME_BYTES)))
         until = began + wait_s * (attempt + 1) / _TRIES
@@ -103,37 +100,29 @@ def _acknowledged(datagrams: socket.socket, key: ResponderKey, sizes: Sequence[i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
-    """Thresholds and deadlines of the link checks. Times in seconds; the defaults fit hosts of one data centre.
-
-    `roster_s`: how long the first host waits for the others to introduce themselves. `grace_s`: how much later than its own
-    limit a host's report may come before the host counts as silent. `take_s`: until a host that has nothing else to do has
-    taken up an order. `connect_s`: of a TCP connection; a first packet that is lost is sent again after one second, and is not
-    waited for, for what failed is tried again. `answer_s`: one answer of a host that is connected. `mtu_wait_s`: until a large
-    frame that was not acknowledged counts as lost; healthy links answer in a millisecond.
-    """
+    """Thresholds and deadlines of the link checks, in seconds. The defaults fit hosts of one data centre."""
 
     thresholds: PreflightThresholds = field(default_factory=PreflightThresholds)
     limits: PreflightLimits = field(default_factory=PreflightLimits)
-    roster_s: float = 60.0
-    grace_s: float = 1.0
-    take_s: float = 2.0
-    connect_s: float = 1.0
-    answer_s: float = 1.0
-    mtu_wait_s: float = 0.45
+    roster_s: float = 60.0  # the first host waits this long for the others to introduce themselves
+    grace_s: float = 1.0  # a host counts as silent if its report is later than its own limit by this
+    take_s: float = 2.0  # an idle host takes up an order within this time
+    connect_s: float = 1.0  # TCP connection; a lost first packet (resent after 1 s) is not waited for: failures are tried again
+    answer_s: float = 1.0  # one answer of a connected host
+    mtu_wait_s: float = 0.45  # a large frame not acknowledged by then is lost; healthy links answer in a millisecond
 
     def limit_s(self, *, measure: bool) -> float:
-        """When all must have carried out an order. Each stream of a pair takes connecting, a handshake and a receipt."""
+        """When all must have carried out an order. Each stream of a pair takes a connection, a handshake and a receipt."""
         return 3 * (self.connect_s + 2 * self.answer_s + self.limits.stream_s) if measure else self.limits.contact_s
 
 
 _NUM_PINGS = 9
-_DEFAULT_MTU = 1500
-"""Of Ethernet, where neither interface is known."""
+_DEFAULT_MTU = 1500  # of Ethernet, where neither interface is known
 
 
 @dataclass(slots=True)
 class PeerProbe:
-    """Asks `target` on behalf of `source`; `link` are their places. For one thread at a time; make contact first."""
+    """Probes `target` from `source`; `link` is their places. For one thread at a time. Call `contact` before `flows`."""
 
     source: HostIntroduction
     target: HostIntroduction
@@ -141,12 +130,12 @@ class PeerProbe:
     token: bytes
     options: LinkOptions
     wall: Callable[[], float] = time.time
-    _port: int = 0  # For streams: the first one that contact has found open.
+    _port: int = 0  # for streams: the first port that `contact` found open
 
     def contact(self) -> Contact:
-        """Reach, latency, clock and MTU of the way there. Never raises for what the network does."""
+        """Reach, latency, clock and MTU of the way there. Never raises for network failures."""
         ports = self.target.tcp_ports
-        # All at the same time: each that is blocked in silence takes the whole limit.
+        # All at once: each silently blocked port takes the whole limit.
         with ThreadPoolExecutor(len(ports), thread_name_prefix="link-port") as threads:
             found = dict(zip(ports, threads.map(self._try_port, ports), strict=True))
         timed = {port: result for port, result in found.items() if not isinstance(result, str)}
@@ -173,16 +162,16 @@ class PeerProbe:
         )
 
     def flows(self) -> tuple[Flow, ...]:
-        """Bandwidth there, back, and both at once. Where nothing comes through it is 0."""
+        """Bandwidth there, back, and both at once; 0 if nothing arrives."""
         there, back = self._flow(ask_to_take, both=False), self._flow(ask_to_give, both=False)
         if not there.gbps and not back.gbps:
-            # The next ones would only wait as long as these.
+            # The next two would only take as long and fail.
             return there, back
         with ThreadPoolExecutor(2, thread_name_prefix="link-flow") as threads:
             return there, back, *threads.map(partial(self._flow, both=True), (ask_to_take, ask_to_give))
 
     def _try_port(self, port: int) -> tuple[float, float] | str:
-        """Round trip and clock, or why the port cannot be used."""
+        """Round trip and clock offset, or why the port cannot be used."""
         try:
             with self._connected(port) as channel:
                 return self._time(channel)
@@ -190,7 +179,7 @@ class PeerProbe:
             return str(error)
 
     def _time(self, channel: Channel) -> tuple[float, float]:
-        """Median round trip in seconds, and their clock minus ours by the fastest one."""
+        """Median round trip in seconds, and the other clock minus this one by the fastest round trip."""
         channel.send(REQUEST.pack(ECHO, 0.0, 0), limit_s=self.options.answer_s)
         found = []
         deadline = time.monotonic() + self.options.answer_s
@@ -223,5 +212,5 @@ class PeerProbe:
 
 
 def exchange_offset(asked: float, received: float, answered: float, heard: float) -> float:
-    """The other's clock minus ours. The second and third time are the other's. Source: RFC 5905, section 8."""
+    """The other clock minus this one; the second and third time are the other's. Source: RFC 5905, section 8."""
     return ((received - asked) + (answered - heard)) / 2

@@ -1,7 +1,7 @@
-"""What passes between a host's responder and whoever asks it: requests, streams of bytes and their rates, probe datagrams.
+"""Protocol between a host's responder and its peers: requests, byte streams and their rates, probe datagrams.
 
-One responder per host answers whoever has the preflight's token, on real ports of the address that the plan chose. Its nonce
-shows that the host at an address is the one that introduced itself.
+One responder per host serves all peers with the preflight's token, on real ports of the address that the plan chose. Its nonce
+proves that the host at an address is the one that introduced itself.
 """
 
 import hmac
@@ -26,19 +26,14 @@ logger = logging.getLogger(__name__)
 HANDSHAKE = Handshake(magic=b"ETLINK01", nonce_bytes=16, separator=b"|")
 
 ECHO, SINK, GIVE = b"E", b"S", b"G"
-REQUEST = struct.Struct("<cdQ")
-"""What is wanted, for how many seconds, and at most how many bytes (0: no matter)."""
-
+REQUEST = struct.Struct("<cdQ")  # kind, seconds, and at most how many bytes (0: no limit)
 PING = struct.Struct("<d")
-PONG = struct.Struct("<dd")
-"""When the question came, and when the answer left, by the clock of the one that answers."""
+PONG = struct.Struct("<dd")  # when the ping arrived and when the answer left, by the responder's clock
 
 RECEIPT = struct.Struct("<Qdd")
-"""Bytes that came, the best rate on the way in bytes per second, and the part of the time without a processor."""
+"""Bytes received, best rate on the way in bytes per second, part of the time without a processor."""
 
-TRAILER = struct.Struct("<d")
-"""The end of what is given: the part of the time without a processor."""
-
+TRAILER = struct.Struct("<d")  # ends a stream that is given: part of the time without a processor
 _CHUNK_BYTES = 1 << 20
 _LATE_S = 0.2
 _STALL_S = 10.0
@@ -48,20 +43,17 @@ _FRAME = struct.Struct("<4scII")
 _FRAME_MAGIC = b"ETfr"
 _PROBE, _ACK = b"P", b"A"
 
-FRAME_BYTES = _FRAME.size + SIGNATURE_BYTES
-"""The least that a datagram must have."""
+FRAME_BYTES = _FRAME.size + SIGNATURE_BYTES  # minimum size of a datagram
 
 
 @dataclass(frozen=True, slots=True)
 class ResponderKey:
-    """What two sides share: the token, and the nonce of the responder."""
-
     token: bytes
     nonce: bytes
 
     @property
     def secret(self) -> Secret:
-        """For connections. The client's proof is without the nonce: it is the client that must find out about another host."""
+        """For connections. The client's proof leaves out the nonce: the client is the one that detects a wrong host."""
         return Secret(self.token, client=b"client|", server=b"responder|" + self.nonce.hex().encode())
 
     def probe(self, number: int, *, size: int) -> bytes:
@@ -69,7 +61,7 @@ class ResponderKey:
         return self._frame(_PROBE, number, size).ljust(size, b"\0")
 
     def answer(self, data: bytes) -> bytes | None:
-        """What to answer to a datagram; None for one that is no probe under this token. Never more than came."""
+        """The answer to a datagram, never longer than it; None for one that is no probe under this token."""
         number, size = self._read(_PROBE, data)
         return self._frame(_ACK, number, size) if number is not None and size == len(data) else None
 
@@ -82,7 +74,6 @@ class ResponderKey:
         return head + signature(b"frame|" + self.nonce.hex().encode() + b"|" + head, self.token)
 
     def _read(self, kind: bytes, data: bytes) -> tuple[int | None, int]:
-        """Number and size."""
         if len(data) >= FRAME_BYTES:
             _, _, number, size = _FRAME.unpack(data[: _FRAME.size])
             if hmac.compare_digest(data[:FRAME_BYTES], self._frame(kind, number, size)):
@@ -94,8 +85,8 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 def read_waiting() -> tuple[float, float]:
-    """The time, and for how long this thread has been ready to run by then and had no processor; not a number if the kernel
-    does not tell. Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/<pid>/schedstat."""
+    """Monotonic time, and the seconds this thread has been ready to run without a processor; NaN if the kernel does not tell.
+    Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/<pid>/schedstat."""
     try:
         return time.monotonic(), 1e-9 * int(_SCHEDSTAT.read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -103,34 +94,32 @@ def read_waiting() -> tuple[float, float]:
 
 
 def part_waited(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """From 0 to 1: the part of the time that the thread waited for a processor. What is unknown counts as none."""
+    """Part of the time, 0 to 1, that the thread waited for a processor; 0 if unknown."""
     passed_s, waited_s = after[0] - before[0], after[1] - before[1]
     return min(1.0, max(0.0, waited_s / passed_s)) if passed_s > 0 and not math.isnan(waited_s) else 0.0
 
 
-LEAST_SLICE_S = 0.08
-"""A slice this long smooths what a burst allowance or a buffer lets through; a shorter total counts as one."""
+LEAST_SLICE_S = 0.08  # long enough to smooth a burst allowance or a buffer; a shorter total counts as one slice
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counts bytes as they come. `tail`: the last few. `waited`: the part of the time that this thread had no processor."""
+    """Counts bytes as they arrive."""
 
     num_bytes: int = 0
-    tail: bytes = b""
-    waited: float = 0.0
+    tail: bytes = b""  # last bytes of the stream
+    waited: float = 0.0  # part of the time that this thread had no processor
     _marks: list[tuple[float, int]] = field(default_factory=list, init=False)
 
     def add(self, count: int, *, now_s: float) -> None:
-        """So many more have come."""
         self.num_bytes += count
         if len(self._marks) > 1 and now_s - self._marks[-2][0] < LEAST_SLICE_S / 8:
-            # Memory does not grow with every piece of a long stream.
+            # Memory stays bounded on a long stream.
             self._marks.pop()
         self._marks.append((now_s, self.num_bytes))
 
     def best_bytes_per_s(self) -> float:
-        """Of the best stretch of at least `LEAST_SLICE_S`: a busy processor makes one slower, never faster."""
+        """Rate of the best stretch of at least `LEAST_SLICE_S`: a busy processor makes one slower, never faster."""
         marks, best, left = self._marks, 0.0, 0
         for right in range(1, len(marks)):
             while left + 1 < right and marks[right][0] - marks[left + 1][0] >= LEAST_SLICE_S:
@@ -145,18 +134,16 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class StreamResult:
-    """What one stream of bytes came to. `waited`: the part of the time in which not both ends had a processor."""
-
     num_bytes: int
     best_bytes_per_s: float
-    waited: float
+    waited: float  # part of the time in which an end had no processor
 
 
 def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_s: float) -> StreamResult:
-    """Send for so long, or so many bytes. Raises: ChannelError without a receipt."""
+    """Send for that long, or that many bytes. Raises: ChannelError without a receipt."""
     channel.send(REQUEST.pack(SINK, seconds, 0), limit_s=answer_s)
     deadline, ours = time.monotonic() + seconds, 0.0
-    # The other side gives a receipt by its own clock, whether or not all has come by then.
+    # The other side sends its receipt by its own clock, whether or not all bytes arrived by then.
     with suppress(ChannelError):
         ours = send_for(channel, seconds=seconds, most_bytes=num_bytes)
         channel.end_sending()
@@ -166,7 +153,7 @@ def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
 
 
 def ask_to_give(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_s: float) -> StreamResult:
-    """Receive for so long, or so many bytes, until nothing comes for `answer_s`. Raises: ChannelError."""
+    """Receive for that long, or that many bytes, until nothing arrives for `answer_s`. Raises: ChannelError."""
     channel.send(REQUEST.pack(GIVE, seconds, num_bytes), limit_s=answer_s)
     meter = drain(channel, seconds=seconds, idle_s=answer_s)
     theirs = TRAILER.unpack(meter.tail)[0] if len(meter.tail) == TRAILER.size else 0.0
@@ -175,9 +162,9 @@ def ask_to_give(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
 
 
 def send_for(channel: Channel, *, seconds: float, most_bytes: int) -> float:
-    """Send zeros for so long, or so many bytes; the part of the time without a processor.
+    """Send zeros for that long, or that many bytes; returns the part of the time without a processor.
 
-    Raises: ChannelError, also if there is no more room for `_STALL_S`.
+    Raises: ChannelError, also if the connection takes nothing for `_STALL_S`.
     """
     chunk = memoryview(bytes(_CHUNK_BYTES))
     sent, deadline, before = 0, time.monotonic() + seconds, read_waiting()
@@ -192,7 +179,7 @@ def send_for(channel: Channel, *, seconds: float, most_bytes: int) -> float:
 
 
 def drain(channel: Channel, *, seconds: float, idle_s: float) -> Meter:
-    """Read until the other side ends or breaks off, the time is over, or nothing has come for `idle_s`."""
+    """Read until the other side ends or breaks off, the time is over, or nothing arrives for `idle_s`."""
     buffer, meter = memoryview(bytearray(_CHUNK_BYTES)), Meter()
     deadline, before = time.monotonic() + seconds + _LATE_S, read_waiting()
     with suppress(ChannelError):
@@ -207,7 +194,7 @@ def drain(channel: Channel, *, seconds: float, idle_s: float) -> Meter:
 
 
 def _either(ours: float, theirs: float) -> float:
-    """The part of the time in which not both had a processor. A stream that was cut off ends with anything."""
+    """Part of the time in which an end had no processor. A stream that was cut off ends in arbitrary bytes: ignore those."""
     return 1 - (1 - ours) * (1 - (theirs if 0.0 <= theirs <= 1.0 else 0.0))
 
 
@@ -217,17 +204,14 @@ _MOST_PINGS = 1000
 
 @dataclass(eq=False, slots=True)
 class Responder:
-    """Listens from `start` to `close`. Whoever comes before there is a token waits a moment for it.
-
-    `ports`: for TCP, 0 is any free one. `most_seconds`: of one stream. `wall`: the clock that others compare with.
-    """
+    """Listens from `start` to `close`. Peers that connect before the token is set wait a moment for it."""
 
     address: str
     _: KW_ONLY
-    ports: Sequence[int] = (0,)
+    ports: Sequence[int] = (0,)  # TCP; 0 is any free one
     connections: int = CONNECTIONS
-    most_seconds: float = 10.0
-    wall: Callable[[], float] = time.time
+    most_seconds: float = 10.0  # of one stream
+    wall: Callable[[], float] = time.time  # the clock that peers compare with theirs
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     tcp_ports: tuple[int, ...] = field(default=(), init=False)
     udp_port: int = field(default=0, init=False)
@@ -252,7 +236,7 @@ class Responder:
                 f"link checks must listen on {self.address}, ports {list(self.ports)} (0: any), but cannot: "
                 f"{error.strerror or error}; choose an address of this host and ports that are free"
             ) from error
-        # A shut UDP socket that was never connected does not wake who reads from it everywhere.
+        # Shutting down a UDP socket that was never connected does not wake its reader on every system.
         datagrams.settimeout(0.05)
         self.tcp_ports = tuple(listener.getsockname()[1] for listener in listeners)
         self.udp_port = datagrams.getsockname()[1]
@@ -264,13 +248,13 @@ class Responder:
         self._datagrams.start()
 
     def set_token(self, token: bytes) -> None:
-        """Once started: from now on those who have it are answered."""
+        """Call after `start`: from now on peers with this token are served."""
         self._key = ResponderKey(token, self.nonce)
         if self._server is not None:
             self._server.set_secret(self._key.secret)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End everything at once: nobody is waited for, but for our own threads."""
+        """End all at once; waits only for own threads."""
         self._closing.set()
         if self._server is not None:
             self._server.close(timeout_s)
@@ -306,6 +290,6 @@ class Responder:
                 except TimeoutError:
                     continue
                 except OSError as error:
-                    # A sender that is gone already makes the kernel complain here.
+                    # The kernel reports an earlier answer to a sender that has ended.
                     logger.debug("a datagram is lost: %s", error)
                     self._closing.wait(0.001)

@@ -1,18 +1,16 @@
-"""Which hosts are paired in which round. In a round no host is in two pairs, so that nobody's bandwidth is shared."""
+"""Which hosts are paired in which round. A host is in at most one pair of a round: no two pairs share its bandwidth."""
 
 import math
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-Pair = tuple[int, int]
-"""Two hosts, the lower one first; it is the one that asks."""
-
+Pair = tuple[int, int]  # two hosts, the lower one first; it is the one that measures
 Round = tuple[Pair, ...]
 
 
 def num_first_rounds(num_hosts: int) -> int:
-    """How many rounds everybody takes part in: every pair up to 4 hosts, then about log2 of the number of hosts."""
+    """Number of rounds for all hosts: every pair up to 4 hosts, then about log2 of the number of hosts."""
     if num_hosts < 2:
         return 0
     every_pair = num_hosts - 1 + num_hosts % 2
@@ -20,8 +18,8 @@ def num_first_rounds(num_hosts: int) -> int:
 
 
 def num_second_rounds(num_hosts: int) -> int:
-    """How many more there may be for suspects. With the first ones: at most log2 of the number of hosts (rounded up) + 2, and 3
-    more than that where so few hosts are that every pair is measured."""
+    """Number of further rounds for suspects. With the first ones: at most log2 of the number of hosts (rounded up) + 2, and 3
+    more where few enough hosts take part that every pair is measured."""
     if num_hosts < 2:
         return 0
     return max(2, math.ceil(math.log2(num_hosts)) + 2 - num_first_rounds(num_hosts))
@@ -30,7 +28,7 @@ def num_second_rounds(num_hosts: int) -> int:
 def first_rounds(num_hosts: int, *, seed: int) -> tuple[Round, ...]:
     """Rounds in which all hosts (all but one of an odd number) are paired, each time with another host.
 
-    A tournament by the circle method, of which `seed` shuffles the places: restarts with other seeds measure other links.
+    Round-robin tournament by the circle method. `seed` shuffles the places: restarts with other seeds measure other links.
     """
     places: list[int | None] = list(range(num_hosts))
     random.Random(seed).shuffle(places)
@@ -48,12 +46,11 @@ def first_rounds(num_hosts: int, *, seed: int) -> tuple[Round, ...]:
 def second_rounds(
     *, hosts: Collection[int], links: Collection[Pair], good: Sequence[int], met: Collection[Pair], num: int
 ) -> tuple[Round, ...]:
-    """Rounds in which suspects are measured again: `hosts` with `good` ones (new to them, by `met`, where possible), and
-    suspicious `links` as they are; both twice, where there is room. Hosts go first. Without good hosts, hosts are
-    paired with whom they met."""
+    """Rounds in which suspects are measured again, twice where there is room, hosts first: `hosts` with `good` ones (not yet
+    `met` if possible; without good hosts, a host they met), and suspicious `links` as they are."""
     rounds: list[dict[int, int]] = [{} for _ in range(num)]
     seen = Counter({_pair(*pair) for pair in met})
-    # All suspects once, before any a second time: a busy processor makes figures worse, and the best one counts.
+    # All suspects once before any a second time: a busy processor makes figures worse, and the best one counts.
     for _ in range(2):
         for host in sorted(hosts):
             _place_host(rounds, host, good=good, seen=seen)
@@ -64,8 +61,8 @@ def second_rounds(
 
 
 def contact_links(num_hosts: int, *, all_pairs: bool, num_distances: int | None = None) -> tuple[Pair, ...]:
-    """Which links are looked at before any bytes flow, as (source, target), both directions of each: all of them, or those over
-    distances of 1, 2, 4, 8 and so on along the ring of hosts (the first `num_distances` of them)."""
+    """Links to contact before any bytes flow, as (source, target), both directions: all of them, or those over distances of 1,
+    2, 4, 8 and so on along the ring of hosts (the first `num_distances` of them)."""
     distances = range(1, num_hosts) if all_pairs else [1 << power for power in range(max(1, num_hosts).bit_length())]
     used = list(distances)[:num_distances]
     pairs = {(host, (host + distance) % num_hosts) for distance in used for host in range(num_hosts)}
@@ -77,7 +74,7 @@ def _place_host(rounds: list[dict[int, int]], host: int, *, good: Sequence[int],
         if host in paired:
             continue
         free = [other for other in good if other != host and other not in paired]
-        # The places beside a suspect come first, so that not all suspects want the same ones.
+        # The places beside a suspect come first, so that suspects spread over the good hosts.
         free.sort(key=lambda other: (seen[_pair(host, other)], (other - host) % (len(good) + 1), other))
         if free:
             paired[host], paired[free[0]] = free[0], host

@@ -1,7 +1,7 @@
-"""The link checks of one host among all.
+"""The link checks as one host of the group runs them.
 
-Each host introduces itself. The first host publishes who takes part, gives one order after another, waits for what all report,
-and judges it; one that is gone costs the others one order's time at the most.
+Each host introduces itself. The first host publishes the roster, gives one order after another, waits for the reports, and
+judges them. A dead host costs the others the time of one order at most.
 """
 
 import logging
@@ -37,20 +37,15 @@ logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 32
 
-_TURN_S = 0.5
-"""How long the first host waits for one report before it looks whether another has come."""
+_TURN_S = 0.5  # the first host waits this long for one report before it looks for another
+_AT_A_TIME = 16  # peers that one host probes in parallel: dead ones only cost time
 
-_AT_A_TIME = 16
-"""Peers that one host probes side by side: dead ones only cost time."""
-
-_ALL_PAIRS_UP_TO = 16
-"""Up to so many hosts a full check contacts every pair; above, distances of 1, 2, 4, 8 and so on along the ring."""
+_ALL_PAIRS_UP_TO = 16  # a full check contacts every pair up to this many hosts; above, distances 1, 2, 4, 8 ... along the ring
 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """Who took part (None: not known here), and the verdicts: on the first host all, on another one why it did not take part to
-    the end, if so."""
+    """Verdicts: on the first host all; on another host why it left early, if so. `roster` None: unknown to this host."""
 
     verdicts: tuple[Verdict, ...]
     roster: Roster | None = None
@@ -58,18 +53,14 @@ class LinkReport:
 
 @dataclass(slots=True)
 class LinkSession:
-    """`host`: this one, with the TCP ports that training will use, as far as they are known and free; 0 is any.
+    """Runs the link checks of this host; all hosts of the group run one."""
 
-    `exchange` must be new for each bring-up: nothing is ever removed. `full` measures bandwidth. `names`: of all hosts
-    by node rank, each another one. `wall`: the clock that the hosts compare.
-    """
-
-    host: HostIntroduction
-    names: tuple[str, ...]
-    exchange: Exchange
-    full: bool = False
+    host: HostIntroduction  # this host, with the TCP ports that training will use, if known and free; 0 is any
+    names: tuple[str, ...]  # of all hosts by node rank, all different
+    exchange: Exchange  # new for each bring-up: no key is ever removed
+    full: bool = False  # measure bandwidth, too
     options: LinkOptions = field(default_factory=LinkOptions)
-    wall: Callable[[], float] = time.time
+    wall: Callable[[], float] = time.time  # the clock that the hosts compare
     _roster: Roster = field(default_factory=lambda: Roster(hosts=(), absent=(), waited_s=0.0, token=""), init=False)
     _place: int = field(default=0, init=False)
     _num_orders: int = field(default=0, init=False)
@@ -78,7 +69,7 @@ class LinkSession:
     _silences: dict[int, Silence] = field(default_factory=dict, init=False)
 
     def run(self) -> LinkReport:
-        """Never raises for what hosts or the network do, and every wait in it has a limit."""
+        """Never raises for failures of hosts or the network; every wait in it has a limit."""
         responder = Responder(self.host.address, ports=self.host.tcp_ports, wall=self.wall)
         try:
             verdicts = self._take_part(responder)
@@ -96,7 +87,7 @@ class LinkSession:
         except HostUnfitError as error:
             own = replace(own, trouble=str(error))
         put_record(self.exchange, f"links/hello/{own.node_rank}", own)
-        # The first host may have begun a whole limit after us.
+        # The first host may start a whole limit later than this one.
         late_s = 2 * self.options.roster_s + self.options.grace_s
         leads = own.node_rank == 0
         roster = self._gather_roster(own) if leads else get_record(self.exchange, "links/roster", Roster, limit_s=late_s)
@@ -113,7 +104,7 @@ class LinkSession:
         return self._lead() if leads else self._follow()
 
     def _gather_roster(self, own: HostIntroduction) -> Roster:
-        """As the first host: wait for all, publish who came."""
+        """As the first host: wait for all, publish the roster."""
         began, num_hosts = time.monotonic(), len(self.names)
         found = {own.node_rank: own}
         for rank in range(1, num_hosts):
@@ -135,8 +126,8 @@ class LinkSession:
         return roster
 
     def _follow(self) -> list[Verdict]:
-        """Carry out what the first host orders, until the last order."""
-        # For the next order the first host may take as long as everybody may take for this one, and judge a little.
+        """Carry out the orders of the first host, until the last one."""
+        # The next order may come as late as the slowest host's report on this one, and a little more for the judgement.
         limit_s = self.options.limits.contact_s
         while True:
             patience_s = limit_s + 2 * self.options.grace_s
@@ -151,7 +142,7 @@ class LinkSession:
             self._num_orders += 1
 
     def _carry_out(self, order: Order) -> None:
-        """Do what concerns this host, and report what it found."""
+        """Do this host's part of an order and report the result."""
         if not order.concerns(self._place):
             return
         put_record(self.exchange, f"links/taken/{self._num_orders}/{self._place}", True)
@@ -164,7 +155,7 @@ class LinkSession:
         put_record(self.exchange, f"links/found/{self._num_orders}/{self._place}", found)
 
     def _probe(self, target: int) -> PeerProbe:
-        """The same one each time: it knows which port of the other host can be used."""
+        """One probe per target: it knows which port of the other host is open."""
         if target not in self._probes:
             self._probes[target] = PeerProbe(
                 self._roster.hosts[self._place],
@@ -177,14 +168,14 @@ class LinkSession:
         return self._probes[target]
 
     def _lead(self) -> list[Verdict]:
-        """As the first host: give the orders, gather what hosts report, and judge it."""
+        """As the first host: give the orders, gather the reports, and judge them."""
         thresholds, num, full = self.options.thresholds, len(self._roster.hosts), self.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         first: tuple[Flow, ...] = ()
         again: tuple[Flow, ...] = ()
         if full:
             alive = [place for place in range(num) if self._is_there((place,))]
-            # Restarts measure other links than earlier starts did.
+            # The seed is new each time: restarts measure other links.
             plan = first_rounds(len(alive), seed=random.SystemRandom().getrandbits(32))
             first = self._measure(tuple(tuple((alive[a], alive[b]) for a, b in pairs) for pairs in plan))
             again = self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
@@ -199,11 +190,11 @@ class LinkSession:
         )
 
     def _is_there(self, places: Iterable[int]) -> bool:
-        """Whether all of these hosts listen, and have reported what they were asked."""
+        """Whether all of these hosts listen, and have reported so far."""
         return not any(place in self._silences or self._roster.hosts[place].trouble for place in places)
 
     def _make_contact(self, links: Iterable[Link]) -> None:
-        """What looks bad is tried a second time, and the better result counts."""
+        """Contact all links, and the bad ones a second time; the better result counts."""
         for _ in range(2):
             links = tuple(filter(self._is_there, links))
             if not links:
@@ -223,13 +214,13 @@ class LinkSession:
         return tuple(flows)
 
     def _is_usable(self, pair: Pair) -> bool:
-        """Both hosts are there, and large frames pass in both directions as far as is known."""
+        """Whether both hosts take part, and large frames pass in both directions as far as is known."""
         contacts = [self._contacts.get(link) for link in (pair, pair[::-1])]
         passing = all(one is not None and one.latency_s is not None and not one.loses_large for one in contacts)
         return passing and self._is_there(pair)
 
     def _order(self, order: Order) -> list[LinkFindings]:
-        """Have it carried out; the reports of all whom it concerns. Who does not report in time counts as silent."""
+        """Publish an order, do this host's part, and gather the reports. A host that does not report in time is silent."""
         number, began = self._num_orders, time.monotonic()
         put_record(self.exchange, f"links/order/{number}", order)
         self._carry_out(order)
@@ -257,8 +248,8 @@ class LinkSession:
         return found
 
     def _is_ignored(self, number: int, place: int, waited_s: float) -> bool:
-        """Whether the host has not taken up the order in all the time that there was for that."""
-        # One that cannot be reached from here may well do its part: it is known by its records alone.
+        """Whether the host has not taken up the order in the time that it had for that."""
+        # A host that cannot be reached from here may still do its part: only its records count.
         taken = f"links/taken/{number}/{place}"
         return waited_s >= self.options.take_s and get_record(self.exchange, taken, bool, limit_s=0.0) is None
 

@@ -1,7 +1,4 @@
-"""The classic speed test between two hosts: one listens, the other one sends it so many bytes, and gets as many back.
-
-Whoever knows the token may use it; both sides are given the same one.
-"""
+"""Speed test between two hosts: one listens, the other sends it a number of bytes and gets as many back. Both use one token."""
 
 import hashlib
 import re
@@ -20,12 +17,8 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE |
 
 MOST_BYTES = 1 << 50
 
-PORT = 29477
-"""Where it listens, if nothing else is said."""
-
-LIMIT_S = 600.0
-"""One transfer takes no longer; 10G at 1 Gbit/s take 86 s."""
-
+PORT = 29477  # the listener's default
+LIMIT_S = 600.0  # one transfer takes no longer; 10G at 1 Gbit/s take 86 s
 _CONNECT_S = 5.0
 _ANSWER_S = 5.0
 _STALL_S = 10.0
@@ -45,19 +38,19 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One direction. The rate is over all of it, in 10^9 bits of payload per second."""
+    """One direction. `gbps`: 10^9 bits of payload per second over the whole transfer."""
 
     num_bytes: int
     seconds: float
 
     @property
     def gbps(self) -> float:
-        """0 for a transfer that took no time that can be told."""
+        """0 for a transfer too short to time."""
         return 8e-9 * self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 def listen(address: str, *, port: int = PORT, token: str) -> Responder:
-    """The side that waits, until it is closed. Raises: HostUnfitError naming address and port."""
+    """The listening side, until it is closed. Raises: HostUnfitError naming address and port."""
     responder = Responder(address, ports=(port,), connections=_MOST_CONNECTIONS, most_seconds=LIMIT_S, nonce=_key(token).nonce)
     responder.start()
     responder.set_token(token.encode())
@@ -67,8 +60,9 @@ def listen(address: str, *, port: int = PORT, token: str) -> Responder:
 def measure_speed(
     address: str, *, port: int = PORT, token: str, size_bytes: int, limit_s: float = LIMIT_S
 ) -> tuple[Transfer, Transfer, Transfer, Transfer]:
-    """Send `size_bytes` to a listener, get as many back, and then both at once: there, back, there and back at the same time.
-    Memory does not depend on the size. Raises: TransportError naming the address, also if not all came within `limit_s`."""
+    """Send `size_bytes` to a listener, get as many back, then do both at once. Returns: there, back, there and back at the same
+    time. Memory does not depend on the size. Raises: TransportError naming the address, also if bytes are missing after
+    `limit_s`."""
 
     def transfer(ask: Callable[..., StreamResult], answer_s: float) -> Transfer:
         try:
@@ -97,5 +91,5 @@ def measure_speed(
 
 
 def _key(token: str) -> ResponderKey:
-    """The listener cannot tell its nonce to anybody beforehand."""
+    """The nonce follows from the token: the listener cannot send its own to the other side beforehand."""
     return ResponderKey(token.encode(), hashlib.sha256(b"speed test " + token.encode()).digest()[:16])

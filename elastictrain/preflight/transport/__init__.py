@@ -1,1 +1,1 @@
-"""Through which interface, and how, the hosts of a run speak to each other: read, decided, judged, then set."""
+"""Network interface and RDMA of a host: facts, plan, verdicts, and the environment variables of the plan."""

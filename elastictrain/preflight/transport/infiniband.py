@@ -19,24 +19,19 @@ _FOLDER = "/sys/class/infiniband"
 ACTIVE = "ACTIVE"
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 
-_LINK_LAYERS = (INFINIBAND, ETHERNET, "Unknown", "Unspecified")
-"""The last two are of AWS's EFA."""
-
+_LINK_LAYERS = (INFINIBAND, ETHERNET, "Unknown", "Unspecified")  # the last two: AWS EFA
 _ROCE_VERSIONS = {"IB/RoCE v1": 1, "RoCE v1": 1, "RoCE v2": 2}
 
 _BY_HAND = {GID_INDEX, "NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM"}
-"""Who sets one of these knows of RoCE that we would not take, over IPv6 or of version 1: it is not switched off."""
+"""A person who sets one of these uses RoCE that the plan would not take, over IPv6 or of version 1: RDMA stays on."""
 
-SLOW_PORT = 0.5
-"""A port with less than this share of the fastest one's rate is another network (storage, management), or broken: NCCL would
-give it a share of the work all the same."""
+SLOW_PORT = 0.5  # share of the fastest port's rate; below it, another network or a broken port: NCCL would load it equally
 
 
 class Rdma(StrEnum):
-    """How hosts move data other than through sockets, the better ones first.
+    """How hosts move data other than through sockets, the best first.
 
-    EFA is AWS's own, which NCCL uses through a plugin and needs no variable for. UNKNOWN: there are devices, and what they are
-    cannot be read; NCCL is left to find out.
+    EFA: AWS's own; NCCL uses it through a plugin and needs no variable. UNKNOWN: the devices cannot be read; NCCL finds out.
     """
 
     INFINIBAND = "infiniband"
@@ -48,40 +43,35 @@ class Rdma(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """An address of a port. `roce_version` is None where the port is not Ethernet, or it cannot be read."""
+    """An address of a port."""
 
     index: int
     address: ipaddress.IPv6Address
-    roce_version: int | None = None
+    roce_version: int | None = None  # None: not Ethernet, or it cannot be read
     netdev: str | None = None
 
     @property
     def ipv4(self) -> ipaddress.IPv4Address | None:
-        """The address that it maps; None if it maps none."""
         return self.address.ipv4_mapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """A port of a device; None is unknown.
+    """A port of a device; None is unknown."""
 
-    `name`: DEVICE:PORT, as NCCL_IB_HCA takes it. `state`: DOWN, INIT, ARMED or ACTIVE. `physical_state`: LinkUp, Polling,
-    Disabled and so on. `link_layer`: what its cable carries, in the kernel's words. `gids` are those that are not empty.
-    """
-
-    name: str
+    name: str  # DEVICE:PORT, as NCCL_IB_HCA takes it
     device: "Device"
     number: int
-    state: str | None
-    physical_state: str | None
-    link_layer: str | None
+    state: str | None  # DOWN, INIT, ARMED or ACTIVE
+    physical_state: str | None  # LinkUp, Polling, Disabled and so on
+    link_layer: str | None  # what its cable carries, in the kernel's words
     rate_gbps: float | None
-    gids: tuple[Gid, ...]
+    gids: tuple[Gid, ...]  # those that are not empty
     gids_are_known: bool
 
     @property
     def kind(self) -> Rdma:
-        """What it is good for now."""
+        """The RDMA that it allows now."""
         if not self.device.is_usable or self.device.node_type == "RNIC":
             return Rdma.NONE
         if self.state is None:
@@ -97,7 +87,7 @@ class Port:
         return Rdma.UNKNOWN if self.link_layer in (None, ETHERNET) else Rdma.NONE
 
     def roce_v2_gids(self) -> list[Gid]:
-        """GIDs for RoCE v2 over IPv4, by index; those of link-local addresses only where there is no other.
+        """GIDs for RoCE v2 over IPv4, by index; link-local addresses only if there is no other.
 
         Source: NCCL's own choice with NCCL_IB_ADDR_FAMILY=AF_INET and NCCL_IB_ROCE_VERSION_NUM=2, its defaults.
         """
@@ -107,24 +97,19 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device; None is unknown.
-
-    `is_software`: RDMA made of an ordinary network card, no faster than its sockets. `physical_function`: the device that this
-    one is a virtual function of, if that is seen here. `can_be_opened`: whether /dev/infiniband has what programs need to use
-    it; containers see what is in /sys, and often lack the other.
-    """
+    """A device; None is unknown."""
 
     name: str
     node_type: str | None
     driver: str | None
-    is_software: bool
-    physical_function: str | None
-    can_be_opened: bool | None
+    is_software: bool  # RDMA on an ordinary network card: no faster than sockets
+    physical_function: str | None  # this device is a virtual function of it, if visible here
+    can_be_opened: bool | None  # /dev/infiniband has its files; containers often see /sys without them
     netdevs: tuple[str, ...]
 
     @property
     def is_usable(self) -> bool:
-        """Whether programs may gain anything by opening it."""
+        """Whether programs gain anything by opening it."""
         return not self.is_software and self.can_be_opened is not False
 
 
@@ -172,7 +157,7 @@ def _port(surroundings: Surroundings, folder: str, device: Device, number: int) 
 
 
 def _gid(surroundings: Surroundings, folder: str, index: int, layer: str | None) -> Gid | None:
-    """None for an empty one, as most of the 256 of a port are, and for one of another namespace, which cannot be read."""
+    """None for an empty GID, as most of the 256 of a port are, and for one of another namespace, which cannot be read."""
     try:
         address = ipaddress.IPv6Address(surroundings.read(f"{folder}/gids/{index}") or "")
     except ValueError:
@@ -190,20 +175,20 @@ def _numbers(surroundings: Surroundings, folder: str) -> list[int]:
 
 
 def _word(text: str | None) -> str | None:
-    """The word of "4: ACTIVE"."""
+    """`ACTIVE` of "4: ACTIVE"."""
     match = re.fullmatch(r"\d+: (\w[\w ]*)", text or "", re.ASCII)
     return match.group(1) if match else None
 
 
 def chosen_ports(ports: Sequence[Port], settings: Mapping[str, Setting]) -> list[Port]:
-    """All, or those that a person's NCCL_IB_HCA selects."""
+    """All ports, or those that a person's NCCL_IB_HCA selects."""
     pinned = settings.get(HCA)
     pattern = NcclPattern.parse(pinned.value if pinned else "")
     return [port for port in ports if pattern.matches(port.device.name, port.number)]
 
 
 def kinds_here(ports: Sequence[Port], *, settings: Mapping[str, Setting]) -> frozenset[Rdma]:
-    """What this host can use, to be compared with the others' by `common`."""
+    """What this host can use, input of `common`."""
     if switched_off(settings) is not None:
         return frozenset()
     chosen = chosen_ports(ports, settings)
@@ -215,10 +200,8 @@ def kinds_here(ports: Sequence[Port], *, settings: Mapping[str, Setting]) -> fro
 
 
 def common(kinds: Mapping[str, Set[Rdma]]) -> Rdma:
-    """The best that every host (by name) can do: NCCL with InfiniBand on one end and sockets on the other hangs or fails.
-
-    Where a host does not know what it can do, nothing is decided for anybody.
-    """
+    """The best kind that every host (by name) has: NCCL with InfiniBand on one end and sockets on the other hangs or fails.
+    UNKNOWN if a host's kinds are unknown: NCCL then decides."""
     if any(Rdma.UNKNOWN in one for one in kinds.values()):
         return Rdma.UNKNOWN
     for kind in (Rdma.INFINIBAND, Rdma.ROCE, Rdma.EFA):
@@ -228,7 +211,7 @@ def common(kinds: Mapping[str, Set[Rdma]]) -> Rdma:
 
 
 def switched_off(settings: Mapping[str, Setting]) -> str | None:
-    """How a person has told NCCL to use sockets only; None if nobody has."""
+    """The setting by which a person restricts NCCL to sockets; None without one."""
     if (setting := settings.get(DISABLE)) is not None and setting.number:
         return f"{DISABLE}={setting.value} is set in {setting.origin}"
     if (setting := settings.get(NET)) is not None and setting.value.lower() == "socket":
@@ -238,17 +221,15 @@ def switched_off(settings: Mapping[str, Setting]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class RdmaPlan:
-    """The kind and its ports. `gid_index`: the one that is right for all of them; None where none is, or none is needed."""
-
     kind: Rdma
     ports: tuple[Port, ...] = ()
-    gid_index: int | None = None
+    gid_index: int | None = None  # right for all ports; None: none is, or none is needed
     reason: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def rate_gbps(self) -> float | None:
-        """Of all ports together."""
+        """Sum over all ports; None if one is unknown."""
         known = [port.rate_gbps for port in self.ports if port.rate_gbps is not None]
         return sum(known) if known and len(known) == len(self.ports) else None
 
@@ -268,7 +249,7 @@ def decide_rdma(ports: Sequence[Port], *, settings: Mapping[str, Setting], agree
     plan = RdmaPlan(agreed, tuple(chosen), reason=f"all that are ACTIVE: {agreed.value}", notes=tuple(notes))
     if agreed is not Rdma.ROCE or not chosen:
         return plan
-    # One variable is for all ports: where their indices differ, NCCL finds out by itself (since 2.21), port by port.
+    # One variable serves all ports: where their indices differ, NCCL (since 2.21) finds them itself, port by port.
     indices = [{gid.index for gid in port.roce_v2_gids()} for port in chosen]
     if shared := set.intersection(*indices):
         return replace(plan, gid_index=min(shared))

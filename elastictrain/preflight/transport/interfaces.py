@@ -1,4 +1,4 @@
-"""Network interfaces, and which of them the kernel takes to reach an address."""
+"""Network interfaces, and which one the kernel uses to reach an address."""
 
 import ipaddress
 import re
@@ -12,47 +12,36 @@ _FOLDER = "/sys/class/net"
 _CONTAINER_NAME = re.compile(
     r"(docker|br-[0-9a-f]{12}$|cni|podman|nerdctl|virbr|lxcbr|lxdbr|incusbr|kube-bridge|veth|cali|lxc)"
 )
-"""The host's ends of containers and virtual machines: the peer behind the same address is another one on every host."""
-_LOOPBACK_TYPE, _IPOIB_TYPE = 772, 32
-"""Source: linux/if_arp.h."""
-
+"""The host's ends of containers and virtual machines: the peer behind the same address differs from host to host."""
+_LOOPBACK_TYPE, _IPOIB_TYPE = 772, 32  # source: linux/if_arp.h
 _UP = 0x1
-_FASTEST_MBPS = 10_000_000
-"""More is no speed but a sentinel: 65535 and 2**32 - 1 are older kernels' words for unknown, like -1."""
+_FASTEST_MBPS = 10_000_000  # larger values are sentinels; -1, and in older kernels 65535 and 2**32 - 1, mean unknown
 
 
 class Kind(StrEnum):
-    """What an interface is.
-
-    CONTAINER: a bridge to containers or virtual machines, or the host's end of one of their cables. CARD: a device, a bond, a
-    VLAN or IP over InfiniBand; only these know their speed. OTHER: a tunnel says 10 Mbit/s and a veth 10 Gbit/s, whatever is
-    below them; inside a container its own cable is such a one.
-    """
+    """What an interface is."""
 
     LOOPBACK = "loopback"
-    CONTAINER = "container bridge"
-    CARD = "card"
-    OTHER = "other"
+    CONTAINER = "container bridge"  # a bridge to containers or virtual machines, or the host's end of a veth
+    CARD = "card"  # a device, a bond, a VLAN or IP over InfiniBand: only these know their speed
+    OTHER = "other"  # tunnels report 10 Mbit/s and veths 10 Gbit/s, whatever is below; a container's own veth is OTHER
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkInterface:
-    """One interface; None is unknown. `addresses` are without scope, IPv4 first: gloo and NCCL listen at the first one.
-
-    `running`: it is up, and something is at the other end. `speed_gbps`: in 10^9 bits per second. `vendor`: of PCI ("0x15b3").
-    """
+    """One interface; None is unknown."""
 
     name: str
     kind: Kind = Kind.OTHER
-    running: bool | None = None
+    running: bool | None = None  # up, with a peer at the other end
     mtu_bytes: int | None = None
-    speed_gbps: float | None = None
-    vendor: str | None = None
-    addresses: tuple[str, ...] = ()
+    speed_gbps: float | None = None  # 10^9 bits per second
+    vendor: str | None = None  # of PCI, "0x15b3"
+    addresses: tuple[str, ...] = ()  # without scope, IPv4 first: gloo and NCCL listen at the first one
 
     @property
     def leads_nowhere(self) -> bool:
-        """Whether other hosts can never be behind it."""
+        """Whether no other host can be behind it."""
         return self.kind in (Kind.LOOPBACK, Kind.CONTAINER)
 
     @property
@@ -87,11 +76,11 @@ def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]
     elif "device" not in entries and _CONTAINER_NAME.match(name):
         kind = Kind.CONTAINER
     flags, state = integer("flags", base=16), surroundings.read(f"{_FOLDER}/{name}/operstate")
-    # What the kernel calls IFF_RUNNING, which sysfs does not show; NCCL looks at no interface without it.
+    # Stands for IFF_RUNNING, which sysfs does not show; NCCL ignores interfaces without it.
     running = False if state in ("down", "lowerlayerdown", "notpresent", "testing", "dormant") else None
     if flags is not None and not flags & _UP:
         running = False
-    elif state == "up" or (state == "unknown" and flags is not None):  # loopback and tunnels do not tell
+    elif state == "up" or (state == "unknown" and flags is not None):  # loopback and tunnels report "unknown"
         running = True
     speed = integer("speed", least=1) if kind is Kind.CARD else None
     return NetworkInterface(
@@ -106,7 +95,7 @@ def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means the host that uses it (127.0.0.0/8, ::1, and the first written as IPv6)."""
+    """Whether an address means the host that uses it: 127.0.0.0/8, ::1, and 127.0.0.0/8 mapped to IPv6."""
     try:
         return ipaddress.ip_address(_plain(address.partition("%")[0])).is_loopback
     except ValueError:
@@ -123,22 +112,21 @@ def _integer(text: str | None, *, base: int = 10, least: int = 0) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way to `target` (a name or an address). Without one, `error` says why; `interface` None beside a `local`: unknown."""
+    """The way to a target."""
 
-    target: str
+    target: str  # name or address
     remote: str | None = None
     local: str | None = None
-    interface: str | None = None
-    error: str = ""
+    interface: str | None = None  # None beside a `local`: unknown
+    error: str = ""  # why there is no route
 
     @property
     def is_ipv6(self) -> bool:
-        """Of the address that the target led to; False where it led to none."""
         return ":" in (self.remote or "")
 
 
 def find_route(target: str, *, interfaces: Sequence[NetworkInterface], surroundings: Surroundings) -> Route:
-    """Ask the kernel. Takes as long as the look-up of a name takes; an address is answered at once."""
+    """Ask the kernel. A name takes as long as its look-up; an address returns at once."""
     try:
         remote, local = surroundings.probe(target)
     except (OSError, UnicodeError) as error:
@@ -153,7 +141,7 @@ def find_route(target: str, *, interfaces: Sequence[NetworkInterface], surroundi
 
 
 def _plain(address: str) -> str:
-    """IPv4 in the shape of IPv6 becomes IPv4 again, as interfaces list it."""
+    """IPv4 mapped to IPv6 as plain IPv4, as interfaces list it."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -162,12 +150,11 @@ def _plain(address: str) -> str:
     return str(mapped or parsed)
 
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # no host has these (RFC 5737, RFC 3849): their route is the default route
 
 
 def way_out(targets: Sequence[str], *, interfaces: Sequence[NetworkInterface], surroundings: Surroundings) -> Route | None:
-    """The way to the first target that does not lead back to this host, or the default route; None without either."""
+    """The route to the first target that does not lead back to this host, or the default route; None without either."""
     for target in (*targets, *_ELSEWHERE):
         route = find_route(target, interfaces=interfaces, surroundings=surroundings)
         if route.local is not None and not is_loopback(route.local):
@@ -176,7 +163,7 @@ def way_out(targets: Sequence[str], *, interfaces: Sequence[NetworkInterface], s
 
 
 def own_address(peers: Sequence[str], *, surroundings: Surroundings) -> str:
-    """The address from which the kernel sends to the others, or by the default route; else any that others may reach."""
+    """The address from which the kernel sends to the peers, or by the default route; else any that others may reach."""
     interfaces = usable_interfaces(surroundings)
     if (route := way_out(peers, interfaces=interfaces, surroundings=surroundings)) is not None and route.local:
         return route.local
@@ -184,5 +171,5 @@ def own_address(peers: Sequence[str], *, surroundings: Surroundings) -> str:
 
 
 def usable_interfaces(surroundings: Surroundings) -> list[NetworkInterface]:
-    """Those that may lead to other hosts."""
+    """Interfaces that may lead to other hosts."""
     return [one for one in read_interfaces(surroundings) if not one.leads_nowhere]

@@ -1,4 +1,4 @@
-"""Whether this host uses the right interface, and whether InfiniBand and RoCE are as they should be. Pure."""
+"""Verdicts on the interface, and on InfiniBand and RoCE. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -31,7 +31,7 @@ _infiniband = Reporter("infiniband")
 
 
 def judge_interface(facts: Facts) -> list[Verdict]:
-    """The ways to the peers, then what a person has set; one pass where nothing is wrong."""
+    """The routes to the peers, then a person's settings; one pass if nothing is wrong."""
     found = list(_pins(facts)) if facts.alone else [*_routes(facts), *_addresses(facts), *_pins(facts)]
     if found:
         return found
@@ -73,7 +73,7 @@ def _routes(facts: Facts) -> Iterator[Verdict]:
 
 
 def _nowhere(name: str, interface: NetworkInterface | None, route: Route) -> tuple[str, str]:
-    """A route that leads back to this host: what is measured, and the remedy."""
+    """For a route that leads back to this host: what is measured, and the remedy."""
     if interface is not None and not is_loopback(route.local or ""):
         own = ": it is this host's own address" if route.remote == route.local else ""
         return (
@@ -88,7 +88,7 @@ def _nowhere(name: str, interface: NetworkInterface | None, route: Route) -> tup
 
 
 def _addresses(facts: Facts) -> Iterator[Verdict]:
-    """NCCL and gloo listen at the first address of an interface, which need not be the one that the kernel sends from."""
+    """NCCL and gloo listen at an interface's first address, which need not be the one that the kernel sends from."""
     chosen = choose_interface(facts).interface
     for name, route in _ways(facts):
         if chosen is None or route.interface != chosen.name or route.local is None:
@@ -106,7 +106,7 @@ def _pins(facts: Facts) -> Iterator[Verdict]:
     chosen = choose_interface(facts).interface
     for variable, sign in ((NCCL_INTERFACE, "="), (GLOO_INTERFACE, "")):
         setting = facts.settings.get(variable)
-        # A value of one letter they take for nothing.
+        # NCCL and gloo ignore a value of one letter.
         if setting is None or len(setting.value) < 2 or not facts.interfaces:
             continue
         undo = setting.undo(variable)
@@ -116,7 +116,7 @@ def _pins(facts: Facts) -> Iterator[Verdict]:
         expected = chosen.name if chosen else None
         for problem in problems:
             yield _interface(facts.host, Status.FAIL, f"{said}: {problem}", expected, remedy)
-        # On a host that is the whole world any interface will do.
+        # A single host can use any interface.
         if not pinned or facts.alone:
             continue
         useless = [f"{one.name} is a {one.kind}, behind which no other host is" for one in pinned if one.leads_nowhere]
@@ -124,13 +124,13 @@ def _pins(facts: Facts) -> Iterator[Verdict]:
         if useless:
             yield _interface(facts.host, Status.FAIL, f"{said}: {'; '.join(useless)}", expected, remedy)
         elif chosen is not None and pinned[0].name != chosen.name:
-            # Another one than the kernel's can be right: a second network for the training alone.
+            # Another interface than the kernel's can be right: a second network only for training.
             measured = f"{said}: {pinned[0].name} comes first, but the kernel reaches the others through {chosen.name}"
             yield _interface(facts.host, Status.WARN, measured, chosen.name, remedy)
 
 
 def _nccl_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
-    """What NCCL takes for the setting, in its order, the first one for its bootstrap; and what is wrong with the names."""
+    """What NCCL takes for the setting, in its order (the first for bootstrap), and what is wrong with the names."""
     pattern = NcclPattern.parse(value)
     pinned = [one for one in facts.interfaces if pattern.matches(one.name) and one.can_carry]
     missing = pattern.without_match([one.name for one in facts.interfaces])
@@ -141,8 +141,8 @@ def _nccl_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[st
 
 
 def _gloo_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
-    """What gloo takes for the setting: whole names in a comma list. What is between two commas counts, a last empty part does
-    not. Nothing is taken as soon as anything is wrong with a name."""
+    """The interfaces that gloo takes for the setting: whole names in a comma list, of which only a last empty one is ignored.
+    One wrong name makes gloo take none."""
     named = {name: facts.interface(name) for name in value.removesuffix(",").split(",")}
     missing = [repr(name) for name, one in named.items() if one is None]
     silent = [name for name, one in named.items() if one is not None and not one.addresses]
@@ -152,7 +152,7 @@ def _gloo_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[st
 
 
 def judge_infiniband(facts: Facts) -> list[Verdict]:
-    """Devices and ports, then what a person has set; one pass, or skip, where nothing is wrong."""
+    """Devices and ports, then a person's settings; one pass, or skip, if nothing is wrong."""
     on_host = partial(_infiniband, facts.host)
     found = [verdict for device, ports in facts.devices.items() for verdict in _device(facts.host, device, ports)]
     found += [*_hca_pin(facts), *_gid_pin(facts), *_switches(facts)]
@@ -173,7 +173,7 @@ def judge_infiniband(facts: Facts) -> list[Verdict]:
 
 
 def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset[Rdma]], *, agreed: Rdma) -> list[Verdict]:
-    """All hosts together, by name: whether some lack what others have, or have fewer ports of it.
+    """All hosts together, by name: those that lack what others have, or have fewer ports of it.
 
     `hcas`: the ports that each plans to use; `kinds`: its `kinds_here`.
     """
@@ -217,7 +217,7 @@ def _port_problem(port: Port) -> tuple[str, str | None, str] | None:
         return f"state of {name} cannot be read", None, f"cat {files}/state"
     if port.state != ACTIVE:
         if port.physical_state in (None, "Polling", "Disabled", "Sleep"):
-            # There is nothing at the other end of the cable.
+            # Nothing is at the other end of the cable.
             return None
         remedy = f"ip link set {netdev} up; ethtool {netdev}"
         if port.link_layer == INFINIBAND:
@@ -272,7 +272,7 @@ def _gid_pin(facts: Facts) -> Iterator[Verdict]:
         expected = f"{right[0].index} (RoCE v2, {right[0].ipv4})"
         remedy = f"{setting.undo(GID_INDEX)}  # or set {GID_INDEX}={right[0].index}"
         measured = f"{GID_INDEX}={setting.value} (set in {setting.origin}): on {port.name} that GID {what}"
-        # No queue pair can be made with an empty one.
+        # NCCL cannot make a queue pair with an empty GID.
         yield _infiniband(facts.host, Status.WARN if gid else Status.FAIL, measured, expected, remedy)
 
 

@@ -1,5 +1,4 @@
-"""The transport plan: which interface the hosts speak through, which variables of NCCL and gloo are set, and why. Pure but for
-`read_facts` and `apply_plan`."""
+"""The transport plan: a host's interface and its NCCL and gloo variables. Pure but for `read_facts` and `apply_plan`."""
 
 import json
 from collections import Counter
@@ -22,43 +21,37 @@ from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, 
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, own_variables, read_settings
 
 FAST_GBPS = 100.0
-"""From here on 4 threads with 4 sockets each. Source: NCCL's manual, "for generic 100G networks", for both variables."""
+"""From this rate on 4 threads with 4 sockets each. Source: NCCL's manual, "for generic 100G networks", for both variables."""
 
 MEDIUM_GBPS = 25.0
-"""From here on 4 threads with one socket each: a single one does not fill the link. Source: the numbers that NCCL takes by
-itself on Google's cards."""
+"""From this rate on 4 threads with one socket each: one does not fill the link. Source: NCCL's own for Google's cards."""
 
 _TUNED_BY_NCCL = ("0x1d0f", "0x1ae0")
-"""PCI vendors (AWS, Google) for whose cards NCCL knows the right numbers. Source: its `ncclNetSocketGetNsockNthread`."""
+"""PCI vendors (AWS, Google) for whose cards NCCL sets the numbers itself. Source: its `ncclNetSocketGetNsockNthread`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One host, and its ways to the others. `peers` is by name of host, without this one.
-
-    `alone`: whether this host is the whole world, so that its ranks meet nobody else.
-    """
+    """One host, and its routes to the others."""
 
     host: str
     interfaces: tuple[NetworkInterface, ...] = ()
     devices: Mapping[Device, tuple[Port, ...]] = field(default_factory=dict)
     rendezvous: Route | None = None
-    peers: Mapping[str, Route] = field(default_factory=dict)
+    peers: Mapping[str, Route] = field(default_factory=dict)  # by name of host, without this one
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    alone: bool = False
+    alone: bool = False  # no other host takes part
 
     @property
     def ports(self) -> list[Port]:
-        """Of all devices."""
         return [port for ports in self.devices.values() for port in ports]
 
     def interface(self, name: str | None) -> NetworkInterface | None:
-        """The one of that name."""
         return next((one for one in self.interfaces if one.name == name), None)
 
 
 def read_facts(surroundings: Surroundings, *, rendezvous: str | None, alone: bool = False) -> Facts:
-    """Look at this host. `rendezvous` is an address, or a name, whose look-up may take time."""
+    """Read the facts of this host. `rendezvous`: an address, or a name, whose look-up may take time."""
     interfaces = read_interfaces(surroundings)
     return Facts(
         host=surroundings.host,
@@ -76,18 +69,18 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The interface, or None where the facts show no fit one, and why. `is_ipv6`: the peers are reached over IPv6."""
+    """The interface, or None and why the facts show no fit one."""
 
     interface: NetworkInterface | None
     reason: str
-    is_ipv6: bool = False
+    is_ipv6: bool = False  # peers are reached over IPv6
 
 
 def choose_interface(facts: Facts) -> Choice:
-    """The one through which the kernel reaches most peers; the rendezvous decides between equals, and where no peer is known.
+    """The interface through which the kernel reaches most peers; the rendezvous breaks ties, and decides if no peer is known.
 
-    A host that is the whole world takes loopback: gloo would look up the host's own name, and NCCL would take the first
-    interface that is up, and either can be wrong or go away; loopback needs no resolver, no cable and no firewall's consent.
+    A single host takes loopback: gloo would look up the host's own name, and NCCL would take the first interface that is up.
+    Either can be wrong or disappear; loopback needs no resolver, no cable and no firewall rule.
     """
     if facts.alone:
         loopback = next((one for one in facts.interfaces if one.kind is Kind.LOOPBACK and one.can_carry), None)
@@ -118,19 +111,15 @@ class PlannedVariable:
 
 @dataclass(frozen=True, slots=True)
 class TransportPlan:
-    """What is set on a host. `variables` are to be set; `kept` are a person's, with what would have been planned instead.
-
-    `interface`: the one that the kernel uses for the peers; None is unknown, or none is fit. `hcas`: DEVICE:PORT of each port
-    that NCCL is to use. `link_gbps`: of all those ports together, or of the interface; None is unknown.
-    """
+    """The variables of a host, and what they follow from."""
 
     host: str
-    variables: tuple[PlannedVariable, ...]
-    kept: tuple[PlannedVariable, ...]
-    interface: str | None
+    variables: tuple[PlannedVariable, ...]  # to be set
+    kept: tuple[PlannedVariable, ...]  # set by a person; the reason names what would have been planned
+    interface: str | None  # the kernel's for the peers; None: unknown, or none is fit
     rdma: Rdma
-    hcas: tuple[str, ...]
-    link_gbps: float | None
+    hcas: tuple[str, ...]  # DEVICE:PORT of each port that NCCL is to use
+    link_gbps: float | None  # of all those ports together, or of the interface; None: unknown
     notes: tuple[str, ...] = ()
 
 
@@ -158,7 +147,7 @@ def decide_transport(facts: Facts, *, agreed: Rdma, after_failure: bool = False)
 
 
 def describe_plan(plan: TransportPlan) -> list[str]:
-    """The plan for a person, one line for each variable."""
+    """The plan for a person, one line per variable."""
     return [
         *(f"{one.name}={one.value}  # {one.reason}" for one in plan.variables),
         *(f"{one.name}={one.value}  # kept: {one.reason}" for one in plan.kept),
@@ -169,7 +158,7 @@ def describe_plan(plan: TransportPlan) -> list[str]:
 def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator[PlannedVariable]:
     interface = choice.interface
     if interface is not None:
-        # Without "=" it would be a prefix: eth1 is also one of eth10.
+        # Without "=" it is a prefix: eth1 also matches eth10.
         yield PlannedVariable(NCCL_INTERFACE, f"={interface.name}", choice.reason)
         yield PlannedVariable(GLOO_INTERFACE, interface.name, choice.reason)
         if choice.is_ipv6 and any(":" not in address for address in interface.addresses):
@@ -194,16 +183,16 @@ def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator
 
 
 def apply_plan(plan: TransportPlan, environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Set the plan's variables, and take back those of an earlier plan; what anybody else has set stays. What was set.
+    """Set the plan's variables and remove those of an earlier plan; other settings stay. Returns what was set.
 
-    To be done before the first process group: NCCL and gloo read each variable once.
+    Call before the first process group: NCCL and gloo read each variable once.
     """
     for name, value in own_variables(environment).items():
         if environment.get(name) == value:
             del environment[name]
     done: dict[str, str] = {}
     for variable in plan.variables:
-        # Empty counts as not set, as it does for NCCL and gloo.
+        # NCCL and gloo treat an empty value as not set.
         if not environment.get(variable.name):
             environment[variable.name] = done[variable.name] = variable.value
     environment[OWN_VARIABLES] = json.dumps(done)

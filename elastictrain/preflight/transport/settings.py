@@ -1,4 +1,4 @@
-"""What a person has set for NCCL (RCCL reads the same) and gloo, where, and what names in it mean; our own is told apart."""
+"""A person's settings for NCCL (RCCL reads the same) and gloo, without those of an earlier plan, and what they match."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.preflight.surroundings import Surroundings
 
 OWN_VARIABLES = "ELASTICTRAIN_TRANSPORT"
-"""Names and values that a plan has set, as JSON. Processes inherit them: the next plan must not take them for a person's."""
+"""Names and values that a plan has set, as JSON. Child processes inherit them; they are no person's settings."""
 
 IN_ENVIRONMENT = "the environment"
 _SYSTEM_FILE = "/etc/nccl.conf"
@@ -16,14 +16,12 @@ _SYSTEM_FILE = "/etc/nccl.conf"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value, and where it is set: `IN_ENVIRONMENT`, or a file."""
-
     value: str
-    origin: str = IN_ENVIRONMENT
+    origin: str = IN_ENVIRONMENT  # or a file
 
     @property
     def number(self) -> int:
-        """As NCCL reads it: the number in front, also in hexadecimal, or 0."""
+        """As NCCL reads it: the leading number, also hexadecimal, or 0."""
         match = re.match(r"\s*([+-]?)(0x[0-9a-f]{1,16}|\d{1,18})", self.value, re.ASCII | re.IGNORECASE)
         if match is None:
             return 0
@@ -31,12 +29,12 @@ class Setting:
         return -size if match[1] == "-" else size
 
     def undo(self, name: str) -> str:
-        """What to do to be rid of it."""
+        """The remedy that removes it."""
         return f"unset {name}" if self.origin == IN_ENVIRONMENT else f"remove {name} from {self.origin}"
 
 
 def read_settings(surroundings: Surroundings) -> dict[str, Setting]:
-    """A person's settings by name, empty ones left out. The first place that has a name wins.
+    """A person's settings by name, without empty ones. The first place that has a name wins.
 
     Source: NCCL's `initEnv`: the environment, then $NCCL_CONF_FILE or else ~/.nccl.conf, then /etc/nccl.conf.
     """
@@ -58,7 +56,7 @@ def read_settings(surroundings: Surroundings) -> dict[str, Setting]:
 
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an earlier plan has set, in this process or one of its ancestors."""
+    """What an earlier plan has set, in this process or an ancestor."""
     try:
         return parse_record(environment.get(OWN_VARIABLES, "{}"), dict[str, str])
     except MalformedJsonError:
@@ -67,35 +65,32 @@ def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class NcclPattern:
-    """NCCL_SOCKET_IFNAME and NCCL_IB_HCA: `^` first excludes, then `=` matches whole names, else prefixes, in a comma list;
-    a device can be followed by `:PORT`. `entries`: names, and the port of a device or None for any.
+    """NCCL_SOCKET_IFNAME and NCCL_IB_HCA: a leading `^` excludes, then `=` matches whole names, else prefixes, in a comma list.
+    A device may have a `:PORT`. Source: NCCL's `ncclOsFindInterfaces`, `parseStringList` and `matchIfList`."""
 
-    Source: NCCL's `ncclOsFindInterfaces`, `parseStringList` and `matchIfList`.
-    """
-
-    entries: tuple[tuple[str, int | None], ...]
+    entries: tuple[tuple[str, int | None], ...]  # names; the port of a device or None for any
     exclude: bool
     exact: bool
 
     @classmethod
     def parse(cls, text: str) -> "NcclPattern":
-        """The value of the variable; any text is one."""
+        """Any text is valid."""
         listed = text.removeprefix("^")
         entries: list[tuple[str, int | None]] = []
         for one in listed.removeprefix("=").split(","):
             name, port, *_ = *one.split(":"), ""
-            # As atoi: what is no number is 0, and no port has that number; nothing at all stands for any port.
+            # As atoi: text that is no number is 0, which no port has; an empty port stands for any.
             digits = port if port.isascii() and port.isdecimal() and len(port) < 10 else "0"
             entries += [(name, int(digits) if port and port != "-1" else None)] if name else []
         return cls(tuple(entries), exclude=text.startswith("^"), exact=listed.startswith("="))
 
     def matches(self, name: str, port: int | None = None) -> bool:
-        """Whether NCCL may use it. Without entries everything matches, and `^` alone matches nothing."""
+        """Whether NCCL may use it. Without entries everything matches; `^` alone matches nothing."""
         hit = not self.entries or any(self._hits(entry, name, port) for entry in self.entries)
         return hit != self.exclude
 
     def without_match(self, names: list[str]) -> list[str]:
-        """What is asked for by name, but fits none of `names`."""
+        """Entries that match none of `names`."""
         if self.exclude:
             return []
         return [entry[0] for entry in self.entries if not any(self._hits(entry, name, None) for name in names)]
