@@ -1,7 +1,8 @@
 """What retention counts where generations overlap; which checkpoints it deletes otherwise is in test_retention.py."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
@@ -38,6 +39,31 @@ def lineage_reads(bench: Bench, step: int, *, keep_last: int) -> int:
     bench.store.before = lambda operation, key: asked.append(key) if key.startswith("lineage") else None
     save(bench, step, SECOND, keep_last=keep_last)
     return len(asked)
+
+
+def without_a_file(objects: dict[str, bytes]) -> None:
+    del objects[next(key for key in objects if "step-000000020" in key and key.endswith(".safetensors"))]
+
+
+def garbled(objects: dict[str, bytes]) -> None:
+    objects["checkpoints/step-000000020/manifest.json"] = b"{"
+
+
+def of_another_step(objects: dict[str, bytes]) -> None:
+    for key in [key for key in objects if "step-000000020" in key]:
+        del objects[key]
+    for key in [key for key in objects if "step-000000010" in key]:
+        objects[key.replace("step-000000010", "step-000000020")] = objects[key]
+
+
+@pytest.mark.parametrize("damage", [without_a_file, garbled, of_another_step])
+def test_what_is_not_whole_takes_no_place_of_what_is(damage: Callable[[dict[str, bytes]], None]) -> None:
+    bench = Bench()
+    for step in (10, 20):
+        save(bench, step, FIRST)
+    damage(bench.store.objects)
+    save(bench, 30, FIRST, keep_last=2)
+    assert steps(bench) == [10, 20, 30]
 
 
 def test_what_is_off_the_line_is_not_kept_in_the_place_of_what_is_on_it() -> None:

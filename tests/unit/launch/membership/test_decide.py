@@ -123,6 +123,8 @@ def test_a_member_that_the_watch_does_not_hear_is_lost() -> None:
     decision = decide(cluster(running=newest, newest=newest, silent="c"), OPTIONS)
     assert isinstance(decision, Finish)
     assert (decision.end.kind, decision.end.lost, decision.at_once) == (EndKind.LOST, "c", True)
+    # Its workers still run: the host's record tells later what they reached.
+    assert (decision.end.step, decision.end.committed_step) == (0, 0)
     assert decision.end.reason.startswith("c ")
     assert "4 s" in decision.end.reason
 
