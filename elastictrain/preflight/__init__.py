@@ -1,1 +1,1 @@
-"""Verdicts about a host, its links and the group, before the first step of every start."""
+"""Checks of hosts, their links and collectives, before a run starts."""

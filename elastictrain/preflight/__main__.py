@@ -9,7 +9,7 @@ import os
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C while the rest is imported needs no traceback: 130, as `run_command` has it.
+    # Ctrl-C during the imports exits with 130 and no traceback, as `run_command` does.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
@@ -37,7 +37,7 @@ _MODES = ("fail", "warn", "off")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

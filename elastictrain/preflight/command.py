@@ -1,4 +1,4 @@
-"""The command under torchrun: all hosts of the group, and their links; one rank shows what all found."""
+"""The preflight command under torchrun: checks all hosts of the group and their links; one rank shows the verdicts."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ _GROUP_S = 60.0
 
 
 def check_group(own: OwnChecks, *, as_json: bool) -> int:
-    """What every rank of torchrun does; returns its exit code. Collective: yes. Raises: ElasticTrainError."""
+    """Runs on every rank of torchrun; returns its exit code. Collective: yes. Raises: ElasticTrainError."""
     identity = read_identity(os.environ)
     backend, _ = find_backend("auto", environment=os.environ, local_world_size=identity.local_world_size)
     store = BoundedStore(lambda: connect(identity, timeout_s=_RENDEZVOUS_S), limit_s=_RENDEZVOUS_S)
@@ -39,7 +39,7 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
     report = HostPreflight(layout=layout, own=own, exchange=exchange).check()
     verdicts, error = list(report.verdicts), report.error
     if error is None and identity.world_size > 1:
-        # On links that are known to be ill, collectives would only hang.
+        # On broken links, collectives would only hang.
         request = Request(full=own.level is Level.FULL, settings=own.settings)
         try:
             group = make_group(
@@ -53,7 +53,7 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
         verdicts += apply_modes(found.verdicts, own.modes)
         error = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if not found.usable and error is None:
-            # What hangs is a failure, whatever was said of the check.
+            # A hang is a failure, whatever the mode of its check.
             error = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
     if identity.is_log_rank:
         show(verdicts, as_json=as_json)

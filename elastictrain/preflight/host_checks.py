@@ -1,7 +1,4 @@
-"""What a host can be asked without any other: its own checks, and the ones of its devices and interfaces. No torch.
-
-Checks run side by side, each under a deadline, so that none can hang a start.
-"""
+"""Checks that a host runs alone, on itself, its devices and interfaces; side by side, each under a deadline. No torch."""
 
 import logging
 import os
@@ -39,12 +36,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_FILES_LIMIT_S = 3.0
-"""For what only reads files of the kernel; a dead file server is what can make it longer."""
-
-_MARGIN_S = 1.0
-"""A check that limits its own waiting should say itself what it waited for."""
-
+_FILES_LIMIT_S = 3.0  # for checks that only read kernel files; a dead file server can make them longer
+_MARGIN_S = 1.0  # longer than a check's own wait, so that the check itself reports what it waited for
 _TOOLS_LIMIT_S = 45.0
 """Two calls of a vendor's tool, each with its own limit, and some room: a check must outlast the tool that it waits for."""
 
@@ -55,7 +48,7 @@ _COUNTERS_LIMIT_S = 10.0
 
 
 class Once(Generic[T]):
-    """Asks when first called; every later caller, from any thread, gets the same answer. If asking breaks, all hear of it."""
+    """Caches the first result for all threads. A call that raises is not cached: the next caller asks again."""
 
     def __init__(self, ask: Callable[[], T]) -> None:
         self._ask = ask
@@ -63,7 +56,7 @@ class Once(Generic[T]):
         self._answers: list[T] = []
 
     def __call__(self) -> T:
-        # Checks run side by side: whoever comes second waits here for the tool instead of starting it again.
+        # Checks run side by side: the second caller waits for the first one's tool instead of starting it again.
         with self._lock:
             if not self._answers:
                 self._answers.append(self._ask())
@@ -72,20 +65,17 @@ class Once(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check of one host. `run` returns what it found: one verdict or several, in any scope.
-
-    After `limit_s` there is no answer. `quick`: whether it is part of a quick preflight, too.
-    """
+    """One check of one host. `run` returns one verdict or several, in any scope."""
 
     name: str
     run: Callable[[], Verdict | Sequence[Verdict]]
-    limit_s: float = _FILES_LIMIT_S
-    quick: bool = True
+    limit_s: float = _FILES_LIMIT_S  # no answer after this is a failure
+    quick: bool = True  # part of a quick preflight, too
 
 
 def run_checks(checks: Sequence[Check], *, subject: str) -> list[Verdict]:
-    """What all checks found, in their order; each runs in a thread of its own. Never raises, and never takes longer than the
-    longest limit: what has not answered by then, or broke, is a failure that says so."""
+    """The verdicts of all checks, in their order; each check runs in a thread of its own. Never raises, and never takes longer
+    than the longest limit: a check that does not answer in time, or raises, is a failure."""
     answers = each_within([(check.limit_s, partial(_run, check, subject=subject)) for check in checks])
     found: list[Verdict] = []
     for check, answer in zip(checks, answers, strict=True):
@@ -103,7 +93,7 @@ def _run(check: Check, *, subject: str) -> Sequence[Verdict]:
         found = check.run()
         verdicts = [found] if isinstance(found, Verdict) else list(found)
     except Exception as error:
-        # The edge of a thread. A check that breaks knows nothing about its subject, and that must be seen.
+        # A check that raises knows nothing about its subject: this must be a finding, not the end of the thread.
         logger.exception("check %s broke", check.name)
         remedy = f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off"
         measured = f"{type(error).__name__}: {error}"
@@ -114,23 +104,18 @@ def _run(check: Check, *, subject: str) -> Sequence[Verdict]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnChecks:
-    """What is asked of this host, and what a run wants of it; None where nobody knows.
-
-    `cpus`: that its ranks keep busy (ranks x threads). `towards`: an address of another host (the rendezvous); it
-    tells the own address. `ports_free`: whether `preflight.ports` must be free, because nothing of the run listens there yet.
-    `transport`: whether interfaces and InfiniBand are judged as well, by what is known without any other host.
-    """
+    """Request for a host's own checks; None is unknown."""
 
     level: Level
     settings: PreflightGroup = field(default_factory=PreflightGroup)
     local_world_size: int | None = 1
     run_dir: str | None = None
     memory_dir: str = "/dev/shm"  # noqa: S108
-    cpus: float | None = None
+    cpus: float | None = None  # that its ranks keep busy: ranks x threads
     several_hosts: bool = False
-    towards: str | None = None
-    ports_free: bool = False
-    transport: bool = False
+    towards: str | None = None  # an address of another host (the rendezvous), which shows the own address
+    ports_free: bool = False  # `preflight.ports` must be free: nothing of the run listens there yet
+    transport: bool = False  # judge interfaces and InfiniBand, too, by what this host alone knows
 
     @property
     def modes(self) -> dict[str, str]:
@@ -139,7 +124,7 @@ class OwnChecks:
 
 
 def check_host(surroundings: Surroundings, asked: OwnChecks) -> list[Verdict]:
-    """All checks of this host by itself, side by side; never raises."""
+    """Run all checks of this host side by side; never raises."""
     modes, full = asked.modes, asked.level is Level.FULL
     checks = own_checks(surroundings, asked)
     chosen = [check for check in checks if modes.get(check.name) != "off" and (check.quick or full)]
@@ -147,10 +132,10 @@ def check_host(surroundings: Surroundings, asked: OwnChecks) -> list[Verdict]:
 
 
 def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
-    """The table of checks. To add one, write its function below, or the facts and the judge of it in `preflight/host`.
+    """The table of checks. To add one, write its function below, or its facts and judge in `preflight/host`.
 
-    On a healthy host all of them, side by side, take well under a second, and only `storage` takes longer where a client of
-    an object store must be loaded. Without GPUs those of GPUs are silent.
+    On a healthy host all of them together take well under a second; only `storage` takes longer, when the client of an object
+    store must be imported. Without GPUs the GPU checks return nothing.
     """
     at, host, storage_s = HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
     names_s = names.LIMIT_S + _MARGIN_S
@@ -189,14 +174,14 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
 
 
 def uses_rdma(surroundings: Surroundings) -> bool:
-    """Whether this host has InfiniBand, RoCE or EFA that will be used."""
+    """Whether this host will use InfiniBand, RoCE or EFA."""
     ports = [port for ports in read_devices(surroundings).values() for port in ports]
     kinds = kinds_here(ports, settings=read_settings(surroundings))
     return bool(kinds - {Rdma.NONE, Rdma.UNKNOWN})
 
 
 class HostFacts:
-    """What is known of this host, each question asked at most once, and the checks that take more than one fact."""
+    """The facts of this host, each read at most once, and the checks that need more than one of them."""
 
     def __init__(self, surroundings: Surroundings, asked: OwnChecks) -> None:
         self._surroundings = surroundings
@@ -212,16 +197,16 @@ class HostFacts:
         self._amd = Once(lambda: read_amd(surroundings))
 
     def report(self) -> GpuReport | None:
-        """Facts of the GPUs: of NVIDIA's, or else of AMD's; None if there is no vendor's tool at all."""
+        """The GPUs of NVIDIA, or else of AMD; None without any vendor's tool."""
         nvidia = self._nvidia()
-        # Images often carry nvidia-smi on hosts that have AMD's GPUs, or none.
+        # Images often carry nvidia-smi on hosts with AMD's GPUs, or none.
         absent = nvidia is None or nvidia.trouble in {Trouble.NO_DRIVER, Trouble.NO_DEVICES}
         if absent and not self.pci().nvidia and (amd := self._amd()) is not None:
             return amd[0]
         return nvidia
 
     def used(self) -> GpuReport | None:
-        """The same for those GPUs that the environment leaves to this process: an ill one that is hidden harms nobody."""
+        """The GPUs that the environment leaves to this process: a broken one that is hidden does no harm."""
         report = self.report()
         if report is None:
             return None
@@ -229,7 +214,6 @@ class HostFacts:
         return report if selection.mig_instances else replace(report, gpus=selection.gpus)
 
     def of_used(self, judge: Callable[..., list[Verdict]]) -> list[Verdict]:
-        """What `judge` says of the GPUs that are used."""
         report = self.used()
         return judge(report, host=self._host) if report is not None else []
 
@@ -256,7 +240,7 @@ class HostFacts:
 
     def check_memlock(self) -> Verdict:
         limit, capabilities = resources.read_limit(resource.RLIMIT_MEMLOCK), self._capabilities()
-        # A person's settings may lie in a home folder whose server is dead.
+        # A person's settings may be in a home folder whose server is dead.
         rdma = within(_RDMA_LIMIT_S, lambda: uses_rdma(self._surroundings)) or False
         return resources.judge_memlock(limit, capabilities=capabilities, host=self._host, rdma=rdma)
 

@@ -1,8 +1,8 @@
-"""The preflight of all hosts of a group, before any process group: what each rank does in it.
+"""The preflight of all hosts of a group, before any process group.
 
-The first rank of each host checks the host, meets the others on real links, decides and applies the transport plan, and sends
-its word to the first host, which judges them together. The other ranks take over plan and result. All ranks come back with the
-same verdicts. Every wait has a limit.
+The first rank of each host checks the host, takes part in the link checks, decides and applies the transport plan, and sends
+its report to the first host, which judges all. The other ranks take over plan and result. All ranks return the same verdicts.
+Every wait has a limit.
 """
 
 import json
@@ -38,28 +38,23 @@ _LOOK_UP_S = 5.0
 _LATE_WORD_S = 2.0
 _READ_S = 2.0
 
-_FOLLOW_S = 5.0
-"""How much longer than its own limit the first host may take to bring everything together."""
+_FOLLOW_S = 5.0  # the first host may exceed its own limit by this to gather and judge all reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLayout:
-    """`hosts` are in the order of their first ranks; names that several have are told apart by their node rank.
+    """The hosts of a group, and this rank's place."""
 
-    `hosts_of_ranks`: the same names, for each rank of the group. `rendezvous`: address or name of where the group meets; None
-    in a world of one.
-    """
-
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # in the order of their first ranks; equal names are made different by their node rank
     node_rank: int
     local_rank: int
     local_world_size: int
-    hosts_of_ranks: tuple[str, ...] = ()
-    rendezvous: str | None = None
+    hosts_of_ranks: tuple[str, ...] = ()  # the same names, for each rank of the group
+    rendezvous: str | None = None  # address or name; None in a world of one
 
     @property
     def host(self) -> str:
-        """What this host is called in verdicts."""
+        """Its name in verdicts."""
         return self.hosts[self.node_rank]
 
     @property
@@ -69,12 +64,12 @@ class HostLayout:
 
     @property
     def leads_group(self) -> bool:
-        """Whether this rank brings the words of all hosts together."""
+        """Whether this rank gathers the reports of all hosts."""
         return self.leads_host and self.node_rank == 0
 
 
 def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, rendezvous: str | None) -> HostLayout:
-    """`ranks`: host and local world size of each rank, those of a host one after another, as torchrun numbers them."""
+    """`ranks`: host and local world size of each rank, those of a host in a row, as torchrun numbers them."""
     names: list[str] = []
     nodes: list[int] = []
     while len(nodes) < len(ranks):
@@ -94,33 +89,29 @@ def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What all ranks go by: warnings and failures, and on the first rank whatever else was found.
+    """The result on all ranks."""
 
-    `error`: why this host leaves, if it does. `alone`: there is one host only. `plan`: of this host, on the rank that acts for
-    it.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    error: ElasticTrainError | None
+    verdicts: tuple[Verdict, ...]  # warnings and failures; on the first rank all
+    error: ElasticTrainError | None  # why this host leaves, if it does
     seconds: float
-    alone: bool
-    plan: TransportPlan | None = None
+    alone: bool  # there is one host only
+    plan: TransportPlan | None = None  # of this host, on the rank that leads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """What one host tells the first one of itself. `hcas`: the ports that it plans to use."""
+    """One host's report to the first one."""
 
     verdicts: tuple[Verdict, ...]
     likeness: Likeness
-    hcas: tuple[str, ...]
+    hcas: tuple[str, ...]  # ports that it plans to use
 
 
 def judge_host_reports(
     words: Mapping[str, HostReport | None], *, kinds: Mapping[str, frozenset[Rdma]], waited_s: float
 ) -> list[Verdict]:
-    """What hosts found of themselves, and what they have unlike each other. A host whose word is None said nothing, or nothing
-    that is understood. `kinds`: what RDMA each could do."""
+    """Findings of hosts about themselves, and differences between hosts. A host whose report is None sent none, or one that
+    cannot be parsed. `kinds`: what RDMA each could do."""
     known = {host: word for host, word in words.items() if word is not None}
     verdicts = [verdict for word in known.values() for verdict in word.verdicts]
     for host in (host for host, word in words.items() if word is None):
@@ -137,7 +128,7 @@ def judge_host_reports(
 
 
 def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdict]:
-    """A host that calls itself `name` is called `label` in the group, where several may have that name."""
+    """Rename host `name` in its verdicts to `label`, its name in the group, where several hosts may have the same name."""
     relabelled = []
     for verdict in verdicts:
         subject = verdict.subject
@@ -151,19 +142,15 @@ def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdi
 
 @dataclass(slots=True)
 class HostPreflight:
-    """One rank's part. All but `layout` is asked of every host alike.
-
-    `packages`: whose code all hosts must have alike. `config`: digest of what else they must have in common. `after_failure`:
-    whether NCCL should say more than usual. `environment` is what process groups will read.
-    """
+    """One rank's part of the preflight. All fields but `layout` must be the same on all hosts."""
 
     layout: HostLayout
     own: OwnChecks
     exchange: Exchange
-    packages: tuple[str, ...] = ("elastictrain",)
-    config: str = ""
-    after_failure: bool = False
-    environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
+    packages: tuple[str, ...] = ("elastictrain",)  # their code must be the same on all hosts
+    config: str = ""  # digest of what else must be the same
+    after_failure: bool = False  # set NCCL's debug output
+    environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)  # what process groups will read
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
     clock: Callable[[], float] = time.monotonic
@@ -172,7 +159,7 @@ class HostPreflight:
     def check(self) -> Report:
         """Collective: yes, through the exchange.
 
-        Raises: PreflightError if a host that the others depend on says nothing; TransportError if the exchange does not answer.
+        Raises: PreflightError if a host that the others need does not report; TransportError if the exchange does not answer.
         """
         self._began = self.clock()
         plan = result = None
@@ -208,7 +195,7 @@ class HostPreflight:
         return max(0.0, self._limit_s - (self.clock() - self._began))
 
     def _lead_host(self) -> tuple[TransportPlan, list[Verdict] | None]:
-        """The plan of this host, and on the first one the result."""
+        """Check this host; returns its plan, and on the first host the result."""
         own: list[list[Verdict]] = []
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
@@ -218,7 +205,7 @@ class HostPreflight:
         links = LinkReport(()) if self._alone else self._check_links(facts, here)
         leader = self.layout.hosts[0]
         if links.roster is None and (lost := [one for one in links.verdicts if one.subject == leader]):
-            # Nobody will bring the reports of all hosts together.
+            # No host can gather the reports.
             raise PreflightError(f"preflight failed: {describe_verdict(lost[0])}")
         kinds = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}
         if links.roster is not None:
@@ -230,13 +217,13 @@ class HostPreflight:
         put_record(self.exchange, f"environment/{self.layout.node_rank}", apply_plan(plan, self.environment))
         thread.join(self._left_s())
         if own:
-            # One whose checks do not end says nothing, and is named for it.
+            # If the own checks do not end, no report is sent, and the first host names this host.
             found = relabel(
                 [*own[0], *judge_interface(facts), *judge_infiniband(facts)],
                 name=self.surroundings.host,
                 label=self.layout.host,
             )
-            # Of the links the first host speaks, but for a host that could not take part to the end.
+            # The first host reports on links; another host only if it had to leave the link checks early.
             found += [] if self.layout.leads_group else links.verdicts
             likeness = describe(self.packages, config=self.config)
             report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas)
@@ -253,14 +240,14 @@ class HostPreflight:
         try:
             return check_host(self.surroundings, self.own)
         except Exception as error:
-            # The edge of a thread; a host whose checks broke must not pass for one that is well.
+            # A host whose checks raise must not pass as healthy.
             logger.exception("the checks of this host broke")
             host, measured = self.surroundings.host, f"its checks broke: {type(error).__name__}: {error}"
             remedy = f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug"
             return [Reporter("roster", host).failed(measured, expected="verdicts", remedy=remedy)]
 
     def _check_links(self, facts: Facts, kinds: frozenset[Rdma]) -> LinkReport:
-        # The first host may meet the others at a name that means loopback to itself.
+        # The rendezvous' name may resolve to loopback on the first host itself.
         known = facts.rendezvous.remote if facts.rendezvous is not None else None
         route = way_out([known] if known else [], interfaces=facts.interfaces, surroundings=self.surroundings)
         interface = facts.interface(route.interface) if route is not None else None
@@ -283,7 +270,7 @@ class HostPreflight:
         return session.run()
 
     def _words(self, gone: Set[str]) -> dict[str, HostReport | None]:
-        """Of all hosts. Who is known to be gone is not waited for long, nor named again; but it may still tell why."""
+        """The reports of all hosts. A host that the check `roster` already names gets only a short wait to report why."""
         words: dict[str, HostReport | None] = {}
         for node, host in enumerate(self.layout.hosts):
             limit_s = min(_LATE_WORD_S, self._left_s()) if host in gone else self._left_s()
@@ -297,18 +284,18 @@ class HostPreflight:
         return words
 
     def _publish(self, verdicts: list[Verdict], gone: Set[str]) -> None:
-        """As the first host. What passed matters to nobody but the rank that shows it."""
+        """As the first host. Only findings are published: only the reporting rank shows what passed."""
         put_record(self.exchange, "result", findings(verdicts))
         if not failures(verdicts):
             return
-        # This host leaves, and may take the store along: the others should have heard why before.
+        # This host leaves, perhaps with the store: wait until the others have read why.
         deadline = self.clock() + _READ_S
         for node, host in enumerate(self.layout.hosts):
             if node != self.layout.node_rank and host not in gone:
                 self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
 
     def _follow_host(self) -> None:
-        """Take over what the rank that acts for this host has decided."""
+        """Apply the plan of the rank that leads this host."""
         done = get_record(self.exchange, f"environment/{self.layout.node_rank}", dict[str, str], limit_s=self._limit_s)
         if done is None:
             message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self._limit_s:g} s"

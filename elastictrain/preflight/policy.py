@@ -1,4 +1,4 @@
-"""How much is checked, what a failure of a check means, and what each host then does. Pure."""
+"""Preflight policy: how much is checked, what a failed check means, and what each host then does. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +10,6 @@ from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, fai
 
 
 class Level(StrEnum):
-    """How much is checked."""
-
     OFF = "off"
     QUICK = "quick"
     FULL = "full"
@@ -19,18 +17,18 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """How much is checked, and why. `after_failure`: whether the transport has failed before this start."""
+    """How much is checked, and why."""
 
     level: Level
     reason: str
-    after_failure: bool = False
+    after_failure: bool = False  # whether the transport has failed before this start
 
 
 def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chosen:
-    """Where the configuration leaves it open. `exit_codes`: what the ranks of the last incarnation said; None: nothing.
+    """The level if the configuration leaves it open. `exit_codes`: of the last generation's ranks; None: no exit report.
 
-    A group whose ranks all ended with a transport failure has a network that fails. If a rank is gone without a word, its
-    process was killed, and the others only noticed.
+    If all ranks ended with a transport failure, the network failed. A rank without an exit report was killed, and the others
+    only noticed.
     """
     if first_start:
         return Chosen(Level.FULL, "first start")
@@ -39,16 +37,13 @@ def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chos
     return Chosen(Level.QUICK, "restart")
 
 
-PastFindings = Sequence[Mapping[str, object]]
-"""The findings of one event `preflight`."""
-
-STARTS = 20
-"""How far back one looks for what was found before."""
+PastFindings = Sequence[Mapping[str, object]]  # the findings of one `preflight` event
+STARTS = 20  # number of starts that `find_repeated` covers
 
 
 def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -> list[str]:
-    """What is wrong now and was in earlier starts, the most frequent first: an interface that flaps is well each time it is
-    looked at. `before`: the findings of each earlier start, the newest last."""
+    """Problems of this start that earlier starts had, too, the most frequent first: an interface that flaps looks healthy in a
+    single check. `before`: the findings of each earlier start, newest last."""
     earlier = [{(str(row.get("check")), str(row.get("subject"))) for row in rows} for rows in before[-(STARTS - 1) :]]
     times = {(one.check, one.subject): 1 for one in findings(verdicts)}
     for key in times:
@@ -59,7 +54,7 @@ def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -
 
 
 def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str]) -> list[Verdict]:
-    """What the configuration makes of the findings: checks that are off are left out, failures of some are warnings."""
+    """Apply the configured mode of each check: `off` drops its verdicts, `warn` turns its failures into warnings."""
     kept = []
     for verdict in verdicts:
         mode = modes.get(verdict.check, "fail")
@@ -71,13 +66,13 @@ def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str]) -> list[V
 
 
 def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> ElasticTrainError | None:
-    """Why `host`, one of `hosts`, leaves; None if it goes on.
+    """Why `host`, one of `hosts`, leaves; None if it continues.
 
-    - Nothing failed: go on.
-    - Every host failed the same check by itself: no other host would do better, so nothing is tried again (78), unless it may
-      pass by itself (71).
+    - Nothing failed: continue.
+    - Every host failed the same check by itself: other hosts would fail, too, so exit without another try (78), unless the
+      failure may pass by itself (71).
     - This host failed a check of hosts: it is unfit (69), and may be replaced.
-    - Somebody else did, or a link or the group failed: start again without the culprit, or with another try (71).
+    - Another host failed, or a link or the group: start again, without the culprit or as another try (71).
     """
     failed = failures(verdicts)
     if not failed:
@@ -98,5 +93,4 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> E
 
 
 def host_of(subject: str) -> str:
-    """The host that a verdict's subject names: "h3", "GPU 3 on h3", "rank 5 on h3"."""
     return subject.rpartition(" on ")[2]

@@ -1,7 +1,4 @@
-"""What checks look at: files of the kernel, tools of vendors, and what other hosts leave word of.
-
-All of it is handed in, so that a test can make it up.
-"""
+"""What checks read: kernel files, vendors' tools, and records of other hosts. All injected, so that tests can replace them."""
 
 import os
 import shutil
@@ -21,29 +18,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool printed, and how it ended. `timed_out`: it was killed, and `returncode` means nothing."""
+    """A tool's output."""
 
-    returncode: int
+    returncode: int  # means nothing if `timed_out`
     stdout: str
     stderr: str
-    timed_out: bool = False
+    timed_out: bool = False  # it was killed
 
 
 class Exchange(Protocol):
-    """A table of small values that hosts, or ranks, share, for example the store of torchrun.
+    """A table of small values that hosts or ranks share, for example the store of torchrun.
 
-    Raises, in both methods: TransportError if the table cannot be reached.
+    Both methods raise TransportError if the table cannot be reached.
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Leave word under a key that is used once; visible to all."""
+        """Write a value, visible to all, under a key that is used once."""
 
     def get(self, key: str, *, limit_s: float) -> bytes | None:
-        """Wait for word; None if nobody has left it in time. What is there already is found with a limit of 0."""
+        """Wait for a value; None if it does not come in time. A limit of 0 finds an existing value."""
 
 
 def put_record(exchange: Exchange, key: str, record: object) -> None:
-    """Leave a record for all. Raises: TransportError."""
+    """Write a record for all. Raises: TransportError."""
     exchange.put(key, encode_record(record))
 
 
@@ -57,15 +54,15 @@ def get_record(exchange: Exchange, key: str, kind: type[T], *, limit_s: float) -
 
 
 class Tools:
-    """Other people's programs on this host."""
+    """Vendors' programs on this host."""
 
     def run(self, arguments: Sequence[str], *, limit_s: float) -> ToolOutput | None:
-        """None if there is no such program. Never raises for what the program does."""
+        """None if the program does not exist. Never raises for what the program does."""
         program = shutil.which(arguments[0])
         if program is None:
             return None
         try:
-            # Their words are parsed, so they must not be translated.
+            # The output is parsed, so it must not be translated.
             done = subprocess.run(  # noqa: S603
                 [program, *arguments[1:]],
                 capture_output=True,
@@ -73,7 +70,7 @@ class Tools:
                 check=False,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "LC_ALL": "C"},
-                # What asks this process to stop may be sent to its group, and is not for the tool.
+                # A signal to this process's group must not reach the tool.
                 process_group=0,
             )
         except subprocess.TimeoutExpired:
@@ -87,7 +84,7 @@ _ANY_PORT = 9
 
 
 def system_addresses() -> dict[str, tuple[str, ...]]:
-    """The addresses of each interface, IPv4 before IPv6, otherwise in the kernel's order; nothing if it does not tell."""
+    """The addresses of each interface, IPv4 before IPv6, else in the kernel's order; empty if the kernel gives none."""
     try:
         found = psutil.net_if_addrs()
     except OSError:
@@ -104,8 +101,8 @@ def system_addresses() -> dict[str, tuple[str, ...]]:
 
 
 def ask_kernel(target: str) -> tuple[str, str]:
-    """From a name or address of a peer to its address and our own towards it, both perhaps with `%SCOPE`: of the addresses in
-    the order of the resolver the first one with a way to it. Raises: OSError."""
+    """From a peer's name or address to its address and the own one towards it, both perhaps with `%SCOPE`: the first address in
+    the resolver's order that has a route. Raises: OSError."""
     refused: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM):
         try:
@@ -126,29 +123,29 @@ def _own_name(connected: socket.socket) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """This host, as checks see it. `root` stands for `/`: below it are `sys`, `proc` and `etc`. `probe`: as `ask_kernel`."""
+    """This host, as checks see it."""
 
     host: str = field(default_factory=socket.gethostname)
-    root: Path = Path("/")
+    root: Path = Path("/")  # stands for `/`: contains `sys`, `proc` and `etc`
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     tools: Tools = field(default_factory=Tools)
     addresses: Callable[[], Mapping[str, Sequence[str]]] = system_addresses
-    probe: Callable[[str], tuple[str, str]] = ask_kernel
+    probe: Callable[[str], tuple[str, str]] = ask_kernel  # as `ask_kernel`
 
     def ask(self, *arguments: str, limit_s: float) -> str:
-        """What a tool prints, errors last; nothing if there is no such tool, or no answer in time."""
+        """What a tool prints, errors last; empty if it does not exist or does not end in time."""
         answer = self.tools.run(arguments, limit_s=limit_s)
         return "" if answer is None or answer.timed_out else f"{answer.stdout}\n{answer.stderr}"
 
     def read(self, path: str) -> str | None:
-        """The text of a file below `root`, stripped; None if it cannot be read, for whatever reason."""
+        """The text of a file below `root`, stripped; None if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
         except OSError:
             return None
 
     def names(self, path: str) -> list[str]:
-        """What is in a folder below `root`, sorted; nothing if it cannot be read."""
+        """The names in a folder below `root`, sorted; empty if it cannot be read."""
         try:
             return sorted(entry.name for entry in (self.root / path.lstrip("/")).iterdir())
         except OSError:

@@ -1,4 +1,4 @@
-"""What a check found: about whom, what was measured, what it should be, and what to do; as data, JSON, sentence or table."""
+"""Verdicts of checks: subject, measured and expected figure, remedy; as data, JSON, sentence or table."""
 
 import json
 import os
@@ -13,25 +13,21 @@ from itertools import zip_longest
 
 
 class Status(StrEnum):
-    """How a check ended. SKIP: it does not apply here, or what it needs is missing. FAIL: the subject cannot take part."""
-
     PASS = "pass"  # noqa: S105
-    SKIP = "skip"
+    SKIP = "skip"  # does not apply here, or what it needs is missing
     WARN = "warn"
-    FAIL = "fail"
+    FAIL = "fail"  # the subject cannot take part
 
 
 class Scope(StrEnum):
-    """What a verdict is about. LINK: from one host to another, in that direction; GROUP: several hosts or ranks together."""
+    """What a verdict is about."""
 
     HOST = "host"
-    LINK = "link"
-    GROUP = "group"
+    LINK = "link"  # from one host to another, in that direction
+    GROUP = "group"  # several hosts or ranks together
 
 
-Figure = float | str | None
-"""A number in the verdict's unit, a word where there is no number, or nothing."""
-
+Figure = float | str | None  # a number in the verdict's unit, a word where there is no number, or nothing
 _WORST_FIRST = (Status.FAIL, Status.WARN, Status.SKIP, Status.PASS)
 _COLOURS = {Status.PASS: "32", Status.SKIP: "90", Status.WARN: "33", Status.FAIL: "1;31"}
 _HEADINGS = ("", "check", "subject", "measured", "expected", "seconds")
@@ -40,25 +36,18 @@ _WIDEST = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One finding.
-
-    `subject` names a host ("h3"), a link ("h3 -> h1"), a rank ("rank 5 on h3"), a device ("GPU 3 on h1") or the whole group
-    ("all"). `remedy` is a command or a setting, and required unless the check passed. `seconds` is what the check took.
-    `may_pass`: whether what is wrong may pass by itself: an answer that did not come, a store that is down for a while.
-
-    Raises: ValueError without a remedy where one is required.
-    """
+    """One finding. Raises: ValueError without a remedy where one is required."""
 
     check: str
     scope: Scope
-    subject: str
+    subject: str  # a host ("h3"), a link ("h3 -> h1"), a rank ("rank 5 on h3"), a device ("GPU 3 on h1") or "all"
     status: Status
     measured: Figure = None
     expected: Figure = None
     unit: str = ""
-    seconds: float = 0.0
-    remedy: str = ""
-    may_pass: bool = False
+    seconds: float = 0.0  # how long the check took
+    remedy: str = ""  # a command or a setting; required unless the check passed
+    may_pass: bool = False  # may disappear by itself: an answer that did not come, a store that is down for a while
 
     def __post_init__(self) -> None:
         if self.status is not Status.PASS and not self.remedy:
@@ -67,7 +56,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Makes the verdicts of one check. `subject`, `scope` and `seconds` are those of verdicts that name no others."""
+    """Makes the verdicts of one check. The other fields are defaults for its verdicts."""
 
     check: str
     subject: str = "all"
@@ -75,7 +64,6 @@ class Reporter:
     seconds: float = 0.0
 
     def passed(self, measured: Figure = None, *, expected: Figure = None, unit: str = "") -> Verdict:
-        """All is well."""
         return self(self.subject, Status.PASS, measured, expected, unit=unit)
 
     def skipped(self, measured: Figure, *, remedy: str) -> Verdict:
@@ -89,7 +77,7 @@ class Reporter:
     def failed(
         self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "", may_pass: bool = False
     ) -> Verdict:
-        """The subject cannot take part. `may_pass`: as in `Verdict`."""
+        """The subject cannot take part."""
         return self(self.subject, Status.FAIL, measured, expected, remedy, unit=unit, may_pass=may_pass)
 
     def __call__(
@@ -104,7 +92,6 @@ class Reporter:
         scope: Scope | None = None,
         may_pass: bool = False,
     ) -> Verdict:
-        """A verdict about another subject."""
         return Verdict(
             check=self.check,
             scope=scope or self.scope,
@@ -120,22 +107,21 @@ class Reporter:
 
 
 def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Failures, then warnings, then what was skipped, then what passed; otherwise in the order of their coming."""
+    """Failures, then warnings, skipped, passed; otherwise in the given order."""
     return sorted(verdicts, key=lambda verdict: _WORST_FIRST.index(verdict.status))
 
 
 def failures(verdicts: Iterable[Verdict]) -> Sequence[Verdict]:
-    """Those that failed."""
     return [verdict for verdict in verdicts if verdict.status is Status.FAIL]
 
 
 def findings(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Those that somebody should look at: warnings and failures."""
+    """Warnings and failures."""
     return [verdict for verdict in verdicts if verdict.status in (Status.WARN, Status.FAIL)]
 
 
 def describe(verdict: Verdict) -> str:
-    """One sentence: who, what was measured, what to do."""
+    """One sentence: subject, measured figure, remedy."""
     unit = f" {verdict.unit}" if verdict.unit else ""
     measured = f" is {shown(verdict.measured)}{unit}" if verdict.measured is not None else ""
     expected = f" (should be {shown(verdict.expected)}{unit})" if verdict.expected is not None else ""
@@ -143,7 +129,7 @@ def describe(verdict: Verdict) -> str:
 
 
 def shown(figure: Figure) -> str:
-    """A figure as a person reads it; nothing for None."""
+    """A figure as a person reads it; empty for None."""
     if figure is None:
         return ""
     if isinstance(figure, float) and not figure.is_integer():
@@ -152,8 +138,8 @@ def shown(figure: Figure) -> str:
 
 
 def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything: bool = True) -> str:
-    """A table, the worst first; below each row that did not pass, its remedy. Without `everything` what passed or was skipped
-    is only counted."""
+    """A table, worst first, with the remedy below each row that did not pass. Without `everything`, passed and skipped checks
+    are only counted."""
     listed = worst_first(verdicts if everything else findings(verdicts))
     if not listed:
         return summary(verdicts)
@@ -170,7 +156,7 @@ def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything:
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
-    """How many ended how: "1 failed, 2 warnings, 20 passed, 3 skipped"."""
+    """Such as "1 failed, 2 warnings, 20 passed, 3 skipped"."""
     counts = count(verdicts)
     words = {Status.FAIL: "failed", Status.WARN: "warnings", Status.PASS: "passed", Status.SKIP: "skipped"}
     parts = [f"{counts[status]} {word}" for status, word in words.items() if counts[status]]
@@ -178,13 +164,12 @@ def summary(verdicts: Iterable[Verdict]) -> str:
 
 
 def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """How many there are of each status."""
     counts = Counter(verdict.status.value for verdict in verdicts)
     return {status.value: counts[status.value] for status in Status}
 
 
 def show(verdicts: Sequence[Verdict], *, as_json: bool) -> None:
-    """Write them to the terminal, or for a script, the worst first."""
+    """Write a table to the terminal, or JSON for a script, worst first."""
     if as_json:
         sys.stdout.write(json.dumps([asdict(verdict) for verdict in worst_first(verdicts)]) + "\n")
         return
