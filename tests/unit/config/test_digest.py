@@ -168,6 +168,7 @@ HOSTILE = {
     "a group twice": "run: {seed: 1}\nrun: {seed: 2}",
     "a key that is a list": "run: {? [1] : 2}",
     "two documents": "run: {seed: 1}\n---\nrun: {seed: 2}",
+    "an interpolation of interpolations": "data: {path: '" + "${" * 300_000 + "'}",
     "too large": "run: {seed: 1}\n#" + "x" * (1 << 20),
     "no text": b"\xff\xfe\x00\x01",
     "a zero byte": "run: {seed: \x00}",
