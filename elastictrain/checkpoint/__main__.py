@@ -20,7 +20,6 @@ _URL = "folder of a run, its folder checkpoints, or one checkpoint in it: a path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     return run_command(_parser(), arguments, _run, if_interrupted=_tell_remnants)
 
@@ -33,7 +32,7 @@ def _run(parsed: argparse.Namespace) -> int:
     options = vars(parsed).copy()
     module, _, function = options.pop("act").partition(".")
     del options["command"]
-    # Imported when it is called: only some wait for torch.
+    # Imported on call: only some commands need torch.
     act = getattr(import_module(f"elastictrain.checkpoint.commands.{module}"), function)
     return int(act(**options))
 

@@ -1,7 +1,7 @@
-"""Which checkpoint a start takes, and the walk from the newest one back, as one rank leads it.
+"""Which checkpoint a start restores: one rank tries them from the newest one back. Free of torch.
 
-`select_checkpoint` decides each step of the walk, from what is listed and what was rejected so far. The search lists, reads
-manifests, quarantines and records. Free of torch.
+`select_checkpoint` decides from the listing and the rejects so far. `CandidateSearch` lists, reads manifests, quarantines and
+records.
 """
 
 import logging
@@ -40,20 +40,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NoCandidate:
-    """No folder is left to try; `rejects` is why not."""
+    """No folder is left to try, for the reasons in `rejects`."""
 
     rejects: tuple[Reject, ...]
-    fresh: bool
-    """Whether the run may begin at step 0. Otherwise there were checkpoints, and none is valid."""
+    fresh: bool  # whether the run may start at step 0; otherwise it had checkpoints, and none is valid
 
 
 def select_checkpoint(
     listing: Listing, *, rejected: Collection[Reject], on_invalid: Literal["stop", "fresh"]
 ) -> FolderFacts | NoCandidate:
-    """The newest committed folder that was not rejected, in this walk or by an earlier quarantine. Pure.
+    """The newest committed folder that neither this search nor an earlier quarantine rejected. Pure.
 
-    Without one, a start from step 0 is right only where no checkpoint can have been lost: nothing is there and nothing was ever
-    committed, or nothing is there but remnants of a first save (`Listing.begun`), or the person said so.
+    Without one, the run may start at step 0 if no checkpoint can be lost (no folder exists and the run never committed, or only
+    remnants of a first save exist: `Listing.begun`), or if the user set `on_invalid=fresh`.
     """
     known = {reject.folder: reject for reject in rejected}
     rejects: list[Reject] = []
@@ -76,7 +75,7 @@ def _uncommitted(folder: FolderFacts) -> Reject:
 
 
 def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
-    """What a person reads when a run refuses to start."""
+    """The error of a run that refuses to start."""
     if rejects:
         lines = "\n".join(f"  - {reject}" for reject in rejects)
         what = f"has {len(rejects)} checkpoint(s), and none is valid:\n{lines}\nNothing was deleted. "
@@ -85,9 +84,7 @@ def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
     return f"{url} {what}Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
 
 
-IN_MEMORY = b"memory\n"
-"""A proposal: the best step in host memory."""
-
+IN_MEMORY = b"memory\n"  # proposal: the best step in host memory
 FRESH_START = b"\n"
 
 
@@ -102,11 +99,8 @@ class CandidateSearch:
     record: Callable[[Event], None]
     clock: Callable[[], float]
     job: JobMemory
-    signing: SigningKey | None
-    """With a key only checkpoints that are signed with it are proposed."""
-
-    in_memory: Sequence[InMemory] = ()
-    """What hosts hold of this run, whole or not."""
+    signing: SigningKey | None  # with a key, only checkpoints signed with it are proposed
+    in_memory: Sequence[InMemory] = ()  # all snapshots of this run on the hosts, complete or not
 
     def __post_init__(self) -> None:
         self._rejected: list[Reject] = []
@@ -114,15 +108,15 @@ class CandidateSearch:
         self._off_line: frozenset[str] = frozenset()
 
     def off_line(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
+        """The states (incarnation, step) that are not on the lineage of the run. Raises: StorageError."""
         return [one for one in made if not self._lineage.has(*one)]
 
     def next_candidate(self, *, memory: tuple[bool, int] | None) -> bytes:
         """The next candidate in storage (folder, line feed, manifest), `IN_MEMORY` if that is better, or `FRESH_START`.
 
-        `memory` is of the best step in host memory: whether it is on the line that the run went on with, and which step it is.
-        What is off the line counts only where nothing on it is left. The manifest of a candidate is valid, and its files are
-        all there, in their sizes. To be asked again after each that was rejected: both may have another one then.
+        `memory` describes the best step in host memory: whether it is on the lineage of the run, and the step. State off the
+        lineage counts only if none on it is left. The candidate's manifest is valid, and all its files exist in their sizes.
+        The caller asks again after each rejected candidate.
 
         Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
@@ -151,8 +145,7 @@ class CandidateSearch:
             self.reject(found.reject)
 
     def reject(self, reject: Reject) -> None:
-        """Quarantines a folder: it is kept, and never considered again. Where only the key may be wrong, this walk alone passes
-        it over."""
+        """Quarantine a folder: it is kept, and no start tries it again. If it is not `lasting`, only this search skips it."""
         self._rejected.append(reject)
         self._tell([reject], what="rejected")
         if not reject.lasting:
@@ -161,11 +154,11 @@ class CandidateSearch:
         try:
             self.store.write(key_of(reject.folder, QUARANTINE_NAME), mark)
         except StorageError as error:
-            # The mark saves the next start the trouble; this one goes on without.
+            # The marker only saves the next start the check, so this start continues without it.
             logger.warning("%s could not be marked as damaged: %s", reject.folder, error)
 
     def accepted(self, folder: str) -> None:
-        """Tells what newer remnants were passed over, once a candidate is loaded."""
+        """Call once a candidate is loaded: report the newer folders that were skipped, and mark the run as committed."""
         listing = self._listing
         newer = takewhile(lambda one: one.name != folder, listing.folders)
         self._tell(_uncommitted(one) for one in newer if not one.has_manifest and not one.quarantined)
@@ -181,9 +174,9 @@ class CandidateSearch:
         return replace(listing, folders=folders)
 
     def _refuse_if_lost(self) -> None:
-        """A folder without checkpoints looks like that of a new run. Raises: NoValidCheckpointError if it is not."""
+        """A folder without checkpoints looks like a new run. Raises: NoValidCheckpointError if the run has committed before."""
         if self.on_invalid == "fresh" or self._listing.begun:
-            # A person, or an earlier start, has seen that nothing is there to go on from.
+            # The user, or an earlier start, knows that there is no checkpoint to resume from.
             return
         traces = find_traces(self.store, self._lineage, incarnation=self.incarnation)
         if self.in_memory:
@@ -194,7 +187,7 @@ class CandidateSearch:
             return
         newest = max(traces)
         try:
-            # The next start finds that without a search.
+            # The next start then needs no search.
             mark = encode_mark({"step": newest.step, "found_in": newest.where, **self._signed()})
             self.store.write(RUN_COMMITTED_KEY, mark)
         except StorageError as error:
@@ -210,7 +203,7 @@ class CandidateSearch:
             self.record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
 
     def _with_reason(self, reject: Reject) -> Reject:
-        """Of a folder that an earlier start quarantined, with the reason it wrote down."""
+        """Add the reason that an earlier start wrote when it quarantined the folder."""
         folder = self._listing.folder(reject.folder)
         if reject in self._rejected or folder is None or not folder.quarantined:
             return reject

@@ -1,6 +1,6 @@
-"""Finds out whether a run has committed before, where its folder holds no checkpoint. Free of torch.
+"""Whether a run whose folder holds no checkpoint has committed before. Free of torch.
 
-Only a start that would begin at step 0 asks. It lists each folder once, and then reads a few objects, the newest first.
+Only a start that would begin at step 0 asks. It lists each folder once and reads a few objects, the newest first.
 """
 
 import re
@@ -25,26 +25,17 @@ _LOG = re.compile(r"events/(\d{6,}-\w+)-[rk]00000(?:\.part-\d+)?\.jsonl")
 _HOSTS_FOLDER = "launch/hosts"
 _FOLDER_OF_STEP = re.compile(r"step-(\d{9,})")
 
-_NEWEST, _OLDEST = 8, 2
-"""Incarnations whose logs are read. The first one of a run is the most likely to have committed."""
+_NEWEST, _OLDEST = 8, 2  # incarnations whose logs are read; the first of a run is the most likely to have committed
 
-_OBJECTS = 3
-"""Read of each incarnation's logs of the first host, in a bucket where a log is many objects: the first, and the newest."""
-
-_LINES = 64
-"""Of launchers that are read: each start of one leaves a line, until another one removes it."""
-
-_READ_BYTES = 256 << 10
-"""Of each end of an object: the beginning of a log tells where its incarnation went on from, the end what it committed last."""
-
-
-_MERGED_BYTES = 32 << 20
-"""Read of an object that holds the logs of several incarnations."""
+_OBJECTS = 3  # read of each log of an incarnation's first host (a bucket splits logs into objects): the first, and the newest
+_LINES = 64  # host records that are read: each start of a launcher writes one, until another launcher deletes it
+_READ_BYTES = 256 << 10  # at each end of an object: a log begins with the resume and ends with the last commit
+_MERGED_BYTES = 32 << 20  # read of a merged log, which holds several incarnations
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Trace:
-    """Something that tells of state that no checkpoint holds any more."""
+    """Evidence of a step that no checkpoint holds any more."""
 
     step: int
     where: str
@@ -52,24 +43,21 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class JobMemory:
-    """What the job that started this process, a torchrun or a launcher, remembers of the run by itself."""
+    """What the torchrun or launcher that started this process remembers of the run."""
 
     incarnations: tuple[str, ...] = ()
-    step: int = 0
-    """The newest that was committed, or taken up by a start; 0 if none."""
+    step: int = 0  # the newest step committed, or restored by a start; 0 if none
 
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """A snapshot that a host holds."""
-
     incarnation: str
     step: int
     host: str
 
 
 def find_traces(store: Store, lineage: Lineage, *, incarnation: str) -> list[Trace]:
-    """What the run folder tells of commits before `incarnation`, newest first. Raises: StorageError."""
+    """Evidence in the run folder of commits before `incarnation`, newest first. Raises: StorageError."""
     newest = lineage.newest()
     found = [_of_logs(store, incarnation=incarnation), _of_launchers(store, newest)]
     with suppress(ObjectNotFoundError):
@@ -81,7 +69,7 @@ def find_traces(store: Store, lineage: Lineage, *, incarnation: str) -> list[Tra
 
 
 def of_memory(held: Iterable[InMemory], *, known: Iterable[str]) -> list[Trace]:
-    """The newest snapshot of each host whose incarnation the run folder does not know: it was of this folder once. Pure."""
+    """The newest snapshot on each host of an incarnation that the run folder does not know, but once did. Pure."""
     newest: dict[str, int] = {}
     there = frozenset(known)
     for one in held:
@@ -91,7 +79,7 @@ def of_memory(held: Iterable[InMemory], *, known: Iterable[str]) -> list[Trace]:
 
 
 def lost_message(traces: Iterable[Trace], *, url: str) -> str:
-    """What a person reads when a run refuses to begin again."""
+    """The error of a run that refuses to start anew."""
     lines = "\n".join(f"  - {trace.where} knows of step {trace.step}" for trace in traces)
     return (
         f"{url} holds no checkpoint, but the run is not new:\n{lines}\n"
@@ -107,7 +95,7 @@ class _Mark:
 
 
 def step_of_mark(data: bytes) -> int:
-    """The step that a mark of a commit names; 0 if it names none. Pure."""
+    """The step that a commit marker names; 0 if none. Pure."""
     try:
         mark = parse_record(data, _Mark)
     except MalformedJsonError:
@@ -118,7 +106,7 @@ def step_of_mark(data: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """What a log tells of a commit, or of where its incarnation went on from."""
+    """A commit or resume in a log."""
 
     event: Literal["checkpoint_saved", "resume"]
     step: Count
@@ -127,7 +115,7 @@ class LogRow:
 
 
 def read_log(pieces: Iterable[bytes]) -> Iterator[LogRow]:
-    """From pieces of logs, whose first and last lines may be cut. Pure."""
+    """Commits and resumes in pieces of logs, whose first and last lines may be cut. Pure."""
     for piece in pieces:
         for line in piece.splitlines():
             if b'"checkpoint_saved"' in line or b'"resume"' in line:
@@ -141,11 +129,11 @@ def _of_logs(store: Store, *, incarnation: str) -> Trace | None:
     while units:
         incarnations = _rows(store, units.pop(0))
         for name, rows in incarnations:
-            # Also where it resumed from memory: had the run committed nothing, its first start would still be noted.
+            # A resume from memory counts, too: had the run never committed, `begun.json` would still exist.
             if (step := max((row.step for row in rows), default=0)) > 0:
                 return Trace(step, f"{store.url}/events of {name}")
             if looked_at < _NEWEST and any(row.event == "resume" for row in rows):
-                # The run began anew there, and committed nothing since: what is older was given up.
+                # The run started from step 0 there and has committed nothing since: older commits were given up.
                 return None
         looked_at += max(1, len(incarnations))
         if looked_at >= _NEWEST:
@@ -153,12 +141,11 @@ def _of_logs(store: Store, *, incarnation: str) -> Trace | None:
     return None
 
 
-_MERGED = ""
-"""Stands for the name of the incarnation where one object holds the logs of several."""
+_MERGED = ""  # in the place of an incarnation's name: logs of several incarnations, merged
 
 
 def _units(store: Store, *, incarnation: str) -> list[dict[str, list[ObjectInfo]]]:
-    """The logs of the first hosts, newest first: by incarnation, those together that were merged."""
+    """Logs of the first hosts by incarnation, newest first; incarnations that were merged together share a unit."""
     logs: dict[str, list[ObjectInfo]] = {}
     merged: dict[tuple[int, int], list[ObjectInfo]] = {}
     for info in store.list(EVENTS):
@@ -177,7 +164,7 @@ def _units(store: Store, *, incarnation: str) -> list[dict[str, list[ObjectInfo]
 
 
 def _rows(store: Store, unit: dict[str, list[ObjectInfo]]) -> list[tuple[str, list[LogRow]]]:
-    """What each incarnation tells, newest first."""
+    """Rows of each incarnation, newest first."""
     rows: dict[str, list[LogRow]] = {name: [] for name in unit if name != _MERGED}
     for name, infos in unit.items():
         for row in read_log(_pieces(store, infos, merged=name == _MERGED)):
@@ -189,7 +176,7 @@ def _rows(store: Store, unit: dict[str, list[ObjectInfo]]) -> list[tuple[str, li
 
 
 def _pieces(store: Store, log: list[ObjectInfo], *, merged: bool) -> Iterator[bytes]:
-    """Of the logs of the first rank and of its host's saver; merged ones are read whole."""
+    """Both ends of the logs of rank 0 and of its host's saver; merged logs as a whole, up to `_MERGED_BYTES`."""
     by_writer: dict[str, list[ObjectInfo]] = {}
     for info in log:
         by_writer.setdefault(info.key.partition(".")[0], []).append(info)
@@ -203,7 +190,7 @@ def _pieces(store: Store, log: list[ObjectInfo], *, merged: bool) -> Iterator[by
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """What a launcher's line tells of a generation; in `end`, of the newest one."""
+    """The ends of generations in a host record; `end` is that of the newest one."""
 
     generation: int = -1
     ended: int = -1
@@ -212,7 +199,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 def _of_launchers(store: Store, newest: ResumeOrigin | None) -> Trace | None:
-    """What launchers wrote down when generations ended; not of those before a start from step 0."""
+    """The newest commit in host records, of generations from the newest lineage record on."""
     first = newest.generation if newest is not None else 0
     keys = [info.key for info in islice(store.list(_HOSTS_FOLDER), _LINES) if info.key.endswith(".json")]
     traces = []

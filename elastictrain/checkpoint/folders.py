@@ -1,7 +1,7 @@
-"""The checkpoint folders of a run: their names, what a listing says about them, the run's marks, and where a save goes.
+"""Checkpoint folders of a run: names, listing, the markers of the run, and the target of a save. Free of torch.
 
-`begun.json` and `committed.json` mark the run as a whole, the second one in the run folder, too. `committed.json` outweighs
-`begun.json`: where both are, the run has committed, and was killed before it removed the other. Free of torch.
+`begun.json` and `committed.json` mark the whole run; a copy of `committed.json` lies in the run folder. If both exist, the run
+has committed: it was killed before it deleted `begun.json`.
 """
 
 import json
@@ -23,35 +23,29 @@ logger = logging.getLogger(__name__)
 ROOT = "checkpoints"
 QUARANTINE_NAME = "quarantine.json"
 BEGUN_KEY = f"{ROOT}/begun.json"
-"""Present from a fresh start until the first checkpoint of the run is committed: folders without a manifest are then the
-remnants of a first save that was killed, and not checkpoints that lost their manifest."""
-COMMITTED_KEY = f"{ROOT}/committed.json"
-"""Present from the first commit of the run on: an empty folder is then the loss of all checkpoints, and no new run."""
-RUN_COMMITTED_KEY = "committed.json"
-"""The same beside the folder of checkpoints, for the case that this folder is lost as a whole."""
-
+"""Exists from a fresh start until the first commit: folders without a manifest are then remnants of a first save that was
+killed, and not checkpoints that lost their manifest."""
+COMMITTED_KEY = f"{ROOT}/committed.json"  # exists from the first commit on: an empty folder then means lost checkpoints
+RUN_COMMITTED_KEY = "committed.json"  # the copy in the run folder, in case all of `checkpoints/` is lost
 FOLDER_NAME = re.compile(r"step-(\d{9,})(?:-([1-9]\d*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """One folder, as listed. `files` maps names to sizes in bytes, marks and manifest included; subfolders are not ours."""
+    """One listed folder. `files` maps names to sizes in bytes, with markers and manifest, without subfolders."""
 
     name: str
     step: int
     attempt: int
     files: dict[str, int]
-    modified: float = 0.0
-    """When the newest of its files was written; unix seconds."""
+    modified: float = 0.0  # of its newest file, unix seconds
 
     @property
     def has_manifest(self) -> bool:
-        """Whether it was committed and its manifest is still there."""
         return MANIFEST_NAME in self.files
 
     @property
     def quarantined(self) -> bool:
-        """Whether it was found to be damaged."""
         return QUARANTINE_NAME in self.files
 
     @property
@@ -62,48 +56,46 @@ class FolderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All checkpoint folders, newest first, and which marks of the run are there."""
+    """All checkpoint folders, newest first, and which markers of the run exist."""
 
     folders: tuple[FolderFacts, ...]
     begun: bool
     committed: bool = False
 
     def folder(self, name: str) -> FolderFacts | None:
-        """The folder of that name, if it is there."""
         return next((folder for folder in self.folders if folder.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A folder that is not taken, and why; `file` names the culprit if there is one."""
+    """A folder that a start passes over, and why; `file` is the damaged or missing one, if known."""
 
     folder: str
     file: str | None
     reason: str
-    lasting: bool = True
-    """Whether a later start is not to look at it again. It is to where only the key may be the wrong one."""
+    lasting: bool = True  # False: only the signing key may be wrong, so a later start tries the folder again
 
     def __str__(self) -> str:
         return f"{self.folder}: {self.reason}"
 
 
 def folder_name(step: int, *, attempt: int = 1) -> str:
-    """`step-000000400`, and `step-000000400-2` for the second attempt at the same step."""
+    """`step-000000400`; `step-000000400-2` is the second attempt at the same step."""
     return f"step-{step:09d}" if attempt == 1 else f"step-{step:09d}-{attempt}"
 
 
 def key_of(folder: str, file: str) -> str:
-    """The key of a file in the store of a run."""
+    """Key in the store of a run."""
     return f"{ROOT}/{folder}/{file}"
 
 
 def list_checkpoints(store: Store) -> Listing:
-    """All checkpoint folders of a run. Raises: StorageError."""
+    """Raises: StorageError."""
     return read_listing(store.list(ROOT))
 
 
 def read_listing(infos: Iterable[ObjectInfo]) -> Listing:
-    """Sorts the objects below `ROOT` into folders; objects that are not ours are left out. Pure."""
+    """Group the objects below `ROOT` by checkpoint folder; ignore all other objects. Pure."""
     found: dict[str, dict[str, ObjectInfo]] = {}
     begun = committed = False
     for info in infos:
@@ -123,7 +115,7 @@ def read_listing(infos: Iterable[ObjectInfo]) -> Listing:
 
 
 def is_there(store: Store, key: str) -> bool:
-    """Whether the store, asked for it, has the object, or a file system something else of that name. Raises: StorageError."""
+    """Whether the store has the object, or a file system anything else of that name. Raises: StorageError."""
     try:
         return exists(store, key)
     except IrregularFileError:
@@ -131,11 +123,9 @@ def is_there(store: Store, key: str) -> bool:
 
 
 def clear_target(store: Store, listing: Listing, *, step: int, at_work: str | None = None) -> str:
-    """The folder for `step`, now empty of files: the first attempt that is not there, or is the remnant of a save that was
-    never committed. Files of the incarnation that is `at_work` are left alone.
+    """Choose the folder for `step` and delete its files: the first attempt that does not exist or was never committed.
 
-    A folder that is a link, or whose manifest is one, is not used.
-
+    A folder with files of the incarnation `at_work` is not used, nor one that is a link or whose manifest is one.
     Raises: StorageError.
     """
     attempt = 1
@@ -155,20 +145,20 @@ def _is_taken(store: Store, listing: Listing, name: str, *, at_work: str | None)
         return True
     if facts is None:
         return False
-    # A saver that hangs may go on writing there, under the names that this incarnation's files have.
+    # A hung saver may still write there, under the names of this incarnation's files.
     if at_work is not None and any(file.startswith(f"{at_work}-r") for file in facts.files):
         return True
-    # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
+    # A previous generation that has not ended yet may have committed it since the listing.
     return is_there(store, manifest)
 
 
 def discard_files(store: Store, folder: str, *, incarnation: str) -> None:
-    """Deletes what a failed save of this incarnation wrote; never raises. Nobody may still be writing there."""
+    """Delete what a failed save of this incarnation wrote; never raises. No process may still write there."""
     own = key_of(folder, f"{incarnation}-r")
     try:
         with suppress(ObjectNotFoundError):
             if f'"{incarnation}-r'.encode() in read_bounded(store, key_of(folder, MANIFEST_NAME), most_bytes=DOCUMENT_BYTES):
-                # Training has stopped waiting for this save, and has committed the same step by itself.
+                # The trainer stopped waiting for this save and committed the same step itself.
                 return
         for info in list(store.list(f"{ROOT}/{folder}")):
             if info.key.startswith(own):
@@ -178,8 +168,8 @@ def discard_files(store: Store, folder: str, *, incarnation: str) -> None:
 
 
 def mark_begun(store: Store, *, listing: Listing, note: Mapping[str, JsonValue]) -> None:
-    """A run starts from step 0, and has committed nothing. Raises: StorageError."""
-    # First: a start that ends in between leaves nothing that would excuse lost checkpoints.
+    """Record that the run starts from step 0 and has committed nothing. Raises: StorageError."""
+    # This first: a start killed in between then leaves no `begun.json`, which would excuse lost checkpoints.
     if listing.committed:
         store.delete(COMMITTED_KEY)
     if not listing.begun:
@@ -188,10 +178,10 @@ def mark_begun(store: Store, *, listing: Listing, note: Mapping[str, JsonValue])
 
 
 def mark_committed(store: Store, *, listing: Listing, note: Mapping[str, JsonValue]) -> None:
-    """The run has a checkpoint. A store that fails is no error: the next save tries again."""
+    """Record that the run has a checkpoint. A storage failure is only logged: the next save tries again."""
     try:
         if not listing.committed:
-            # First: where the other one is, both are.
+            # In this order: where `COMMITTED_KEY` exists, both exist.
             store.write(RUN_COMMITTED_KEY, encode_mark(note))
             store.write(COMMITTED_KEY, encode_mark(note))
         if listing.begun:
@@ -201,12 +191,11 @@ def mark_committed(store: Store, *, listing: Listing, note: Mapping[str, JsonVal
 
 
 def encode_mark(note: Mapping[str, JsonValue]) -> bytes:
-    """The bytes of a mark, for a person to read."""
     return json.dumps(dict(note), indent=1).encode() + b"\n"
 
 
 def quarantine_reason(store: Store, folder: str) -> str:
-    """What the start that quarantined a folder wrote down."""
+    """The reason that the start wrote when it quarantined the folder."""
     try:
         mark = parse_json(read_bounded(store, key_of(folder, QUARANTINE_NAME)))
     except (ValueError, StorageError) as error:

@@ -1,8 +1,7 @@
-"""Which bytes of which tensor go where in which file, and whether a file says so. Pure, and free of torch.
+"""Where the bytes of each tensor lie in which file, and whether a file's header agrees. Pure, and free of torch.
 
-A rank's items are laid out densely, wide elements first, so that all data stays aligned. One item is one tensor of the
-safetensors file; the manifest describes it by chunks of bounded size (slabs along its first dimension), which are digested and
-read one by one.
+A rank's items lie without gaps, wide elements first, so that all data stays aligned. One item is one tensor of the safetensors
+file. The manifest describes it by chunks of bounded size (slabs along the first dimension), each with its own digest.
 """
 
 import math
@@ -20,12 +19,11 @@ from elastictrain.errors import CheckpointError, InvalidCheckpointError
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 32 * 2**20
-"""Upper bound for one chunk, unless a single row is larger: the memory that one reading or writing thread needs."""
+CHUNK_BYTES = 32 * 2**20  # largest chunk, unless one row is larger: the memory that a reading or writing thread needs
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor that one rank writes: the whole tensor of `shape`, or a shard of it."""
+    """The box of a tensor that one rank writes: the whole tensor of `shape`, or a shard of it."""
 
     name: str
     dtype: str
@@ -39,7 +37,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> str:
-        """Name in the shard file: `weight` for a whole tensor, `weight[8:16,0:4]` for a shard of it."""
+        """Name in the shard file: `weight` for a whole tensor, `weight[8:16,0:4]` for a shard."""
         if self.sizes == self.shape:
             return self.name
         return f"{self.name}[{','.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.sizes, strict=True))}]"
@@ -56,7 +54,7 @@ class PlacedItem:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """One file, complete but for the tensors' bytes, which follow `header` in the order of `items` without gaps."""
+    """A file without the tensors' bytes, which follow `header` in the order of `items` without gaps."""
 
     name: str
     header: bytes
@@ -73,7 +71,7 @@ def plan_files(
     chunk_bytes: int = CHUNK_BYTES,
     metadata: Mapping[str, str],
 ) -> tuple[ShardFile, ...]:
-    """The files of one rank; another one begins where `shard_bytes` would be passed.
+    """The files of one rank, of at most `shard_bytes` unless one item is larger.
 
     Raises: CheckpointError if an element type has no name in the format, or two items have the same key.
     """
@@ -91,7 +89,7 @@ def plan_files(
     groups = grouped(ordered, [item.size_bytes for item in ordered], most_bytes=shard_bytes)
     files = []
     for index, group in enumerate(groups):
-        # Names of different incarnations never meet, so a predecessor that still writes cannot spoil our files.
+        # The name has the incarnation, so a previous generation that still writes cannot damage these files.
         name = f"{incarnation}-r{rank:05d}-{index:03d}.safetensors"
         header = encode_header([(item.key, item.dtype, item.sizes) for item in group], metadata=metadata)
         starts = list(accumulate((item.size_bytes for item in group), initial=len(header)))
@@ -104,7 +102,7 @@ def plan_files(
 
 
 def grouped(items: Iterable[T], sizes: Iterable[int], *, most_bytes: int) -> list[list[T]]:
-    """The items in their order, in groups of at most `most_bytes`; a larger one has a group of its own."""
+    """Consecutive items in groups of at most `most_bytes`; a larger item has its own group."""
     groups: list[list[T]] = []
     filled = 0
     for item, size_bytes in zip(items, sizes, strict=True):
@@ -117,7 +115,7 @@ def grouped(items: Iterable[T], sizes: Iterable[int], *, most_bytes: int) -> lis
 
 
 def split_item(item: Item, *, chunk_bytes: int, file: str = "", start: int = 0) -> tuple[ChunkRecord, ...]:
-    """Slabs of at most `chunk_bytes` (one row at least) along the first dimension; contiguous in the item's bytes."""
+    """Slabs of at most `chunk_bytes` (one row at least) along the first dimension, contiguous in the item."""
     size_bytes = item.size_bytes
     if size_bytes <= chunk_bytes or not item.sizes:
         return (ChunkRecord(item.offsets, item.sizes, file, start, size_bytes, ""),)
@@ -133,15 +131,13 @@ def split_item(item: Item, *, chunk_bytes: int, file: str = "", start: int = 0) 
 
 @dataclass(frozen=True, slots=True)
 class PlacedChunk:
-    """A chunk with the tensor that it belongs to."""
-
     name: str
     tensor: TensorRecord
     chunk: ChunkRecord
 
 
 def chunks_by_file(manifest: Manifest) -> Mapping[str, Sequence[PlacedChunk]]:
-    """What the manifest places in each file, in the order of the bytes."""
+    """The chunks in each file, in the order of their bytes."""
     placed: dict[str, list[PlacedChunk]] = {file.name: [] for file in manifest.files}
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
@@ -152,10 +148,9 @@ def chunks_by_file(manifest: Manifest) -> Mapping[str, Sequence[PlacedChunk]]:
 
 
 def check_shard_header(head: bytes, *, file: FileRecord, chunks: Sequence[PlacedChunk], where: str) -> None:
-    """The header is one of safetensors, its tensors fill the file, and each consists of the chunks that the manifest has there.
+    """Check that a header is valid, that its tensors fill the file, and that each consists of the manifest's chunks there.
 
-    `head` is all of the header; `chunks` are those of this file, in the order of their bytes.
-
+    `head` is the whole header; `chunks` are those of this file, in the order of their bytes.
     Raises: InvalidCheckpointError naming `where`.
     """
     filled = [one for one in chunks if one.chunk.size_bytes]
@@ -170,7 +165,7 @@ def check_shard_header(head: bytes, *, file: FileRecord, chunks: Sequence[Placed
                 f"but the header says [{entry.span[0]}, {entry.span[1]})"
             )
         position += size_bytes
-        # Each takes the chunks that begin where it does.
+        # A tensor takes the chunks that begin in its bytes.
         if size_bytes:
             end = bisect_left(starts, position)
             own, taken = filled[taken:end], end
@@ -208,7 +203,7 @@ def _entry_problem(key: str, entry: HeaderEntry, own: Sequence[PlacedChunk], *, 
 
 
 def _item(own: Sequence[PlacedChunk]) -> Item:
-    """The box that slabs along the first dimension make together."""
+    """The box that these slabs along the first dimension form."""
     first, tensor = own[0].chunk, own[0].tensor
     sizes = (sum(one.chunk.sizes[0] for one in own), *first.sizes[1:]) if first.sizes else ()
     return Item(own[0].name, tensor.dtype, tensor.shape, first.offsets, sizes)

@@ -1,9 +1,9 @@
-"""Which checkpoints lie on the line that the run really took, where generations of hosts may overlap. Free of torch.
+"""Which checkpoints are on the lineage of the run, where generations of hosts may overlap. Free of torch.
 
-A generation that was given up while it was frozen or cut off may still commit when it thaws: `Fence` refuses that, but no
-object store can look and create in one step. So each incarnation also writes down, when it has restored and before it commits
-anything, where it went on from: the step, and the incarnation that made it. A start follows these records back from the newest
-one. What is not on that line counts only where nothing on it is left.
+A generation that was given up while it was frozen or cut off may still commit when it thaws. `Fence` refuses that, but no
+object store can look and create in one step. So each incarnation, after its restore and before its first commit, also records
+its origin: the step, and the incarnation that made it. A start follows these records back from the newest one. State that is
+not on this lineage counts only if none on it is left.
 """
 
 import json
@@ -29,25 +29,22 @@ _SHARD = re.compile(r"(.+)-r\d{5,}-.+")
 
 @dataclass(frozen=True, slots=True)
 class ResumeOrigin:
-    """Where an incarnation went on from."""
+    """The state that an incarnation resumed from."""
 
     generation: int
     incarnation: str
-    step: int
-    """0 if it began at the beginning."""
-
-    parent: str
-    """The incarnation whose state that was; empty if it began at the beginning."""
+    step: int  # 0 for a start from scratch
+    parent: str  # the incarnation that made the state; empty for a start from scratch
 
 
 Lookup = Callable[[str], ResumeOrigin | None]
 
 
 def is_on_line(incarnation: str, step: int, *, newest: ResumeOrigin | None, lookup: Lookup) -> bool:
-    """Whether state of `step` that `incarnation` made is a part of the history that `newest` continues. Pure, but for `lookup`.
+    """Whether the state of `step` that `incarnation` made is in the history that `newest` continues. Pure, but for `lookup`.
 
-    Where no record tells, it is: before the first launcher there were none, and one that is newer than all records has not
-    written its own yet, or needs none.
+    True if no record decides it: before the first launcher there are no records, and an incarnation newer than all records has
+    not written its own yet, or needs none.
     """
     if newest is None or (lookup(incarnation) is None and number_of(incarnation) > number_of(newest.incarnation)):
         return True
@@ -58,49 +55,49 @@ def is_on_line(incarnation: str, step: int, *, newest: ResumeOrigin | None, look
         last_step = origin.step
         following = lookup(origin.parent)
         if following is None:
-            # At the beginning this is step 0, which nobody commits.
+            # After a start from scratch `last_step` is 0, and no rank commits step 0.
             return step <= last_step
         if following.incarnation in passed:
-            # Records that go round in circles are damaged: they tell nothing.
+            # Records in a cycle are damaged and decide nothing.
             return True
         passed.add(following.incarnation)
         origin = following
 
 
 class Lineage:
-    """The records of one run."""
+    """The `ResumeOrigin` records of one run."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, ResumeOrigin | None] = {}
 
     def write(self, origin: ResumeOrigin) -> None:
-        """Before its incarnation commits anything. Raises: StorageError."""
+        """The caller writes it before its incarnation commits anything. Raises: StorageError."""
         self._store.write(f"{ROOT}/{origin.generation:09d}-{origin.incarnation}.json", json.dumps(asdict(origin)).encode())
 
     def line_first(self, folders: Iterable[FolderFacts]) -> tuple[tuple[FolderFacts, ...], frozenset[str]]:
-        """The folders in their order, those off the line behind all others; and the names of these. Raises: StorageError."""
+        """The folders in their order, those off the lineage last; and the names of these. Raises: StorageError."""
         on_line: list[FolderFacts] = []
         off_line: list[FolderFacts] = []
         for folder in folders:
-            # Files of several incarnations, or none, tell nothing.
+            # Files of several incarnations, or of none, decide nothing.
             made_by = {match[1] for file in folder.files if (match := _SHARD.fullmatch(file))}
             there = len(made_by) != 1 or self.has(made_by.pop(), folder.step)
             (on_line if there else off_line).append(folder)
         return (*on_line, *off_line), frozenset(folder.name for folder in off_line)
 
     def has(self, incarnation: str, step: int) -> bool:
-        """Whether state of `step` that `incarnation` made is on the line. Raises: StorageError."""
+        """Whether the state of `step` that `incarnation` made is on the lineage. Raises: StorageError."""
         return is_on_line(incarnation, step, newest=self.newest(), lookup=self._lookup)
 
     def newest(self) -> ResumeOrigin | None:
-        """Where the newest generation of hosts went on from, as far as that can be read. Raises: StorageError."""
-        # The name begins with the generation: the last one that can be read is the newest.
+        """The newest record that can be read. Raises: StorageError."""
+        # Keys begin with the generation, so the last readable record is the newest.
         return next((origin for name in reversed(self._keys) if (origin := self._lookup(name)) is not None), None)
 
     @cached_property
     def _keys(self) -> dict[str, str]:
-        """Of the records, by incarnation."""
+        """Keys of the records by incarnation, oldest first."""
         keys = sorted(info.key for info in self._store.list(ROOT))
         return {match[2]: key for key in keys if (match := _KEY.fullmatch(key))}
 
@@ -118,13 +115,13 @@ class Lineage:
 
 
 def number_of(incarnation: str) -> int:
-    """Incarnations of a run folder are numbered in the order of their lives; two that met in a race may have the same."""
+    """The number of an incarnation, in the order of starts; two that raced may share one. -1 if the name has none."""
     digits = incarnation.partition("-")[0]
     return int(digits) if digits.isdecimal() else -1
 
 
 class Fence:
-    """Asked before each commit: one read of storage, as long as no newer generation exists."""
+    """The check before each commit: one read of storage, as long as no newer generation exists."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -132,7 +129,7 @@ class Fence:
         self._known: dict[int, LeaseClaim] = {}
 
     def check(self, incarnation: str, *, step: int) -> None:
-        """`incarnation` may commit `step`. Raises: LeaseLostError; StorageError."""
+        """Raises: LeaseLostError if a newer generation has resumed without `step` of `incarnation`; StorageError."""
         own = newest = number_of(incarnation)
         if own < 1:
             return
@@ -143,7 +140,7 @@ class Fence:
         mine = self._find(own)
         for number in range(own + 1, newest + 1):
             other = self._known[number]
-            # One that is damaged tells nothing.
+            # A damaged claim decides nothing.
             if other.owner and (mine is None or mine.owner not in ("", other.owner)):
                 raise LeaseLostError(f"step {step} of {incarnation} is not committed: {other} has taken over the run")
         if not Lineage(self._store).has(incarnation, step):

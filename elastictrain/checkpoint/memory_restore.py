@@ -1,4 +1,4 @@
-"""Restores from host memory, this host's or another's: which steps are whole there, and their bytes as a checkpoint's."""
+"""Restores from the memory of hosts: finds the steps that are complete there, and reads them like a checkpoint."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,16 +24,14 @@ from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 logger = logging.getLogger(__name__)
 
 _LETTING_GO_S = 2.0
-_SIDE_BY_SIDE = 4
-"""Snapshots whose digests are computed at a time; each reads its files side by side, too."""
+_SIDE_BY_SIDE = 4  # snapshots whose digests are computed at once; each reads its files in parallel, too
 
-RemoteReader: TypeAlias = Callable[[Held], ReadSnapshot]
-"""Reads a snapshot that another host holds. Raises: ElasticTrainError if that host cannot be reached."""
+RemoteReader: TypeAlias = Callable[[Held], ReadSnapshot]  # of another host's snapshot. Raises: ElasticTrainError
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """A set of snapshots, readable like a checkpoint."""
+    """A snapshot set, readable like a checkpoint."""
 
     manifest: Manifest
     source: SnapshotSource
@@ -42,7 +40,7 @@ class Recalled:
 
 @dataclass(frozen=True, slots=True)
 class _HostSnapshots:
-    """What one rank tells of its host: the host's number and, by the rank that speaks for it, the snapshots there."""
+    """One rank's report: its host and, from one rank of each host, the snapshots there."""
 
     host: int
     held: tuple[Held, ...]
@@ -50,61 +48,56 @@ class _HostSnapshots:
 
 @dataclass
 class MemoryRestore:
-    """The memory tiers at the start of one incarnation. Methods are collective over `group`."""
+    """The memory tiers at the start of one incarnation. Methods are collective over `group` where they say so."""
 
     folder: str
     _: KW_ONLY
     run: str
-    host: int
-    """Number of this host in the group."""
-
+    host: int  # the first rank of this host
     speaks_for_host: bool
     group: dist.ProcessGroup | None
     remote: RemoteReader | None
-    names: Sequence[str] = ()
-    """Of the hosts, by rank."""
+    names: Sequence[str] = ()  # host names by rank
 
     def __post_init__(self) -> None:
         self._rank = 0 if self.group is None else dist.get_rank(self.group)
         self._hosts: list[int] = []
-        self.held: list[Held] = []
-        """All snapshots of this run that are not forgotten; the same on all ranks."""
+        self.held: list[Held] = []  # all snapshots of this run that are not forgotten; the same on all ranks
         self._off_line: frozenset[tuple[str, int]] = frozenset()
 
     def look(self) -> None:
-        """Find out what all hosts hold. Collective: yes."""
+        """List the snapshots on all hosts. Collective: yes."""
         own = tuple(look(self.folder, host=self.host)) if self.speaks_for_host else ()
         told = gather_records(_HostSnapshots(self.host, own), group=self.group)
         self._hosts = [one.host for one in told]
         self.held = [held for one in told for held in one.held if held.facts.run == self.run]
 
     def name_of(self, held: Held) -> str:
-        """The name of the host that holds a snapshot, for a person."""
         return self.names[held.host] if held.host < len(self.names) else f"number {held.host}"
 
     def best(self) -> SnapshotSet | None:
-        """The best step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""
+        """The best complete step. Collective: no; the same on all ranks."""
         return next(iter(self.whole()), None)
 
     def whole(self) -> tuple[SnapshotSet, ...]:
-        """All steps that are whole, the best one first. Collective: no; the same on all ranks."""
+        """All complete steps, the best one first. Collective: no; the same on all ranks."""
         return whole_sets(self.held, run=self.run, off_line=self._off_line)
 
     def tier(self, recalled: Recalled) -> str:
-        """Where what was read lay: `memory` of the hosts that trained with it, or `peer`. Collective: yes."""
+        """`peer` if any rank read a replica or another host's snapshot, else `memory`. Collective: yes."""
         return "peer" if any(gather_json(recalled.replicas or recalled.source.remote, group=self.group)) else "memory"
 
     def keep(self, incarnations: Collection[str], *, off_line: Iterable[tuple[str, int]]) -> None:
-        """Snapshots of other incarnations than these count no more; those `off_line`, by incarnation and step, count last."""
+        """Drop the snapshots of other incarnations; those `off_line` (incarnation, step) count last."""
         self.held = [one for one in self.held if one.facts.incarnation in incarnations]
         self._off_line = frozenset(off_line)
 
     def forget(self, held: Held) -> None:
-        """A snapshot turned out to be damaged or out of reach: it counts no more."""
+        """Drop a snapshot that is damaged or out of reach."""
         self.held = [one for one in self.held if (one.host, one.slot) != (held.host, held.slot)]
 
     def open(self, chosen: SnapshotSet) -> Recalled | Held:
-        """Open the first source of each rank's snapshot; the one that cannot be had, if there is one. Collective: yes."""
+        """Open the first source of each rank's snapshot; returns the one that cannot be read, if any. Collective: yes."""
         primary = [sources[0] for sources in chosen.sources]
         parts = self._parts(primary)
         if missing := [held for rank, held in enumerate(primary) if rank not in parts]:
@@ -125,7 +118,7 @@ class MemoryRestore:
         return Recalled(manifest, source, replicas=any(held.replica for held in primary))
 
     def _parts(self, primary: Sequence[Held]) -> dict[int, RankPart]:
-        """Layout and digests of each snapshot, told by the host that holds it. Collective: yes."""
+        """Layout and digests of each snapshot, from a rank of the host that holds it. Collective: yes."""
         own = [held for held in primary if teller(held, hosts=self._hosts) == self._rank]
         with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="tell") as pool:
             told = [part for part in pool.map(self._tell, own) if part is not None]
@@ -144,7 +137,7 @@ class MemoryRestore:
             with closing(_open_soon(path, held.facts)) as slot:
                 digests = load_digests(path, held.facts)
                 if digests is None:
-                    # Its saver was killed, or has not come to this one yet.
+                    # The saver was killed, or has not computed them yet.
                     digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False)
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
@@ -152,7 +145,7 @@ class MemoryRestore:
         return RankPart(held.facts.rank, layout, digests)
 
     def _fill(self, source: SnapshotSource, primary: Sequence[Held], parts: Sequence[RankPart]) -> int | None:
-        """Adds all snapshots; the rank whose snapshot cannot be opened here, if there is one."""
+        """Add all snapshots to `source`; returns the rank whose snapshot cannot be opened here, if any."""
         for rank, (held, part) in enumerate(zip(primary, parts, strict=True)):
             here = held.host == self.host
             try:
@@ -172,20 +165,20 @@ class MemoryRestore:
 
 
 def teller(held: Held, *, hosts: Sequence[int]) -> int:
-    """The rank that tells of a snapshot: the one of its number if that is on its host, else the first one there. Pure."""
+    """The rank that describes a snapshot: its own rank if that runs on the host that holds it, else the first there. Pure."""
     rank = held.facts.rank
     return rank if rank < len(hosts) and hosts[rank] == held.host else hosts.index(held.host)
 
 
 def ranks_of_files(names: Sequence[str], chosen: SnapshotSet) -> list[int]:
-    """Whose snapshots these files of the set belong to; all ranks if that is of none known. Pure."""
+    """The ranks whose snapshots contain these files; all ranks if none is known. Pure."""
     prefixes = [f"{chosen.incarnation}-r{rank:05d}-" for rank in range(chosen.world_size)]
     ranks = [rank for rank, prefix in enumerate(prefixes) if any(name.startswith(prefix) for name in names)]
     return ranks or list(range(chosen.world_size))
 
 
 def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
-    """The slot with this very snapshot; a writer that is dying may let go first. Raises: OSError; InvalidCheckpointError."""
+    """The slot with this snapshot; waits until a dying writer unlocks it. Raises: OSError; InvalidCheckpointError."""
     slot = Slot.hold(path, wait_s=_LETTING_GO_S)
     if slot is None:
         raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: DCP's StorageReader over it, and what all ranks of a run do with that and learn of each other.
+"""Loads a checkpoint: DCP's StorageReader over it, and the load by all ranks with one common result.
 
 Any script can load one: `dcp.load(state, storage_reader=ManifestReader.at(url))`.
 """
@@ -45,15 +45,15 @@ NAMED_AT_MOST = 8
 
 
 def _buffers_for_device() -> Callable[[int], bytearray | memoryview]:
-    """What makes buffers to read into. Page-locked where this process uses a device, which then fetches the bytes by itself:
-    what is pageable, its driver copies once more, for one thread after the other."""
+    """Makes read buffers: page-locked if this process uses a device, which then fetches the bytes itself. Its driver copies
+    pageable memory once more, for one thread after the other."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return bytearray
     device = torch.cuda.current_device()
 
     def allocate(size_bytes: int) -> bytearray | memoryview:
         try:
-            # A new thread would begin to use the first device, whichever is this process's.
+            # A new thread would use device 0, not the device of this process.
             with torch.cuda.device(device):
                 return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
         except (RuntimeError, AssertionError) as error:
@@ -78,9 +78,9 @@ class ManifestReader(StorageReader):
     def at(cls, url: str, *, key_env: str = "") -> "ManifestReader":
         """The checkpoint in the folder `url`, such as `s3://bucket/run/checkpoints/step-000000400`.
 
-        With `key_env`, the name of an environment variable with the run's key, it must be signed with that.
+        With `key_env`, an environment variable with the run's key, it must be signed with that key.
 
-        Raises: ValueError if that variable holds no key.
+        Raises: ValueError if the variable holds no key.
         """
         return cls(CheckpointFolder(open_store(url), ""), signing=load_key(key_env))
 
@@ -97,7 +97,6 @@ class ManifestReader(StorageReader):
         return self._manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins another load."""
         self.bytes_read = 0
 
     def read_metadata(self) -> Metadata:
@@ -113,15 +112,12 @@ class ManifestReader(StorageReader):
         """Ranks read independently of each other."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what this rank needs into its tensors."""
         tensors = self.manifest.tensors
         chunk_at = {
             (name, chunk.offsets): chunk
@@ -156,9 +152,9 @@ class ManifestReader(StorageReader):
 
 
 def describe_mismatch(tensors: Mapping[str, Tensor], stored: Mapping[str, TensorRecord]) -> str | None:
-    """What differs, by tensor; None if the checkpoint fits. Pure.
+    """What differs, a line per tensor; None if the checkpoint fits. Pure.
 
-    Stored names that the run lacks are a mismatch, too (a layer was removed), in the families that it has: the part before the
+    A stored name that the run lacks (a layer was removed) counts, too, in the families that the run has: the part before the
     first dot, such as `model`.
     """
     families = {name.partition(".")[0] for name in tensors}
@@ -179,22 +175,17 @@ def describe_mismatch(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How one rank or all of them fared: `loaded`, `damaged` (the checkpoint's fault), or `failed` (the store's, the model's or
-    our own)."""
+    """The load of one rank or of all: `damaged` is the checkpoint's fault, `failed` the store's, the model's or our own."""
 
     outcome: Literal["loaded", "damaged", "failed"]
     bytes_read: int = 0
-    files: tuple[str, ...] = ()
-    """That are damaged, or could not be read, as far as is known."""
-
-    error: str = ""
-    """Where it failed: the class of the error."""
-
+    files: tuple[str, ...] = ()  # that are damaged or could not be read, as far as known
+    error: str = ""  # class of the error, if it failed
     message: str = ""
 
 
 def result_of_all(results: Sequence[LoadResult]) -> LoadResult:
-    """Damage that one rank has proved stands, whatever happened to the others. Pure."""
+    """Damage that one rank has proved outweighs other failures. Pure."""
     damaged = [result for result in results if result.outcome == "damaged"]
     if damaged:
         reasons = dict.fromkeys(result.message for result in damaged)
@@ -208,14 +199,14 @@ def result_of_all(results: Sequence[LoadResult]) -> LoadResult:
 
 
 def load_tensors(folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor]) -> int:
-    """Reads this rank's part of `tensors` in place; returns the bytes read. Collective: no.
+    """Read this rank's part of `tensors` in place; returns the bytes read. Collective: no.
 
     Raises: DamagedFileError, with some tensors loaded and others not; StorageError.
     """
     reader = ManifestReader(folder, manifest=manifest)
-    # The load planner of DCP needs no word from other ranks: we drive it ourselves, so errors keep their type.
+    # DCP's load planner needs no other rank. We drive it ourselves, so errors keep their type.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Parts are filled from several threads, for each of which autograd would be on: it forbids some writes to what it follows.
+    # Several threads write the parts. Autograd is on in each new thread and forbids some writes to tensors that it tracks.
     targets: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     planner.set_up_planner(targets, reader.read_metadata(), is_coordinator=False)
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
@@ -225,9 +216,7 @@ def load_tensors(folder: CheckpointFolder, manifest: Manifest, *, tensors: Mappi
 def load(
     folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
 ) -> LoadResult:
-    """Loads it on all ranks of a group, if its headers are sound and it fits the state: nothing is overwritten before.
-    Collective: yes.
-    """
+    """Load on all ranks of `group`. Nothing is overwritten before the headers and the fit are checked. Collective: yes."""
     checked = _together(lambda: _check_fit(folder, manifest, tensors=tensors, group=group), group=group)
     if checked.outcome != "loaded":
         return checked
@@ -241,7 +230,7 @@ def _together(act: Callable[[], int], *, group: dist.ProcessGroup | None) -> Loa
         files = (error.file,) if isinstance(error, DamagedFileError) else ()
         result = LoadResult("damaged", files=files, message=str(error))
     except Exception as error:
-        # The others wait for this rank's result, whatever happened; all raise it then.
+        # The other ranks wait for this rank's result, whatever happened.
         if not isinstance(error, ElasticTrainError):
             logger.exception("a checkpoint could not be loaded")
         described = describe(error)
@@ -253,9 +242,9 @@ def _together(act: Callable[[], int], *, group: dist.ProcessGroup | None) -> Loa
 def _check_fit(
     folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
 ) -> int:
-    """Ranks share the headers. Raises: DamagedFileError; ConfigError if it is of another model; StorageError."""
+    """Each rank checks its share of the headers. Raises: DamagedFileError; ConfigError for another model; StorageError."""
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    # First: a manifest whose tensors are not those of its files is damaged, and not of another model.
+    # This first: a manifest whose tensors are not those of its files is damaged, and not of another model.
     verify_headers(folder, manifest, files=manifest.files[rank::world_size])
     if (mismatch := describe_mismatch(tensors, manifest.tensors)) is not None:
         raise ConfigError(

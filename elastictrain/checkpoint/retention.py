@@ -2,14 +2,14 @@
 
 Rules:
 
-- Nothing goes unless a newer checkpoint, verified by this process and still intact, supersedes it: `newest` and all newer stay.
+- A folder is deleted only if a newer checkpoint, verified by this process and intact, supersedes it: `newest` and newer stay.
 - The `keep_last` newest intact checkpoints stay (`newest` is the first of them), and all at multiples of `keep_every`.
-  A folder that is not intact is never counted in the place of one that is.
-- Remnants (no manifest) older than `newest` go.
+  A folder that is not intact never counts.
+- Remnants (no manifest) older than `newest` are deleted.
 - Checkpoints of a format that this release does not read stay.
-- Damaged folders (quarantined, or not intact) stay for the person until they are older than everything that is kept.
-- The manifest goes first, so that a deletion cut short leaves a remnant, which no start takes and the next prune removes. The
-  quarantine mark goes last.
+- Damaged folders (quarantined, or not intact) stay for the user until they are older than everything that is kept.
+- The manifest is deleted first: a deletion cut short leaves a remnant, which no start takes and the next prune deletes. The
+  quarantine marker is deleted last.
 """
 
 import logging
@@ -44,12 +44,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """One folder to delete; its files in the order in which they go."""
+    """One folder to delete, with its files in the order of deletion."""
 
     folder: str
     files: tuple[str, ...]
-    committed: bool
-    """Whether it was a valid checkpoint, rather than a remnant or a damaged one."""
+    committed: bool  # a valid checkpoint, not a remnant or a damaged one
 
 
 def plan_retention(
@@ -61,9 +60,8 @@ def plan_retention(
     keep_every: int,
     unknown: Collection[str] = (),
 ) -> tuple[Deletion, ...]:
-    """Deletions, oldest first. `newest` is verified; `intact` names folders whose manifest and files check out; `unknown` those
-    of a format that this release does not read.
-    """
+    """Deletions, oldest first. `intact` names the folders whose manifest and files are valid, and `newest` must be among them;
+    `unknown` names those of a format that this release does not read."""
     verified = next((folder for folder in folders if folder.name == newest and newest in intact), None)
     if verified is None or not verified.has_manifest or verified.quarantined:
         return ()
@@ -79,7 +77,6 @@ def plan_retention(
             continue
         damaged = folder.quarantined or (folder.has_manifest and folder.name not in valid_names)
         if not damaged or folder.order < oldest_kept:
-            # The manifest first, the quarantine mark last.
             files = sorted(folder.files, key=lambda name: (name != MANIFEST_NAME, name == QUARANTINE_NAME, name))
             deletions.append(Deletion(folder.name, tuple(files), folder.name in valid_names))
     return tuple(deletions)
@@ -93,20 +90,19 @@ class Pruner:
     _: KW_ONLY
     keep_last: int
     keep_every: int
-    signing: SigningKey | None = None
-    """With a key, checkpoints that are not signed with it are neither counted nor deleted."""
+    signing: SigningKey | None = None  # with a key, checkpoints not signed with it neither count nor are deleted
 
     def __post_init__(self) -> None:
         self._manifests: dict[str, Manifest | None] = {}
         self._unknown: set[str] = set()
 
     def prune(self, newest: str, *, manifest: Manifest) -> tuple[str, ...]:
-        """Deletes what `newest`, just committed with `manifest`, supersedes; the names of the checkpoints deleted.
+        """Delete what `newest`, just committed with `manifest`, supersedes; returns the names of the deleted checkpoints.
 
-        What is off the line that the run took (see `lineage`) is not kept in the place of what is on it, and goes when damaged
-        folders do. Where `newest` is off the line itself, nothing goes: the line is not ours to prune.
+        Checkpoints off the lineage of the run do not count, and are deleted like damaged folders. If `newest` itself is off the
+        lineage, nothing is deleted: the lineage belongs to another generation.
 
-        Raises: StorageError; what is then left half deleted is no checkpoint any more, and goes at the next call.
+        Raises: StorageError; a half deleted folder is no checkpoint any more, and the next call deletes the rest.
         """
         self._manifests[newest] = manifest
         folders = list_checkpoints(self.store).folders
@@ -125,16 +121,16 @@ class Pruner:
 
         deletions = plan(intact)
         if deletions:
-            # Asked only now: most saves of a young run delete nothing.
+            # The lineage is read only now: most saves of a young run delete nothing.
             _, off_line = Lineage(self.store).line_first(folders)
             deletions = plan(intact - off_line)
         deleted = [deletion for deletion in deletions if delete_folder(self.store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 
     def tidy(self, newest: str, *, manifest: Manifest, listing: Listing, time_s: float, fence: Fence) -> tuple[str, ...]:
-        """After a commit: notes that the run has a checkpoint, and prunes. What the store refuses is left for the next time.
+        """After a commit, record that the run has a checkpoint, and prune. The next call repeats what the store refuses.
 
-        `listing` is how things were found before the save.
+        `listing` is from before the save.
         """
         note: dict[str, JsonValue] = {"checkpoint": newest, "time": time_s, "incarnation": manifest.incarnation}
         mark_committed(self.store, listing=listing, note=note)
@@ -162,9 +158,9 @@ class Pruner:
 
 
 def delete_folder(store: Store, deletion: Deletion) -> bool:
-    """Whether the folder was deleted; it is not if it has become a checkpoint since it was listed. Raises: StorageError."""
+    """Returns False, and keeps the folder, if it has become a checkpoint since the listing. Raises: StorageError."""
     if MANIFEST_NAME not in deletion.files and is_there(store, key_of(deletion.folder, MANIFEST_NAME)):
-        # The listing lags, or a predecessor that is not gone yet has committed since, or it is a link.
+        # The listing lags, a previous generation that has not ended yet has committed since, or it is a link.
         logger.warning("%s is not deleted: it has a manifest that was not listed", deletion.folder)
         return False
     for file in deletion.files:
@@ -176,7 +172,7 @@ def delete_folder(store: Store, deletion: Deletion) -> bool:
 def read_manifest(store: Store, folder: str, *, signing: SigningKey | None = None) -> Manifest | None:
     """The manifest of a folder, or None if it is not a valid one.
 
-    Raises: UnknownFormatError; UntrustedCheckpointError if it is not signed with the key that is given; StorageError.
+    Raises: UnknownFormatError; UntrustedCheckpointError if it is not signed with the key; StorageError.
     """
     try:
         return retry_read(store, key_of(folder, MANIFEST_NAME), signing=signing)[1]

@@ -1,4 +1,4 @@
-"""The folder of a run in storage: whether it is there still, and the configuration in it, which readers take as data."""
+"""The run folder in storage: whether it still exists, and the stored configuration, which readers take as data."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ CONFIG_NAME = "config.yaml"
 
 
 def read_stored_config(run: Store) -> dict[str, object] | None:
-    """The tree in the run's config.yaml, if it is there. Raises: ConfigError if it is not what a run writes; StorageError."""
+    """The run's config.yaml, None if it does not exist. Raises: ConfigError if no run wrote it like that; StorageError."""
     try:
         data = read_bounded(run, CONFIG_NAME, most_bytes=MOST_BYTES)
     except ObjectNotFoundError:
@@ -24,7 +24,7 @@ def read_stored_config(run: Store) -> dict[str, object] | None:
 
 
 class RunFolder:
-    """Of one run; remembers the file system that it was on."""
+    """The folder of one run; remembers the file system that it was on."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class RunFolder:
         self._device = None if self._path is None else device_of(self._path)
 
     def is_there(self) -> bool:
-        """False: it was deleted. Raises: PermanentStorageError if the file system that it was on is not mounted there."""
+        """False if it was deleted. Raises: PermanentStorageError if the file system that it was on is not mounted."""
         if still_there(self._store):
             self._device = self._device_now()
             return True
@@ -43,14 +43,14 @@ class RunFolder:
         return False
 
     def _device_now(self) -> int | None:
-        """Of the file system that has the folder, or would have it. None where there is no such thing, or nobody knows."""
+        """Device of the folder or of its nearest existing parent; None in a bucket, or if unknown."""
         if self._path is None:
             return None
         return next((found for one in (self._path, *self._path.parents) if (found := device_of(one)) is not None), None)
 
 
 def device_of(path: Path) -> int | None:
-    """Number of the file system that has a file or folder; None if that cannot be seen."""
+    """Device number of the file system of `path`; None if it cannot be read."""
     try:
         return os.stat(path).st_dev  # noqa: PTH116
     except OSError:
@@ -58,13 +58,13 @@ def device_of(path: Path) -> int | None:
 
 
 def still_there(store: Store) -> bool:
-    """Whether anything of the run is in storage; true where storage does not say."""
+    """Whether storage holds anything of the run; true if storage fails."""
     try:
         store.stat(CONFIG_NAME)
     except ObjectNotFoundError:
         pass
     except StorageError:
-        # Nothing is known, and trying to save does no harm.
+        # Unknown; an attempt to save does no harm.
         return True
     else:
         return True

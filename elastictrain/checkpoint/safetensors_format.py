@@ -1,6 +1,6 @@
 """The safetensors file format: 8 bytes of header length (little endian), a JSON header, the raw bytes of the tensors.
 
-Free of torch. Source: the format section of the safetensors README.
+Source: the format section of the safetensors README. Free of torch.
 """
 
 import json
@@ -16,22 +16,14 @@ from elastictrain.checkpoint.manifest import Count
 from elastictrain.errors import InvalidCheckpointError
 
 ALIGNMENT_BYTES = 8
-LENGTH_BYTES = 8
-"""Before the header: its length."""
-
+LENGTH_BYTES = 8  # the header's length, at the start of a file
 MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """How one element type is named and how wide it is."""
-
-    name: str
-    """As torch prints it, without `torch.`."""
-
-    code: str
-    """As a safetensors header spells it."""
-
+    name: str  # torch's, without `torch.`
+    code: str  # in a safetensors header
     size_bytes: int
 
 
@@ -61,16 +53,13 @@ BY_CODE = {element.code: element for element in _TYPES}
 
 
 class HeaderEntry(msgspec.Struct, frozen=True, rename={"code": "dtype", "span": "data_offsets"}):
-    """One tensor of a file."""
-
     code: str
     shape: tuple[Count, ...]
-    span: tuple[Count, Count]
-    """Its bytes are [begin, end), counted from the end of the header."""
+    span: tuple[Count, Count]  # bytes [begin, end) after the header
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str]) -> bytes:
-    """Length and header of a file of `tensors` (key, element type, shape) in a row; the data begins at a multiple of 8."""
+    """Length and header of a file of consecutive `tensors` (key, element type, shape); the data begins at a multiple of 8."""
     document: dict[str, object] = {"__metadata__": dict(metadata)}
     begin = 0
     for key, dtype, shape in tensors:
@@ -83,9 +72,9 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metada
 
 
 def decode_header(head: bytes, *, where: str) -> dict[str, HeaderEntry]:
-    """The tensors of a file by key, in the order of their bytes, from its first bytes (all of the header, at least).
+    """The tensors of a file by key, in the order of their bytes; `head` begins the file and has at least its whole header.
 
-    Raises: InvalidCheckpointError, naming `where`, if they are not a safetensors header.
+    Raises: InvalidCheckpointError naming `where`.
     """
     if len(head) < LENGTH_BYTES:
         raise InvalidCheckpointError(f"{where}: a safetensors file must have at least 8 bytes, but this one has {len(head)}")

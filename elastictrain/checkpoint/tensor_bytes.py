@@ -1,6 +1,6 @@
-"""Tensors as boxes of bytes: what this rank writes of the state, and what is read back, whatever it was sharded over.
+"""Tensors as boxes of bytes: the boxes that this rank writes, and reads of any box, at any sharding.
 
-Which boxes a rank writes follows from the sharding of the tensors alone, without asking other ranks.
+The sharding of the tensors alone decides which boxes a rank writes; ranks do not ask each other.
 """
 
 import heapq
@@ -27,13 +27,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """torch.float32 for `float32`."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def reader_of(tensor: Tensor, item: Item) -> ByteReader:
-    """Bytes of a local tensor in row-major order; a device tensor is copied to the host range by range."""
+    """Reader of a local tensor's bytes in row-major order; it copies a device tensor to the host range by range."""
     if tuple(tensor.shape) != item.sizes:
         raise CheckpointError(
             f"tensor {item.name!r} has shape {list(tensor.shape)} here, but was planned as {list(item.sizes)}"
@@ -48,7 +47,7 @@ def reader_of(tensor: Tensor, item: Item) -> ByteReader:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box that `replicas` ranks hold alike, of which this rank is number `replica`."""
+    """A box that `replicas` ranks hold alike; this rank has copy number `replica`."""
 
     item: Item
     replicas: int
@@ -58,19 +57,19 @@ class Box:
 def own_items(tensors: Mapping[str, object], *, rank: int, world_size: int) -> tuple[Item, ...]:
     """The boxes that this rank writes. Plain tensors must be the same on all ranks. Collective: no.
 
-    Raises: CheckpointError for what is not a tensor, and for a tensor whose value is spread as partial sums.
+    Raises: CheckpointError for a value that is no tensor, and for a tensor of partial sums.
     """
     boxes = [box_of(name, tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()]
-    # A tensor without elements is still a tensor of the checkpoint; one of its boxes stands for it.
+    # An empty tensor belongs to the checkpoint, too: one of its boxes represents it.
     return choose_own(
         [box for box in boxes if math.prod(box.item.sizes) or not (math.prod(box.item.shape) or any(box.item.offsets))]
     )
 
 
 def choose_own(boxes: Sequence[Box]) -> tuple[Item, ...]:
-    """Of these boxes, those that this rank writes: exactly one of the replicas does, and their loads are even. Pure.
+    """The boxes that this rank writes: exactly one rank writes each, and the loads are even. Pure.
 
-    Ranks that share boxes must list the same ones: then no word between them is needed, at any world size.
+    Ranks that share boxes must list the same ones: then they agree without messages, at any world size.
     """
     groups: dict[tuple[int, int], list[Item]] = defaultdict(list)
     for box in boxes:
@@ -82,13 +81,13 @@ def choose_own(boxes: Sequence[Box]) -> tuple[Item, ...]:
             load, number = heapq.heappop(loads)
             if number == replica:
                 own.add(item)
-            # A box without bytes counts, too, or all such boxes would go to one rank.
+            # An empty box counts as one byte; otherwise all of them would go to one rank.
             heapq.heappush(loads, (load + max(1, item.size_bytes), number))
     return tuple(box.item for box in boxes if box.item in own)
 
 
 def box_of(name: str, tensor: object, *, rank: int, world_size: int) -> Box:
-    """Where this rank's part of a tensor lies in the whole."""
+    """Where this rank's part lies in the whole tensor. Raises: CheckpointError."""
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{name!r} is not a tensor; only tensors are written, other state goes to the manifest")
     shape = tuple(tensor.shape)
@@ -108,13 +107,13 @@ def box_of(name: str, tensor: object, *, rank: int, world_size: int) -> Box:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The memory of this rank's part."""
+    """This rank's part, which shares the tensor's memory."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.detach()
 
 
 def tensor_over(data: memoryview, *, dtype: str, sizes: tuple[int, ...]) -> Tensor:
-    """A tensor that shares the memory of `data`, which must be writable and hold exactly its bytes."""
+    """A tensor over the memory of `data`, which must be writable and hold exactly its bytes."""
     if not data.nbytes:
         return torch.empty(sizes, dtype=dtype_named(dtype))
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype_named(dtype)).reshape(sizes)
@@ -144,7 +143,7 @@ def read_box(folder: CheckpointFolder, record: TensorRecord, *, offsets: Bounds,
 
 
 def overlap(chunk: ChunkRecord, *, offsets: Bounds, sizes: Bounds) -> tuple[tuple[int, int], ...] | None:
-    """What a chunk and a box have in common, [begin, end) by dimension, or None. Pure."""
+    """The intersection of a chunk and a box, [begin, end) by dimension; None if empty. Pure."""
     common = tuple(
         (max(first, other), min(first + size, other + extent))
         for first, size, other, extent in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True)

@@ -1,7 +1,7 @@
-"""Reads manifests and parts of checkpoints from a store and verifies every byte before handing it on. Free of torch.
+"""Reads manifests and parts of checkpoints, and verifies every byte before the caller gets it. Free of torch.
 
-What one answer of a store shows as wrong is asked for again. Whoever takes, lists or deletes checkpoints asks here, so that a
-start takes what `verify` calls valid, and nothing else.
+A read that fails the check is repeated once. All code that restores, lists or deletes checkpoints reads through this module, so
+that a start takes exactly what `verify` calls valid.
 """
 
 import logging
@@ -36,13 +36,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SPAN_BYTES = 32 * 2**20
-GAP_BYTES = 256 * 2**10
-"""Unwanted bytes that are read to save a request: about what a request's latency costs on an object store."""
+GAP_BYTES = 256 * 2**10  # unwanted bytes read to save a request: about the cost of its latency on an object store
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One range of one file, with the chunks in it, in the order of their bytes."""
+    """A range of a file and the chunks in it, in the order of their bytes."""
 
     file: str
     start: int
@@ -53,7 +52,7 @@ class Span:
 def coalesced_reads(
     chunks: Iterable[ChunkRecord], *, span_bytes: int = SPAN_BYTES, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
-    """Neighbours are read together, up to `span_bytes`; a larger chunk is a span of its own. Each chunk is read once."""
+    """Join neighbours up to `span_bytes`; a larger chunk is its own span. Each chunk is read once."""
     spans: list[Span] = []
     for chunk in sorted(set(chunks), key=lambda chunk: (chunk.file, chunk.start, chunk.size_bytes)):
         end = chunk.start + chunk.size_bytes
@@ -70,7 +69,7 @@ READ_THREADS = max(4, min(8, (os.cpu_count() or 4) // 4))
 
 
 class DamagedFileError(InvalidCheckpointError):
-    """A file is not what the manifest says; `file` is its name."""
+    """A file differs from what the manifest says; `file` is its name."""
 
     def __init__(self, message: str, *, file: str = "") -> None:
         super().__init__(message)
@@ -96,12 +95,12 @@ def read_chunks(
     threads: int = READ_THREADS,
     allocate: Callable[[int], bytearray | memoryview] = bytearray,
 ) -> int:
-    """Reads each chunk once and calls `take` with its verified bytes, valid during the call and from any of `threads` threads.
+    """Read each chunk once and call `take` with its verified bytes; returns the bytes read.
 
-    `allocate` makes a buffer of so many bytes, in the thread that reads into it. Memory is bounded by `threads` times the
-    larger of a span and the largest chunk. Returns the bytes read.
+    `take` runs in any of `threads` threads, and its bytes are valid during the call. `allocate` makes a buffer of so many bytes
+    in the thread that reads into it. Memory is at most `threads` times the larger of a span and the largest chunk.
 
-    Raises: DamagedFileError if bytes differ from their digest twice, or are gone; StorageError. Nothing unverified is taken.
+    Raises: DamagedFileError if a file is missing, or bytes differ from their digest twice; StorageError.
     """
     spans = coalesced_reads(chunks)
     buffers = local()
@@ -129,7 +128,7 @@ def read_chunks(
 
 
 def _twice(read: Callable[[], T], *wrong: type[Exception]) -> T:
-    """A transfer can garble or cut what is whole in the store: only what reads wrong twice is damaged."""
+    """A transfer can garble or cut what is whole in the store: a file is damaged only if it reads wrong twice."""
     try:
         return read()
     except wrong as error:
@@ -139,7 +138,7 @@ def _twice(read: Callable[[], T], *wrong: type[Exception]) -> T:
 
 
 def wrong_chunks(span: Span, data: memoryview) -> list[ChunkRecord]:
-    """The chunks in `data`, the bytes of `span`, that do not have their digest."""
+    """The chunks of `span` whose bytes in `data` do not have their digest."""
     return [
         chunk
         for chunk in span.chunks
@@ -169,7 +168,7 @@ def _read_range(folder: CheckpointFolder, file: str, data: memoryview, *, start:
 
 
 def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
-    """The headers of `files` have their digests, and agree with the manifest. Raises: DamagedFileError, StorageError."""
+    """Check the headers of `files` against their digests and the manifest. Raises: DamagedFileError, StorageError."""
     placed = chunks_by_file(manifest)
     for file in files:
         _twice(partial(_check_header, folder, file, placed[file.name]), DamagedFileError)
@@ -190,8 +189,8 @@ def _check_header(folder: CheckpointFolder, file: FileRecord, placed: Sequence[P
 def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
     """A manifest and its bytes.
 
-    Raises: InvalidCheckpointError (UntrustedCheckpointError where there is a key) or UnknownFormatError, if it is so twice;
-    ObjectNotFoundError; StorageError.
+    Raises, if both reads fail: InvalidCheckpointError (UntrustedCheckpointError if it is not signed with the key),
+    UnknownFormatError, ObjectNotFoundError; StorageError.
     """
 
     def read() -> tuple[bytes, Manifest]:
@@ -205,7 +204,7 @@ def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = N
 
 
 def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Reject | None:
-    """The first file that neither the listing nor the store, asked for it, has in its size. Raises: StorageError."""
+    """The first file that neither the listing nor the store itself has in its size. Raises: StorageError."""
     for file in manifest.files:
         if folder.files.get(file.name) == file.size_bytes:
             continue
@@ -222,7 +221,7 @@ def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Re
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A committed folder. It is taken if `reject` is None; `manifest` and its bytes are there if that can be read."""
+    """A committed folder, valid if `reject` is None; `manifest` and its bytes `raw` are set if it can be read."""
 
     manifest: Manifest | None
     raw: bytes
@@ -230,10 +229,9 @@ class Examined:
 
 
 def examine(store: Store, folder: FolderFacts, *, signing: SigningKey | None = None) -> Examined:
-    """Whether the manifest of a folder is valid, of the folder's step, and all files are there in their sizes; and, if there is
-    a key, whether it is signed with that.
+    """Whether a folder's manifest is valid, of the folder's step, signed with the key if there is one, and all its files exist.
 
-    Raises: ObjectNotFoundError if the manifest is gone; UnknownFormatError; StorageError.
+    Raises: ObjectNotFoundError if the manifest was deleted; UnknownFormatError; StorageError.
     """
     key = key_of(folder.name, MANIFEST_NAME)
     try:

@@ -1,1 +1,1 @@
-"""The commands of `python -m elastictrain.checkpoint`: looking at, checking, deleting, comparing and exporting checkpoints."""
+"""The commands of `python -m elastictrain.checkpoint`: ls, verify, sign, prune, diff and export."""

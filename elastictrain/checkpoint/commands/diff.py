@@ -1,4 +1,4 @@
-"""`diff`: in what two checkpoints differ."""
+"""`diff`: compare two checkpoints."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,30 +18,22 @@ from elastictrain.errors import EXIT_OK
 
 EXIT_DIFFERENT = 1
 
-_NUMBERS_AT_ONCE = 1 << 18
-"""Elements that are widened to 64 bits at once."""
-
-_TENSORS_AT_ONCE = 4
-"""Tensors that are compared at once; each needs up to 150 MB with chunks of 32 MiB."""
-
+_NUMBERS_AT_ONCE = 1 << 18  # elements widened to 64 bits at once
+_TENSORS_AT_ONCE = 4  # tensors compared at once; each needs up to 150 MB with chunks of 32 MiB
 _ABSENT = "(not there)"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far values are apart from those of A. NaN equals NaN, and 0.0 equals -0.0."""
+    """How far the values of B are from those of A. NaN equals NaN, and 0.0 equals -0.0."""
 
     elements: int = 0
     differing: int = 0
-    max_abs: float = 0.0
-    """Largest |A - B|; infinite where only one of them is NaN."""
-
-    scale: float = 0.0
-    """Largest finite |A|."""
+    max_abs: float = 0.0  # largest |A - B|; infinite where only one of them is NaN
+    scale: float = 0.0  # largest finite |A|
 
     @property
     def relative(self) -> float:
-        """`max_abs` / `scale`."""
         if not self.differing:
             return 0.0
         return self.max_abs / self.scale if self.scale else math.inf
@@ -56,7 +48,7 @@ class Difference:
 
 
 def difference(a: Tensor, b: Tensor) -> Difference:
-    """Of two tensors of one shape and element type, on the CPU."""
+    """The difference of two CPU tensors of one shape and element type."""
     total = Difference()
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     floating = a.is_floating_point() or a.is_complex()
@@ -93,26 +85,23 @@ def _of_integers(a: Tensor, b: Tensor) -> Difference:
     )
 
 
-TensorPair = tuple[TensorRecord, TensorRecord]
-"""A tensor that both have, as it is in A and in B."""
+TensorPair = tuple[TensorRecord, TensorRecord]  # the records of a common tensor in A and in B
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What two manifests show without reading a tensor. `state` maps dotted keys that differ to both values."""
+    """How two manifests differ. `state` maps dotted keys that differ to both values."""
 
     only_a: list[str]
     only_b: list[str]
     other_kind: dict[str, TensorPair]
-    to_read: dict[str, TensorPair]
-    """All others whose digests do not show that they are equal."""
-
+    to_read: dict[str, TensorPair]  # all other common tensors whose digests differ
     num_common: int
     state: dict[str, tuple[JsonValue, JsonValue]]
 
 
 def compare_manifests(a: Manifest, b: Manifest) -> Overview:
-    """What differs by the manifests alone, and which tensors must be read to know."""
+    """What differs by the manifests alone, and which tensors must be read."""
     pairs = {name: (record, b.tensors[name]) for name, record in a.tensors.items() if name in b.tensors}
     same = {name for name, (one, other) in pairs.items() if (one.dtype, one.shape) == (other.dtype, other.shape)}
     flat_a, flat_b = _flatten(a.state, ""), _flatten(b.state, "")
@@ -142,8 +131,8 @@ def _boxes(record: TensorRecord) -> set[tuple[tuple[int, ...], tuple[int, ...], 
 
 
 def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: CheckpointFolder) -> dict[str, Difference]:
-    """Reads what may differ; the tensors that do by name, worst first. Raises: DamagedFileError, StorageError."""
-    # At most: of both together.
+    """Read the tensors of `pairs`; those that differ, worst first. Raises: DamagedFileError, StorageError."""
+    # An upper bound: equal chunks of B are not read.
     total = sum(chunk.size_bytes for pair in pairs.values() for record in pair for chunk in record.chunks)
     with (
         progress("comparing", total=total, unit="B") as advance,
@@ -157,13 +146,13 @@ def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: C
 def compare_pair(
     one: TensorRecord, other: TensorRecord, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance
 ) -> Difference:
-    """How far a tensor of `b` is apart from that of `a`. Raises: DamagedFileError, StorageError."""
+    """How far a tensor of `b` is from that of `a`. Raises: DamagedFileError, StorageError."""
     total = Difference()
     same_in_b = _boxes(other)
     for chunk in one.chunks:
         if chunk.size_bytes:
             values = read_box(a, one, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
-            # Where B has the same, A is read for its scale alone.
+            # Of an equal chunk only A is read, for the scale.
             same = (chunk.offsets, chunk.sizes, chunk.digest) in same_in_b
             others = values if same else read_box(b, other, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
             total = total.plus(difference(values, others))
@@ -172,9 +161,9 @@ def compare_pair(
 
 
 def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool, key_env: str = "") -> int:
-    """Compares two checkpoints, of runs the newest valid ones; 0 if they are equal, 1 if not.
+    """Compare two checkpoints, of a run the newest valid one; returns 0 if they are equal, else 1.
 
-    `limit` bounds every list of names that is shown; 0 for no bound.
+    `limit` bounds each list of names in the output; 0 for no bound.
 
     Raises: NoValidCheckpointError; InvalidCheckpointError naming the file if bytes are damaged; StorageError.
     """

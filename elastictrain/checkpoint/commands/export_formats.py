@@ -28,8 +28,7 @@ from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectWriter, Store
 
-MODEL = "model."
-"""How the names of the model's tensors begin."""
+MODEL = "model."  # how the names of the model's tensors begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,7 @@ def file_target(url: str) -> ExportTarget:
 
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
-"""Another file begins where this would be passed; a tensor is never cut."""
+SHARD_BYTES = 5 * 10**9  # another file begins where this would be passed; a tensor is never cut
 
 
 def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -133,9 +131,7 @@ def plan_shards(sizes: Mapping[str, int], *, shard_bytes: int) -> dict[str, list
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
-FACTS = "elastictrain"
-"""Beside the families of tensors (`model`, `optim`): step, world size, versions and state."""
-
+FACTS = "elastictrain"  # beside the families of tensors (`model`, `optim`): step, world size, versions and state
 _METADATA = ".metadata"
 _PIECE_BYTES = 16 * 2**20
 

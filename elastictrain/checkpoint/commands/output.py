@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Literal
 
-Advance = Callable[[int], None]
-"""So many units are done; from any thread."""
+Advance = Callable[[int], None]  # so many units are done; from any thread
 
 
 def result(text: str) -> None:

@@ -23,8 +23,7 @@ class PrunePlan:
     newest: Surveyed
     folders: dict[str, Surveyed]
     deletions: tuple[Deletion, ...]
-    off_line: frozenset[str]
-    """Names of checkpoints that no start takes as long as there are others: see `lineage`."""
+    off_line: frozenset[str]  # names of checkpoints that no start takes as long as there are others: see `lineage`
 
     def bytes_of(self, name: str) -> int:
         return sum(self.folders[name].facts.files.values())

@@ -129,13 +129,9 @@ class Surveyed:
     run: Store
     facts: FolderFacts
     state: CheckpointState
-    reason: str
-    """Why the state is not `valid`; empty if it is."""
-
+    reason: str  # why the state is not `valid`; empty if it is
     manifest: Manifest | None
-    bad_files: tuple[BadFile, ...] = ()
-    """Known once all bytes were read."""
-
+    bad_files: tuple[BadFile, ...] = ()  # known once all bytes were read
     gone: bool = False
 
     @property
@@ -237,17 +233,13 @@ class CheckpointRow(msgspec.Struct, frozen=True, rename={"size_bytes": "bytes", 
 
     name: str
     step: int
-    tier: str
-    """`storage`, or where else it is held."""
-
+    tier: str  # `storage`, or where else it is held
     state: CheckpointState
     reason: str
     modified: float
     size_bytes: int
     num_files: int
-    created: float | None = None
-    """This and what follows is unknown without a manifest."""
-
+    created: float | None = None  # this and what follows is unknown without a manifest
     world_size: int | None = None
     signed: bool | None = None
 

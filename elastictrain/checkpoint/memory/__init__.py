@@ -1,1 +1,1 @@
-"""Snapshots in host memory: where they lie, how they are told whole from torn, and reading them. Free of torch."""
+"""Snapshots in host memory: their files, how readers detect torn ones, and how they are read. Free of torch."""

@@ -1,4 +1,4 @@
-"""How many buffers for snapshots a host has memory for. The decision is pure; `memory_of` reads the facts."""
+"""How many snapshot buffers fit into a host's memory. The decision is pure; `memory_of` reads the figures."""
 
 import os
 from collections.abc import Sequence
@@ -8,17 +8,15 @@ import psutil
 
 from elastictrain.cgroup import memory_groups
 
-HEADROOM = 0.1
-"""Share of the host's memory that stays free."""
-
+HEADROOM = 0.1  # share of the host's memory that stays free
 REPLICA_SLOTS = 2
 REPLICATED_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What a host has for snapshots, in bytes. `held_bytes`: what slots of this run that will be used again hold already;
-    `held_replica_bytes`: the same of replicas, if they are kept."""
+    """A host's memory for snapshots, in bytes. `held_bytes` are in slots of this run that are used again, `held_replica_bytes`
+    in replicas, if these are kept."""
 
     total_bytes: int
     available_bytes: int
@@ -29,7 +27,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """A decision: buffers per rank (0: saves are synchronous), whether replicas are kept, and why less than was wanted."""
+    """Buffers per rank (0: saves are synchronous), whether replicas are kept, and why it is less than wanted."""
 
     per_rank: int
     replicate: bool
@@ -37,15 +35,15 @@ class Buffers:
 
 
 def most_buffers(wanted: int, *, replicate: bool) -> int:
-    """How many buffers per rank are taken where there is memory."""
-    # One is being sent, one waits for that to arrive, and one is for what comes meanwhile.
+    """Buffers per rank if memory suffices."""
+    # One is being sent, one keeps the step replicated before until that has arrived, one takes the next snapshot.
     return max(wanted, REPLICATED_BUFFERS) if wanted and replicate else wanted
 
 
 def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot_bytes: int, replica_bytes: int) -> Buffers:
-    """The first that fits: what is wanted, with replicas or without, one buffer, none.
+    """The first of these that fits: as wanted, without replicas, one buffer, none.
 
-    `snapshot_bytes` and `replica_bytes` are of one snapshot of all ranks of this host, and of the host whose replicas it keeps.
+    `snapshot_bytes` is one snapshot of all ranks of this host; `replica_bytes` is that of the host whose replicas it keeps.
     """
     usable = min(memory.available_bytes - int(HEADROOM * memory.total_bytes), memory.folder_free_bytes) + memory.held_bytes
     if not wanted:
@@ -66,7 +64,7 @@ def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot
 
 
 def least(choices: Sequence[Buffers]) -> Buffers:
-    """What all hosts can do: the least of their decisions, with the reasons of those that have too little."""
+    """What all hosts can do: the least of their decisions, with all reasons."""
     shortages = list(dict.fromkeys(choice.shortage for choice in choices if choice.shortage))
     per_rank = min(choice.per_rank for choice in choices)
     replicate = per_rank > 0 and all(choice.replicate for choice in choices)
@@ -74,7 +72,7 @@ def least(choices: Sequence[Buffers]) -> Buffers:
 
 
 def describe(buffers: Buffers) -> str:
-    """What a shortage means for the run, for a person."""
+    """The shortage and what it means for the run, for the log."""
     consequences = [
         "checkpoints are synchronous, and nothing is kept in host memory",
         "one buffer per rank: a worker killed while it is being filled falls back to storage",
@@ -86,7 +84,7 @@ def describe(buffers: Buffers) -> str:
 
 
 def memory_of(folder: str, *, held_bytes: int = 0, held_replica_bytes: int = 0) -> HostMemory:
-    """The memory of this host, or of the control group that this process is confined to."""
+    """The memory of this host, or of the control group that confines this process."""
     found = psutil.virtual_memory()
     total, available = int(found.total), int(found.available)
     for group in memory_groups():

@@ -1,28 +1,28 @@
-"""Which slot the next snapshot goes to. Pure: from what all ranks know alike to the same answer on all of them."""
+"""Which slot takes the next snapshot. Pure: all ranks compute the same answer from the same flags."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
 class SlotBook:
-    """What all ranks know alike of the slots: kept by each of them from the same decisions and the same agreed flags."""
+    """The state of the slots. Each rank keeps the same one, from the same decisions and agreed flags."""
 
     def __init__(self, steps: Sequence[int | None]) -> None:
-        """`steps[i]`: the step of the snapshot that slot i holds on every rank, None if there is none."""
+        """`steps[i]`: the step whose snapshot slot i holds on every rank, if any."""
         self._steps = list(steps)
         self._known_step = -1
         self._busy = [True] * len(steps)
         self._torn = [False] * len(steps)
 
     def update(self, step: int, *, busy: Sequence[bool], torn: Sequence[bool]) -> None:
-        """The flags of all ranks when they began step `step`: on some of them a slot is busy, or holds nothing whole."""
+        """The flags at the beginning of `step`: which slots are busy or torn on some rank."""
         self._known_step = step
         self._busy, self._torn = list(busy), list(torn)
 
     def choose(self, *, protected: Collection[int | None] = ()) -> int | None:
-        """The slot for a snapshot now, if there is one; the snapshots of `protected` steps stay.
+        """The slot for a snapshot now, if any; the snapshots of `protected` steps stay.
 
-        A snapshot is only overwritten while another whole one remains, unless there is no other slot; the oldest goes first.
+        The oldest snapshot is overwritten first, and only while another complete one remains or there is no other slot.
         """
         candidates = []
         for index, step in enumerate(self._steps):
@@ -30,22 +30,22 @@ class SlotBook:
                 continue
             others = [place for place in range(len(self._steps)) if place != index]
             if step is None or self._torn[index]:
-                # What came to nothing on some rank is of no use on any.
+                # A snapshot that is torn on one rank is of no use on any.
                 candidates.append((0, index))
             elif step not in protected and (not others or any(map(self._is_whole, others))):
                 candidates.append((step, index))
         return min(candidates)[1] if candidates else None
 
     def newest_whole(self) -> int | None:
-        """The newest step that is whole on all ranks."""
+        """The newest step that is complete on all ranks."""
         return max((step for index, step in enumerate(self._steps) if step and self._is_whole(index)), default=None)
 
     def started(self, index: int, step: int) -> None:
-        """A snapshot of step `step` is being taken into slot `index` on all ranks."""
+        """All ranks have begun to copy `step` into slot `index`."""
         self._steps[index] = step
 
     def _is_known(self, step: int | None) -> bool:
-        """Flags from before a snapshot began tell nothing about it."""
+        """Flags from before a snapshot began do not describe it."""
         return step is None or self._known_step > step
 
     def _is_whole(self, index: int) -> bool:
@@ -55,24 +55,22 @@ class SlotBook:
 
 @dataclass(slots=True)
 class Rounds:
-    """Which step is being replicated, and which is whole on two hosts: kept by all ranks alike.
+    """Which step is being replicated (`under_way`), and which is complete on two hosts (`safe`); the same on all ranks.
 
-    A host that is lost leaves its replicas, all of one step. They are of use only with the snapshots of that very step on the
-    other hosts, which therefore keep it until all replicas of a newer one have arrived.
+    The replicas of a lost host are all of one step. They are of use only with the other hosts' snapshots of the same step, so
+    the hosts keep it until all replicas of a newer step have arrived.
     """
 
     safe: int | None = None
     under_way: int | None = None
-    asked_at: int = -1
-    """The step at which the round began."""
+    asked_at: int = -1  # step at which the round began
 
     @property
     def protected(self) -> tuple[int | None, int | None]:
-        """Steps whose snapshots must stay."""
         return (self.safe, self.under_way)
 
     def update(self, step: int, *, sending: bool, failed: bool) -> None:
-        """The flags of all ranks when they began step `step`: some host still sends, or has failed to."""
+        """The flags at the beginning of `step`: some host still sends, or has failed to."""
         if self.under_way is None or step <= self.asked_at or sending:
             return
         if not failed:
@@ -80,7 +78,7 @@ class Rounds:
         self.under_way = None
 
     def next(self, newest: int | None, *, at: int) -> int | None:
-        """The step to send now, if there is one."""
+        """The step to send now, if any."""
         if self.under_way is not None or newest is None or newest <= (self.safe if self.safe is not None else -1):
             return None
         self.under_way, self.asked_at = newest, at

@@ -1,4 +1,4 @@
-"""The folder of a run in host memory: who may enter it, which snapshots it holds, and which of them make a whole checkpoint."""
+"""The folder of a run in host memory: its access rights, its snapshots, and which of them form a complete checkpoint."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ _SLOT = re.compile(r"(own|replica)-r(\d{5,})-s(\d)")
 
 @dataclass(frozen=True, slots=True)
 class SlotName:
-    """Name of a slot file: of this host's rank, or a replica of another's."""
+    """Name of a slot file; the kind is `own` for a rank of this host, `replica` for one of another host."""
 
     kind: str
     rank: int
@@ -34,26 +34,26 @@ class SlotName:
 
 
 def parse_slot_name(name: str) -> SlotName | None:
-    """The inverse of `str`; None for files of another kind."""
+    """The inverse of `str`; None for other files."""
     match = _SLOT.fullmatch(name)
     return SlotName(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def run_name(run_url: str) -> str:
-    """The same for all who mean the same folder on one host."""
+    """A digest of the URL, equal for all paths to the same folder on one host."""
     url = run_url if "://" in run_url else os.path.realpath(os.path.expanduser(run_url))  # noqa: PTH111
     return xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
 
 
 def run_folder(memory_dir: str, run_url: str) -> str:
-    """The folder of the run in host memory; those of all runs of this user lie beside it."""
+    """The run's folder in host memory, beside those of the user's other runs."""
     return f"{memory_dir.rstrip('/')}/elastictrain-{os.getuid()}/{run_name(run_url)}"
 
 
 def make_private(folder: str) -> None:
-    """Makes a folder and its parent, for this user alone.
+    """Make a folder and its parent, for this user alone.
 
-    Raises: ConfigError if either belongs to somebody else, who could then put snapshots there, or cannot be made.
+    Raises: ConfigError if either belongs to another user, who could then put snapshots there, or cannot be made.
     """
     try:
         make_private_folders(folder)
@@ -67,7 +67,7 @@ def make_private(folder: str) -> None:
 
 
 def is_private(folder: str) -> bool:
-    """Whether what is in a run's folder can only be this user's; also if the folder is not there. One that is not is logged."""
+    """Whether only this user can write to a run's folder, or it does not exist; logs why not."""
     for path in (os.path.dirname(folder), folder):  # noqa: PTH120
         try:
             found = os.lstat(path)
@@ -81,39 +81,35 @@ def is_private(folder: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One rank's whole snapshot in one slot of one host."""
+    """One rank's complete snapshot in one slot of one host."""
 
-    host: int
-    """Number of the host in the group that asks."""
-
+    host: int  # the host's first rank
     slot: str
     facts: SnapshotFacts
 
     @property
     def replica(self) -> bool:
-        """Whether it is of a rank of another host."""
         return self.slot.startswith("replica")
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSet:
-    """A step of which every rank's snapshot is held somewhere; `sources[rank]` are its holders, own ones first."""
+    """A step with a snapshot of every rank; `sources[rank]` lists where it is held, own slots before replicas."""
 
     incarnation: str
     step: int
     world_size: int
     sources: tuple[tuple[Held, ...], ...]
-    on_line: bool = True
-    """Whether the run went on with it, as far as is known."""
+    on_line: bool = True  # on the lineage of the run, as far as known
 
     def manifest_facts(self) -> Manifest:
-        """What a manifest of the set says besides its files and tensors, as rank 0 saw it."""
+        """The manifest of the set without files and tensors, as rank 0 recorded it."""
         facts = self.sources[0][0].facts
         return Manifest(self.step, self.world_size, self.incarnation, facts.created, facts.config_digest, {}, facts.state)
 
 
 def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:
-    """The complete steps in memory, newest first, `off_line` (incarnation and step) behind all others. Pure."""
+    """The complete steps in memory, newest first, those `off_line` (incarnation, step) last. Pure."""
     found: dict[tuple[int, str, int], dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
     for one in held:
         facts = one.facts
@@ -130,7 +126,7 @@ def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str
 
 
 def slot_names(folder: str) -> list[SlotName]:
-    """The slots in a run's folder in host memory; none if it is not there."""
+    """The slots in a run's folder in host memory; none if it does not exist."""
     names = []
     with suppress(FileNotFoundError):
         names = sorted(os.listdir(folder))  # noqa: PTH208
@@ -138,13 +134,13 @@ def slot_names(folder: str) -> list[SlotName]:
 
 
 def look(folder: str, *, host: int) -> list[Held]:
-    """The whole snapshots in a run's folder in host memory."""
+    """The complete snapshots in a run's folder in host memory."""
     found = ((name, facts_in(f"{folder}/{name}")) for name in slot_names(folder))
     return [Held(host, str(name), facts) for name, facts in found if facts is not None and facts.rank == name.rank]
 
 
 def remove_slot(folder: str, name: SlotName) -> None:
-    """Delete a slot and what lies beside it; who has it mapped keeps its memory until then."""
+    """Delete a slot and its digests; its memory is freed once no process maps it."""
     for path in (f"{folder}/{name}", f"{folder}/{name}.digests"):
         with suppress(FileNotFoundError):
             os.unlink(path)  # noqa: PTH108

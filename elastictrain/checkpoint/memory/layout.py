@@ -1,4 +1,4 @@
-"""How the snapshot of one rank lies in memory: its shard files, one after another, as they will lie in storage. Pure."""
+"""The layout of one rank's snapshot in memory: its shard files, one after another, as in storage. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -17,17 +17,14 @@ from elastictrain.checkpoint.safetensors_format import BY_NAME
 from elastictrain.errors import InvalidCheckpointError
 
 PAGE_BYTES = 4096
-HEADER_BYTES = 4 * PAGE_BYTES
-"""Of a slot, before the snapshot's bytes."""
-
+HEADER_BYTES = 4 * PAGE_BYTES  # of a slot, before the snapshot's bytes
 _METADATA = {"format": "pt"}
-
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RankLayout(msgspec.Struct, frozen=True, dict=True):
-    """What one rank writes at each snapshot; the same in every incarnation that shares the state out alike."""
+    """What one rank writes at each snapshot; the same in all incarnations that shard the state alike."""
 
     items: tuple[Item, ...]
     shard_bytes: _Positive
@@ -35,37 +32,35 @@ class RankLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """Names the layout."""
         return digest_of(self.to_bytes())
 
     @cached_property
     def template(self) -> tuple[ShardFile, ...]:
-        """The files under names that belong to no incarnation."""
+        """The files, under names of no incarnation."""
         return self.files(incarnation="layout", rank=0)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """Where each file begins in the snapshot's bytes, at a multiple of the page size; and where the last one ends."""
+        """Offset of each file in the snapshot, at a multiple of the page size; and the end of the last one."""
         pages = accumulate((-(-file.size_bytes // PAGE_BYTES) for file in self.template), initial=0)
         return tuple(page * PAGE_BYTES for page in pages)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Offset of each file in the snapshot's bytes."""
+        """Offset of each file in the snapshot."""
         return self._places[:-1]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole snapshot, padding between files included."""
+        """Size of the snapshot, with the padding between files."""
         return self._places[-1]
 
     @property
     def file_bytes(self) -> int:
-        """Size of a slot for it, its header included."""
+        """Size of a slot for it, with its header."""
         return HEADER_BYTES + self.size_bytes
 
     def files(self, *, incarnation: str, rank: int) -> tuple[ShardFile, ...]:
-        """The shard files under their names."""
         return plan_files(
             self.items,
             incarnation=incarnation,
@@ -101,13 +96,11 @@ class RankDigests(msgspec.Struct, frozen=True, omit_defaults=True):
     files: tuple[str, ...]
     headers: tuple[str, ...]
     chunks: tuple[str, ...]
-
-    sha256: tuple[str, ...] = ()
-    """Of the headers and then of the chunks, where the save is to be signed."""
+    sha256: tuple[str, ...] = ()  # of the headers, then of the chunks, if the save is to be signed
 
 
 def joined(files: Sequence[RankDigests]) -> RankDigests:
-    """Of a rank, from those of each of its files."""
+    """The digests of a rank, from those of each of its files."""
     return RankDigests(
         tuple(chain.from_iterable(file.files for file in files)),
         tuple(chain.from_iterable(file.headers for file in files)),
@@ -118,14 +111,14 @@ def joined(files: Sequence[RankDigests]) -> RankDigests:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank's files are: its layout, and the digests of what was written."""
+    """One rank's files: their layout, and the digests of what was written."""
 
     rank: int
     layout: RankLayout
     digests: RankDigests
 
     def written(self, incarnation: str) -> list[tuple[FileRecord, Item, list[ChunkRecord]]]:
-        """Each item as a manifest has it. Raises: InvalidCheckpointError if the digests are of another layout."""
+        """Each item as the manifest has it. Raises: InvalidCheckpointError if the digests are of another layout."""
         digests, files = self.digests, self.layout.files(incarnation=incarnation, rank=self.rank)
         count = sum(len(placed.chunks) for file in files for placed in file.items)
         if (len(digests.files), len(digests.headers), len(digests.chunks)) != (len(files), len(files), count):

@@ -1,4 +1,4 @@
-"""The files beside the slots: layouts, by their digest, and the digests of each snapshot's bytes."""
+"""The files beside the slots: layouts, named by their digest, and the digests of each snapshot's bytes."""
 
 import os
 import secrets
@@ -17,12 +17,11 @@ from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.errors import InvalidCheckpointError
 
 _MOST_BYTES = 1 << 30
-DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
-"""Training needs the other cores."""
+DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))  # training needs the other cores
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Replaces the file at once. Raises: OSError."""
+    """Replace the file atomically. Raises: OSError."""
     unfinished = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -36,7 +35,7 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def read_file(path: str, *, most_bytes: int = _MOST_BYTES) -> bytes:
-    """Raises: OSError, also if the file is larger than any that we write."""
+    """Raises: OSError, also if the file is larger than `most_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         if os.fstat(descriptor).st_size > most_bytes:
@@ -45,14 +44,14 @@ def read_file(path: str, *, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def store_layout(folder: str, layout: RankLayout) -> None:
-    """Make the layout known to others on this host. Raises: OSError."""
+    """Write the layout for the other processes of this host. Raises: OSError."""
     path = f"{folder}/layout-{layout.digest}.json"
     if not os.path.exists(path):  # noqa: PTH110
         write_file(path, layout.to_bytes())
 
 
 def load_layout(folder: str, digest: str) -> RankLayout:
-    """Raises: InvalidCheckpointError if it is not there, or is not the one of that digest."""
+    """Raises: InvalidCheckpointError if it does not exist, or has another digest."""
     path = f"{folder}/layout-{digest}.json"
     try:
         layout = layout_from_bytes(read_file(path), where=path)
@@ -64,14 +63,14 @@ def load_layout(folder: str, digest: str) -> RankLayout:
 
 
 def store_digests(slot_path: str, facts: SnapshotFacts, digests: RankDigests) -> None:
-    """Note the digests of what is in a slot. Raises: OSError."""
+    """Write the digests of the snapshot in a slot. Raises: OSError."""
     named = {"incarnation": facts.incarnation, "step": facts.step, "layout": facts.layout}
     text = encode_record(named | msgspec.to_builtins(digests))
     write_file(f"{slot_path}.digests", digest_of(text).encode() + b"\n" + text)
 
 
 def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
-    """The noted digests, if they are of this very snapshot."""
+    """The stored digests, if they are of exactly this snapshot."""
     try:
         stated, _, text = read_file(f"{slot_path}.digests").partition(b"\n")
         if stated.decode() != digest_of(text):
@@ -85,9 +84,9 @@ def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
 
 
 def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THREADS, whole_files: bool = True) -> RankDigests:
-    """Digests of all bytes of a snapshot, files side by side, in the memory of one chunk per thread. Raises: OSError.
+    """Digests of all bytes of a snapshot, files in parallel, in the memory of one chunk per thread. Raises: OSError.
 
-    Without `whole_files` theirs are left empty: they take a file's length to compute, and the others are enough to read by.
+    Without `whole_files` the digests of files stay empty: a file's digest takes one thread, and reads need only the others.
     """
     files = [
         [(start, len(file.header))]
@@ -97,7 +96,7 @@ def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THR
     buffers = local()
 
     def digest(ranges: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
-        """Of all of them together, and of each."""
+        """The digest of all ranges together, and of each."""
         longest = max(size_bytes for _, size_bytes in ranges)
         if len(getattr(buffers, "buffer", b"")) < longest:
             buffers.buffer = memoryview(bytearray(longest))

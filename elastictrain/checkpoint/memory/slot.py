@@ -1,6 +1,6 @@
-"""One slot: a file in host memory with room for one snapshot of one rank; its writer maps it, others read it like a file.
+"""One slot: a file in host memory for one snapshot of one rank. Its writer maps it; readers read it like a file.
 
-The first page says what the snapshot is, and whether it is whole:
+The header describes the snapshot and its state:
 
     bytes 0-7    magic
     bytes 8-15   state: 0 empty, 1 being written, 2 complete
@@ -8,8 +8,8 @@ The first page says what the snapshot is, and whether it is whole:
     bytes 20-35  xxh3_128 of the body
     bytes 36-    body: JSON
 
-A writer sets the state to 1 before it changes anything, and to 2 when everything else is in place. Killed at any moment it
-leaves a slot that says 1, or a body that does not have its digest: neither is ever taken for a whole snapshot.
+A writer sets the state to 1 before it changes anything, and to 2 when everything else is in place. Killed at any moment, it
+leaves state 1 or a body without its digest: no reader takes either for a complete snapshot.
 """
 
 import errno
@@ -39,8 +39,6 @@ _POLL_S = 0.01
 
 
 class SlotState(IntEnum):
-    """What a slot holds."""
-
     EMPTY = 0
     WRITING = 1
     COMPLETE = 2
@@ -48,7 +46,7 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFacts:
-    """What is known of one rank's snapshot besides its bytes."""
+    """What describes one rank's snapshot besides its bytes."""
 
     version: Literal[1]
     run: str
@@ -59,11 +57,8 @@ class SnapshotFacts:
     layout: str
     config_digest: str
     created: float
-    reason: str
-    """Why it is to become durable, such as `interval`; empty if it stays in memory."""
-
-    state: Mapping[str, Any]
-    """JSON: what the manifest says of the state."""
+    reason: str  # why the saver uploads it, such as `interval`; empty if it stays in memory
+    state: Mapping[str, Any]  # JSON: `state` of the manifest
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -71,18 +66,17 @@ class SnapshotFacts:
 
     @property
     def durable(self) -> bool:
-        """Whether it is on its way to storage."""
         return bool(self.reason)
 
 
 def mark(page: memoryview, state: SlotState) -> None:
-    """Set the state: one aligned word, so that no reader ever sees half of it."""
+    """Set the state: one aligned machine word, so that no reader sees half of it."""
     page[:_STATE_AT] = _MAGIC
     struct.pack_into("<Q", page, _STATE_AT, state)
 
 
 def write_body(page: memoryview, facts: SnapshotFacts) -> None:
-    """Put the facts in place. Raises: CheckpointError if they do not fit."""
+    """Raises: CheckpointError if the facts do not fit."""
     body = encode_record(facts)
     if _HEAD.size + len(body) > len(page):
         raise CheckpointError(f"the state of step {facts.step} must fit into {len(page)} bytes, but has {len(body)}")
@@ -91,7 +85,7 @@ def write_body(page: memoryview, facts: SnapshotFacts) -> None:
 
 
 def read_header(page: bytes | memoryview) -> SnapshotFacts | None:
-    """The facts of a whole snapshot; None for anything else, however garbled."""
+    """The facts of a complete snapshot; None for anything else, also if it is garbled."""
     if len(page) < _HEAD.size:
         return None
     magic, state, length, digest = _HEAD.unpack_from(page, 0)
@@ -105,11 +99,8 @@ def read_header(page: bytes | memoryview) -> SnapshotFacts | None:
 
 
 class Slot:
-    """An open slot.
-
-    Locks are flock's, which end with the process that holds them, however it ends: a writer holds the slot alone, readers
-    share it.
-    """
+    """An open slot. Its writer locks it alone, readers share the lock. Locks are flock's: the kernel releases them when the
+    process ends, however it ends."""
 
     def __init__(self, path: str, *, descriptor: int, writable: bool) -> None:
         self.path = path
@@ -120,18 +111,18 @@ class Slot:
 
     @classmethod
     def make(cls, path: str, *, size_bytes: int) -> "Slot":
-        """The slot at `path`; one of that size is kept with what is in it. Raises: CheckpointError if there is no memory."""
+        """The slot at `path`; an existing one of that size keeps its content. Raises: CheckpointError if there is no memory."""
         total_bytes = HEADER_BYTES + size_bytes
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             if os.fstat(descriptor).st_size != total_bytes:
-                # Another layout: what is in it is of no use to anybody, and a new file lets readers keep the old one.
+                # Another layout: the content is of no use, and a new file lets readers keep the old one.
                 os.close(descriptor)
                 with suppress(FileNotFoundError):
                     os.unlink(path)  # noqa: PTH108
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 try:
-                    # All of it now: memory that runs out later would end the process with SIGBUS in the middle of a copy.
+                    # Allocate all of it now: if memory ran out during a copy, SIGBUS would end the process.
                     os.posix_fallocate(descriptor, 0, total_bytes)
                 except BaseException:
                     os.close(descriptor)
@@ -140,12 +131,12 @@ class Slot:
                     raise
             return cls(path, descriptor=descriptor, writable=True)
         except OSError as error:
-            # What was there before stays: a slot that could not be opened may hold a good snapshot.
+            # An existing file stays: a slot that could not be opened may hold a good snapshot.
             raise CheckpointError(f"{path} cannot get {total_bytes} bytes of host memory: {error.strerror}") from error
 
     @classmethod
     def open(cls, path: str) -> "Slot":
-        """An existing slot, for reading. Raises: OSError, also if it is too short to be one."""
+        """An existing slot, for reading. Raises: OSError, also if it is too short."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_size < HEADER_BYTES:
@@ -157,7 +148,7 @@ class Slot:
 
     @classmethod
     def hold(cls, path: str, *, wait_s: float = 0.0) -> "Slot | None":
-        """An existing slot, shut to its writer; None if the writer holds it longer than `wait_s`. Raises: OSError."""
+        """An existing slot, locked against its writer; None if the writer keeps the lock for `wait_s`. Raises: OSError."""
         slot, deadline = cls.open(path), time.monotonic() + wait_s
         try:
             while not slot.lock(shared=True):
@@ -171,7 +162,7 @@ class Slot:
         return slot
 
     def is_current(self) -> bool:
-        """Whether the file is still the one of that name."""
+        """Whether `path` still names this file."""
         try:
             named, own = os.stat(self.path, follow_symlinks=False), os.fstat(self._descriptor)  # noqa: PTH116
         except FileNotFoundError:
@@ -180,14 +171,13 @@ class Slot:
 
     @property
     def map(self) -> mmap.mmap:
-        """The whole file in this process's memory. The first touch of each page takes longer than reading it."""
+        """The whole file, mapped. The first touch of each page takes longer than reading it."""
         if self._map is None:
             self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size, access=self._access)
         return self._map
 
     @property
     def data(self) -> memoryview:
-        """The snapshot's bytes, mapped."""
         return memoryview(self.map)[HEADER_BYTES:]
 
     def read_into(self, buffer: memoryview, *, start: int) -> None:
@@ -200,7 +190,7 @@ class Slot:
             done += count
 
     def read_snapshot(self, buffer: memoryview, start: int) -> None:
-        """As `read_into`: a copy, in which nothing changes after its verification. Raises: TransientStorageError."""
+        """`read_into` for readers that verify: a copy does not change afterwards. Raises: TransientStorageError."""
         try:
             self.read_into(buffer, start=start)
         except OSError as error:
@@ -208,11 +198,11 @@ class Slot:
 
     @property
     def facts(self) -> SnapshotFacts | None:
-        """What is in the slot now, if it is whole."""
+        """The facts of the snapshot in it, if that is complete."""
         return read_header(os.pread(self._descriptor, HEADER_BYTES, 0))
 
     def lock(self, *, shared: bool) -> bool:
-        """Try to lock; False if somebody else holds the slot."""
+        """Try to lock; False if another process holds the lock."""
         try:
             fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -221,24 +211,23 @@ class Slot:
         return True
 
     def unlock(self) -> None:
-        """Let go."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.locked = False
 
     def begin(self) -> None:
-        """From now on what is in the slot is torn. Only with the lock held alone."""
+        """Mark the content as torn. The caller holds the exclusive lock."""
         mark(memoryview(self.map)[:HEADER_BYTES], SlotState.WRITING)
 
     def complete(self, facts: SnapshotFacts) -> None:
-        """All bytes are in place: from now on it is a whole snapshot."""
+        """Mark the snapshot as complete. The caller has put all bytes in place."""
         page = memoryview(self.map)[:HEADER_BYTES]
         write_body(page, facts)
         mark(page, SlotState.COMPLETE)
 
     def close(self) -> None:
-        """Unmap and let go; once."""
+        """Unmap and close, which releases the lock. May be called again."""
         if self._map is not None:
-            # Tensors over the map keep it mapped until they go.
+            # Tensors over the map keep it mapped until they are freed.
             with suppress(BufferError):
                 self._map.close()
         if self._descriptor >= 0:
@@ -247,7 +236,7 @@ class Slot:
 
 
 def facts_in(path: str) -> SnapshotFacts | None:
-    """What is in the slot at `path` now, if there is one and it is whole."""
+    """The facts of the snapshot in the slot at `path`, if it exists and is complete."""
     try:
         with closing(Slot.open(path)) as slot:
             return slot.facts
@@ -255,24 +244,21 @@ def facts_in(path: str) -> SnapshotFacts | None:
         return None
 
 
-ReadSnapshot = Callable[[memoryview, int], None]
-"""Fills a buffer with a snapshot's bytes from an offset. Raises: StorageError."""
+ReadSnapshot = Callable[[memoryview, int], None]  # fills a buffer from an offset of a snapshot. Raises: StorageError
 
 
 class SnapshotSource:
-    """A set of snapshots, read as if it were a checkpoint in a store; keys are names of files."""
+    """A snapshot set, read like a checkpoint in a store; keys are file names."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.resources = ExitStack()
-        self.remote = False
-        """Whether anything was read from other hosts."""
-
+        self.remote = False  # whether anything was read from other hosts
+        # By name: the snapshot's reader, the file's offset in it, its size in bytes, and whether it is on another host.
         self._files: dict[str, tuple[ReadSnapshot, int, int, bool]] = {}
-        """By name: what reads the snapshot, the file's offset in it, its size in bytes, and whether that is on another host."""
 
     def add(self, layout: RankLayout, read: ReadSnapshot, *, incarnation: str, rank: int, remote: bool) -> None:
-        """The files of one rank's snapshot."""
+        """Add the files of one rank's snapshot."""
         for file, base in zip(layout.files(incarnation=incarnation, rank=rank), layout.starts, strict=True):
             self._files[file.name] = (read, base, file.size_bytes, remote)
 
@@ -294,7 +280,7 @@ class SnapshotSource:
         return count
 
     def close(self) -> None:
-        """Let go of slots and connections."""
+        """Close slots and connections."""
         self.resources.close()
 
     def _file(self, key: str) -> tuple[ReadSnapshot, int, int, bool]:
