@@ -18,9 +18,7 @@ import msgspec
 
 T = TypeVar("T")
 
-_INTEGER_DIGITS = 20
-"""Enough for every integer of 64 bits with its sign."""
-
+_INTEGER_DIGITS = 20  # enough for every integer of 64 bits with its sign
 _LONG_DIGITS = re.compile(r"[0-9]{20}")
 
 _KINDS_LOCK = threading.Lock()

@@ -14,9 +14,7 @@ from pathlib import Path
 
 _HERE = Path("/")
 _DEFAULT_POINT = "/sys/fs/cgroup"
-_UNLIMITED_BYTES = 1 << 60
-"""Version 1 says "no limit" as the largest multiple of a page that fits 63 bits."""
-
+_UNLIMITED_BYTES = 1 << 60  # version 1 says "no limit" as the largest multiple of a page that fits 63 bits
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 

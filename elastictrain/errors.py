@@ -99,8 +99,7 @@ class StorageError(ElasticTrainError):
     """A store failed; the message names the URL."""
 
     exit_code = EXIT_STORAGE
-    file: str | None = None
-    """The file of a checkpoint that was being read, if that is known."""
+    file: str | None = None  # the file of a checkpoint that was being read, if that is known
 
 
 class TransientStorageError(StorageError):

@@ -40,8 +40,7 @@ class Start(Event, tag="start", frozen=True):
     device: str
     config_digest: str
     versions: Mapping[str, str]
-    seconds: Mapping[str, float]
-    """Duration of each phase of the start, by name."""
+    seconds: Mapping[str, float]  # duration of each phase of the start, by name
 
 
 class Preflight(Event, tag="preflight", frozen=True):
@@ -51,9 +50,7 @@ class Preflight(Event, tag="preflight", frozen=True):
     level: str
     reason: str
     counts: Mapping[str, int]
-    findings: tuple[Mapping[str, object], ...]
-    """The verdicts that are warnings or failures."""
-
+    findings: tuple[Mapping[str, object], ...]  # the verdicts that are warnings or failures
     seconds: float
 
 
@@ -65,8 +62,7 @@ class TransportPlanned(Event, tag="transport", frozen=True):
     rdma: str
     variables: Mapping[str, str]
     reasons: Mapping[str, str]
-    kept: Mapping[str, str]
-    """What a person has set, and was left alone."""
+    kept: Mapping[str, str]  # what a person has set, and was left alone
 
 
 class Resume(Event, tag="resume", frozen=True):
@@ -115,10 +111,8 @@ class Snapshot(Event, tag="snapshot", frozen=True):
     step: int
     slot: int
     bytes: int
-    copy_s: float
-    """From the first to the last byte, beside training."""
-    stall_s: float
-    """How long training waited: to begin, and before the update."""
+    copy_s: float  # from the first to the last byte, beside training
+    stall_s: float  # how long training waited: to begin, and before the update
 
 
 class KeeperStarted(Event, tag="keeper_started", frozen=True):
@@ -164,9 +158,7 @@ class ReplicasDiverged(Event, tag="replicas_diverged", frozen=True):
     """Replicas hold different parameters or optimizer state: the run ends, and nothing is saved of the step."""
 
     step: int
-    ranks: tuple[int, ...]
-    """Those that differ from the majority of their replicas; all of them where there is no majority."""
-
+    ranks: tuple[int, ...]  # those that differ from the majority of their replicas; all of them where there is no majority
     hosts: tuple[str, ...]
     majority: bool
 
@@ -218,8 +210,7 @@ class Failure(Event, tag="failure", frozen=True):
     error: str
     phase: str
     step: int
-    last_heard: Mapping[str, str]
-    """For each other rank: where it was when it was last heard, and how long ago."""
+    last_heard: Mapping[str, str]  # for each other rank: where it was when it was last heard, and how long ago
     flight_recorder: str | None
     """Key of the last collectives of this rank; written after this record, so it is missing where even that hung."""
 
@@ -227,21 +218,16 @@ class Failure(Event, tag="failure", frozen=True):
 class Hang(Event, tag="hang", frozen=True):
     """Ranks made no progress for longer than they may, and are ended. Told by whoever ends them: themselves, or their host."""
 
-    guilty: tuple[str, ...]
-    """`rank 3 on host b`; empty where all wait at the same place."""
-
+    guilty: tuple[str, ...]  # `rank 3 on host b`; empty where all wait at the same place
     hosts: tuple[str, ...]
     reason: str
     phase: str
     step: int
     silent_s: float
     bound_s: float
-    waiting: Mapping[str, str]
-    """For each rank that waited for them, as far as it was heard: where."""
-
+    waiting: Mapping[str, str]  # for each rank that waited for them, as far as it was heard: where
     text: str
-    stacks: str | None
-    """Key of the stacks of the ranks of this host; written after this record."""
+    stacks: str | None  # key of the stacks of the ranks of this host; written after this record
 
 
 class Stop(Event, tag="stop", frozen=True):

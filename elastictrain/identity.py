@@ -17,9 +17,7 @@ class Launcher:
 
     pid: int
     generation: int
-    restarted: bool
-    """Whether this start follows another one of the same launch."""
-
+    restarted: bool  # whether this start follows another one of the same launch
     folder: str
     predecessors: str = ""
     """Processes of the generation before that still held devices and memory, as `fault.exits` writes them."""
@@ -34,9 +32,7 @@ class Identity:
     local_rank: int
     local_world_size: int
     host: str
-    launched: bool
-    """Whether torchrun or our launcher started us; otherwise we are a world of one and need no rendezvous."""
-
+    launched: bool  # whether torchrun or our launcher started us; otherwise we are a world of one and need no rendezvous
     launcher: Launcher | None = None
 
     @property

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-COMPILER = "torch._dynamo"
-"""The module that torch compiles with; the first optimizer imports it."""
+COMPILER = "torch._dynamo"  # the module that torch compiles with; the first optimizer imports it
 
 
 @dataclass(frozen=True, slots=True)

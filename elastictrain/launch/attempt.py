@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 _BY_THEMSELVES_S = 0.5
 """How long workers of a host that has lost one have before they are asked to end: they notice it, and say what they know."""
 
-_ASKED_S = 30.0
-"""How long they have after that, as with torchrun."""
+_ASKED_S = 30.0  # how long they have after that, as with torchrun
 
 _DEAD_GROUP_S = 1.5
 """How long workers of a group that has lost one may take to end by themselves: they have nothing to save any more."""
@@ -48,21 +47,13 @@ class Attempt:
     """A generation in which this host takes part. Times are monotonic."""
 
     generation: Generation
-    folder: Path
-    """For what the launcher and the workers tell each other."""
-
+    folder: Path  # for what the launcher and the workers tell each other
     joined_s: float
     started: bool = False
-    begun: bool = False
-    """Whether its first step is through, as far as this host's workers said."""
-
-    asked: End | None = None
-    """Why it is being ended here, if it is; the end of another host where that one came first."""
-
+    begun: bool = False  # whether its first step is through, as far as this host's workers said
+    asked: End | None = None  # why it is being ended here, if it is; the end of another host where that one came first
     asked_s: float = inf
-    ask_s: float = inf
-    """When its workers are asked to end once more: some may not have been there yet."""
-
+    ask_s: float = inf  # when its workers are asked to end once more: some may not have been there yet
     kill_s: float = inf
 
     def lose_worker(self, *, now_s: float) -> None:

@@ -59,14 +59,9 @@ def remembered_step(config: RunConfig) -> int:
 class FinalSave:
     """What a launcher knows at its end."""
 
-    committed_step: int | None
-    """As `committed_step()` tells it."""
-
-    unsaved_step: int = 0
-    """A newer one that only host memory has; 0 if there is none."""
-
-    saver: int = 0
-    """The process that still writes it; 0 if none does."""
+    committed_step: int | None  # as `committed_step()` tells it
+    unsaved_step: int = 0  # a newer one that only host memory has; 0 if there is none
+    saver: int = 0  # the process that still writes it; 0 if none does
 
 
 class SaverConnection:

@@ -17,15 +17,12 @@ from elastictrain.bounded_json import MalformedJsonError, as_record, encode_reco
 from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord, known_record
 from elastictrain.net.channel import SIGNATURE_BYTES, signature
 
-_LARGEST_BYTES = 512
-"""Fits into the smallest frame that any network has: a path that swallows large ones must not silence this."""
+_LARGEST_BYTES = 512  # fits into the smallest frame that any network has: a path that swallows large ones must not silence this
 
 _LARGEST_WITH_RECORD_BYTES = 1232
 """What every path of IPv6 lets through whole. Whoever it does not reach reads the record in storage."""
 
-_REASONS = (300, 100, 0)
-"""Characters of a reason that are sent: as many as fit."""
-
+_REASONS = (300, 100, 0)  # characters of a reason that are sent: as many as fit
 _HEADER_BYTES = 300
 _DATAGRAM_BYTES = 2048
 _SCOPED_LENGTH = 4
@@ -42,20 +39,11 @@ class HeartbeatDatagram:
     """A sign of life."""
 
     host: str
-    to: str
-    """The launcher that it is meant for. Every start of a launcher has a name of its own."""
-
-    counter: int
-    """Larger than in all that this launcher has sent before."""
-
-    generation: int
-    """The newest one that this host knows."""
-
-    ended: bool
-    """Whether it has ended in the eyes of this host: its record then tells why."""
-
-    record: HostRecord | None = None
-    """What the host says of itself, without whom it hears."""
+    to: str  # The launcher that it is meant for. Every start of a launcher has a name of its own.
+    counter: int  # larger than in all that this launcher has sent before
+    generation: int  # the newest one that this host knows
+    ended: bool  # whether it has ended in the eyes of this host: its record then tells why
+    record: HostRecord | None = None  # what the host says of itself, without whom it hears
 
 
 def seal(datagram: HeartbeatDatagram, *, token: bytes) -> bytes:
@@ -114,9 +102,7 @@ class SilenceCheck:
     """Which of some hosts have been silent for too long. All times on this host's monotonic clock."""
 
     hosts: frozenset[str]
-    since_s: float
-    """From when on silence counts."""
-
+    since_s: float  # from when on silence counts
     looked_s: float
 
     def find_silent(self, last_s: Mapping[str, float], *, now_s: float, lost_s: float) -> frozenset[str]:

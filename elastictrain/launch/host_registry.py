@@ -17,8 +17,7 @@ from elastictrain.storage.failures import reason_of
 
 logger = logging.getLogger(__name__)
 
-_HURRIED_S = 0.2
-"""Interval while a group is forming: every look that is saved is time that nobody trains."""
+_HURRIED_S = 0.2  # interval while a group is forming: every look that is saved is time that nobody trains
 
 _IDLE_SHARE = 4.0
 """Looks for generations are so far apart, compared to what one takes: who is told of a generation seldom waits for one."""

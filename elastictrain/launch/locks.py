@@ -88,12 +88,9 @@ class HostLock:
     """Held as long as this process lives."""
 
     descriptor: int
-    before: str
-    """The launcher that held it before, which is gone; empty if nobody did."""
-
+    before: str  # the launcher that held it before, which is gone; empty if nobody did
     parent: Path
-    prefix: str
-    """Of folders for temporary files, in `parent`."""
+    prefix: str  # of folders for temporary files, in `parent`
 
     def close(self) -> None:
         """Let go."""

@@ -24,8 +24,7 @@ from elastictrain.preflight.verdict import describe, failures
 
 _NVIDIA_DEVICE = re.compile(r"nvidia\d+")
 
-_LEAD_S = 120.0
-"""A limit that is known beforehand is met in time, however large the state is that has to be saved."""
+_LEAD_S = 120.0  # a limit that is known beforehand is met in time, however large the state is that has to be saved
 
 
 def own_names() -> tuple[str, ...]:

@@ -27,8 +27,7 @@ class GenerationEnded(Event, tag="generation_ended", frozen=True):
     phase: str
     step: int
     reason: str
-    lost: str
-    """The host that fell silent, if that is why."""
+    lost: str  # the host that fell silent, if that is why
 
 
 class LauncherEnded(Event, tag="launcher_ended", frozen=True):
@@ -42,11 +41,8 @@ class NoticeGiven(Event, tag="notice", frozen=True):
     """Somebody announced that this host is about to be taken away, or may be."""
 
     reason: str
-    leave: bool
-    """Whether the host leaves; otherwise it was only a hint."""
-
-    deadline: float | None
-    """Unix seconds."""
+    leave: bool  # whether the host leaves; otherwise it was only a hint
+    deadline: float | None  # Unix seconds
 
 
 class WorkersNotForked(Event, tag="workers_not_forked", frozen=True):

@@ -40,19 +40,12 @@ from elastictrain.storage.failures import reason_of
 
 _TURN_S = 0.1
 _BRIEF_TURN_S = 0.02
-_HURRIED_S = 10.0
-"""How long turns are brief after an end: each of them brings the next start forward."""
-
+_HURRIED_S = 10.0  # how long turns are brief after an end: each of them brings the next start forward
 _ASK_EVERY_S = 1.0
-_WORTH_SAYING_S = 1.5
-"""A wait that is over sooner is of no interest to anybody."""
-
+_WORTH_SAYING_S = 1.5  # a wait that is over sooner is of no interest to anybody
 _EXIT_MESSAGE_S = 1.0
-_EXIT_MESSAGE_SHARE = 0.25
-"""What is kept of the time before a deadline to say what is saved."""
-
-_LEAVING_LIMIT_S = 10.0
-"""How long what a launcher leaves for the others may take to reach storage."""
+_EXIT_MESSAGE_SHARE = 0.25  # what is kept of the time before a deadline to say what is saved
+_LEAVING_LIMIT_S = 10.0  # how long what a launcher leaves for the others may take to reach storage
 
 
 @dataclass(kw_only=True)
@@ -67,18 +60,12 @@ class Supervisor:
     recorder: Recorder
     folder: Path
     expected_hosts: int
-    free_after: int
-    """The newest generation when this launcher found that no other run trains in the folder."""
-
+    free_after: int  # the newest generation when this launcher found that no other run trains in the folder
     stop_request: Callable[[], StopRequest | None]
-    check_host: Callable[[], str]
-    """Why this host is unfit; empty if it is not."""
-
+    check_host: Callable[[], str]  # why this host is unfit; empty if it is not
     committed_step: Callable[[], int | None]
     remembered_step: Callable[[], int]
-    ask_to_flush: Callable[[], SaverConnection | None]
-    """These three as in `final_save`."""
-
+    ask_to_flush: Callable[[], SaverConnection | None]  # these three as in `final_save`
     print_line: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep

@@ -51,11 +51,8 @@ class WorkerOrder:
     """The workers of one generation on one host."""
 
     arguments: tuple[str, ...]
-    environments: tuple[Mapping[str, str], ...]
-    """What is set for each worker in addition to the launcher's own."""
-
-    store_port: int
-    """Of the store that the workers of all hosts meet through; 0 where another host has it."""
+    environments: tuple[Mapping[str, str], ...]  # what is set for each worker in addition to the launcher's own
+    store_port: int  # of the store that the workers of all hosts meet through; 0 where another host has it
 
 
 def plan_workers(
@@ -98,20 +95,15 @@ def plan_workers(
 class WorkersEnd:
     """How the workers of a host ended."""
 
-    code: int
-    """0: all of them well. Negative: the fork server was ended by this signal, or the workers were killed."""
-
-    codes: Mapping[int, int]
-    """By local rank, of those that failed first; negative for a signal."""
+    code: int  # 0: all of them well. Negative: the fork server was ended by this signal, or the workers were killed.
+    codes: Mapping[int, int]  # by local rank, of those that failed first; negative for a signal
 
 
 @dataclass(slots=True)
 class _Run:
     """The workers of one order, from the moment that it is given."""
 
-    num_workers: int | None = None
-    """None until the server has started them."""
-
+    num_workers: int | None = None  # none until the server has started them
     unforked: str = ""
     workers: dict[int, psutil.Process] = field(default_factory=dict)
     """By local rank; without those that had ended before they could be looked at."""

@@ -15,23 +15,14 @@ _LONGEST_NAP_S = 0.25
 class PaceOptions:
     """Rates are in bytes/s."""
 
-    slowdown: float = 0.02
-    """Most by which a step may take longer while replicas are sent."""
-
-    first: float = 100e6
-    """Before anything is known: a tenth of what the slowest links of a cluster carry."""
-
+    slowdown: float = 0.02  # most by which a step may take longer while replicas are sent
+    first: float = 100e6  # before anything is known: a tenth of what the slowest links of a cluster carry
     least: float = 4e6
     most: float = 20e9
 
-    window: int = 10
-    """Steps while sending for one decision."""
-
-    baseline: int = 5
-    """Steps without sending that it must be compared with."""
-
-    fresh_steps: int = 200
-    """A baseline older than so many steps is taken anew."""
+    window: int = 10  # steps while sending for one decision
+    baseline: int = 5  # steps without sending that it must be compared with
+    fresh_steps: int = 200  # a baseline older than so many steps is taken anew
 
 
 def decide_pace(

@@ -16,15 +16,10 @@ class Peer:
     """One saver. Two of the same `host` are on the same machine, and are lost together."""
 
     host: _Name
-    address: _Name
-    """An IP address or a name, without the port."""
-
+    address: _Name  # an IP address or a name, without the port
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    ranks: tuple[_Number, ...]
-    """Whose snapshots it has."""
-
-    number: _Number
-    """Its place among the peers; no two have the same."""
+    ranks: tuple[_Number, ...]  # whose snapshots it has
+    number: _Number  # its place among the peers; no two have the same
 
     def __post_init__(self) -> None:
         if not (self.host.isprintable() and self.address.isprintable()):

@@ -25,15 +25,9 @@ logger = logging.getLogger(__name__)
 class ReplicatorOptions:
     """How insistently replicas are sent."""
 
-    deadline_s: float = 600.0
-    """For one rank's replica: after that it is broken off."""
-
-    quiet_most_s: float = 30.0
-    """How long a round waits at most for steps to compare with."""
-
-    digest_limit_s: float = 60.0
-    """How long the digests of a snapshot are waited for: host memory may have no room for them."""
-
+    deadline_s: float = 600.0  # for one rank's replica: after that it is broken off
+    quiet_most_s: float = 30.0  # how long a round waits at most for steps to compare with
+    digest_limit_s: float = 60.0  # how long the digests of a snapshot are waited for: host memory may have no room for them
     first_pause_s: float = 0.5
     longest_pause_s: float = 60.0
     limits: Limits = field(default_factory=Limits)

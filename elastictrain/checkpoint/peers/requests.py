@@ -25,17 +25,13 @@ class Limits:
 
     connect_s: float = 5.0
 
-    handshake_s: float = 5.0
-    """Of the side that asks; the other one gives it two seconds at most."""
-
-    io_s: float = 30.0
-    """One frame, or the answer to a request."""
+    handshake_s: float = 5.0  # of the side that asks; the other one gives it two seconds at most
+    io_s: float = 30.0  # one frame, or the answer to a request
 
     prepare_s: float = 180.0
     """Making room for a replica, for which the system clears the memory first, or digesting one that has come."""
 
-    idle_s: float = 60.0
-    """A connection without a request."""
+    idle_s: float = 60.0  # a connection without a request
 
 
 class RefusedError(Exception):

@@ -28,9 +28,7 @@ class WorkerConnection:
     rank: int = -1
     incarnation: str = ""
     said_goodbye: bool = False
-    asks_to_flush: bool = False
-    """A launcher, which waits until nothing is left to be written."""
-
+    asks_to_flush: bool = False  # a launcher, which waits until nothing is left to be written
     told_flushed: bool = False
 
 

@@ -58,8 +58,7 @@ class SaverEventLogs:
             self._open.clear()
 
 
-SLOW_S = 20.0
-"""A save that takes longer is reported; large ones on slow disks may."""
+SLOW_S = 20.0  # a save that takes longer is reported; large ones on slow disks may
 
 
 class SlowSaves(logging.Handler):

@@ -23,8 +23,7 @@ from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-ALONE_S = 60.0
-"""How long a saver stays that nobody has ever spoken to: the worker that started it may have died at once."""
+ALONE_S = 60.0  # how long a saver stays that nobody has ever spoken to: the worker that started it may have died at once
 
 KEPT_S = 12 * 3600.0
 """How long snapshots that storage refuses stay in host memory once all workers are gone: a person may need a night."""
@@ -37,25 +36,14 @@ class SaverClients:
     """What a saver knows of those it keeps for."""
 
     workers: int
-    agents: int
-    """Processes that would start workers again (or, without torchrun, the workers themselves)."""
-
-    ever: bool
-    """Whether a worker was ever connected."""
-
+    agents: int  # processes that would start workers again (or, without torchrun, the workers themselves)
+    ever: bool  # whether a worker was ever connected
     age_s: float
     saving: bool
-    finished: bool
-    """Whether the run is complete."""
-
-    flushed: bool
-    """Whether what was only in memory has been written, or cannot be now."""
-
-    unsaved: bool = False
-    """Whether storage refused it, and it is to be kept a while longer."""
-
-    asked: bool = False
-    """Whether a launcher that starts nobody again waits for what is only in memory to be written."""
+    finished: bool  # whether the run is complete
+    flushed: bool  # whether what was only in memory has been written, or cannot be now
+    unsaved: bool = False  # whether storage refused it, and it is to be kept a while longer
+    asked: bool = False  # whether a launcher that starts nobody again waits for what is only in memory to be written
 
 
 def decide(life: SaverClients) -> Decision:
@@ -77,8 +65,7 @@ def decide(life: SaverClients) -> Decision:
 
 _PAUSE_S = 0.25
 _STORAGE_PAUSE_S = 1.0
-_AGAIN = 5
-"""Times the limit for a first host that is at work, and has chosen a step that is not whole here."""
+_AGAIN = 5  # times the limit for a first host that is at work, and has chosen a step that is not whole here
 
 
 def whole_here(held: Sequence[Held], host_ranks: HostRanks) -> list[tuple[Held, ...]]:
@@ -185,11 +172,8 @@ def _wanted(store: Store, host_ranks: HostRanks, held: Sequence[Held]) -> list[t
 
 
 _LETTING_GO_S = 2.0
-_RETRY_S, _RETRY_AT_MOST_S = 5.0, 60.0
-"""Between two tries to write what storage refused: each pause is twice the one before."""
-
-AGAIN_S = 1.0
-"""Until a step is tried again that storage refused."""
+_RETRY_S, _RETRY_AT_MOST_S = 5.0, 60.0  # between two tries to write what storage refused: each pause is twice the one before
+AGAIN_S = 1.0  # until a step is tried again that storage refused
 
 
 class FinalSaveLoop:

@@ -29,8 +29,7 @@ from elastictrain.events import Event, KeeperLost, KeeperStarted
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.02
-_ANSWER_S = 30.0
-"""How long a saver may take to start, or the one before it to end."""
+_ANSWER_S = 30.0  # how long a saver may take to start, or the one before it to end
 
 
 News: TypeAlias = Saved | SaveFailure | SlowSave

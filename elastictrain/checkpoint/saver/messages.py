@@ -25,8 +25,7 @@ class HostRanks:
     incarnation: str
     world_size: int
     ranks: tuple[int, ...]
-    from_worker: bool = True
-    """Whether one of its workers has told this saver; else only what lies in memory tells of it."""
+    from_worker: bool = True  # whether one of its workers has told this saver; else only what lies in memory tells of it
 
     @property
     def leader(self) -> bool:
@@ -45,17 +44,10 @@ class WorkerHello(_Message, frozen=True, tag="hello"):
     ranks: tuple[Count, ...]
     world_size: Count
     incarnation: str
-    agent: Count
-    """The process that would start the worker again."""
-
-    address: str
-    """Where other hosts reach this one; empty where there are none."""
-
-    port: Count = 0
-    """To be taken over from a saver that is gone; 0 for any."""
-
-    key: str = ""
-    """Proof of the key that signs checkpoints."""
+    agent: Count  # the process that would start the worker again
+    address: str  # where other hosts reach this one; empty where there are none
+    port: Count = 0  # to be taken over from a saver that is gone; 0 for any
+    key: str = ""  # proof of the key that signs checkpoints
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks or max(self.ranks) >= self.world_size:
@@ -78,11 +70,8 @@ class SaverRoster(_Message, frozen=True, tag="roster"):
     """The savers of all hosts."""
 
     hosts: tuple[Peer, ...]
-    own: Count
-    """The number of this host's saver among them."""
-
-    token: str
-    """In hexadecimal; the savers let in only whoever has it."""
+    own: Count  # the number of this host's saver among them
+    token: str  # in hexadecimal; the savers let in only whoever has it
 
     def __post_init__(self) -> None:
         check_roster(self.hosts)

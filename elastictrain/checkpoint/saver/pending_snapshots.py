@@ -30,8 +30,7 @@ class LeasedSnapshot:
         self.slot.close()
 
 
-known_layout = lru_cache(maxsize=64)(load_layout)
-"""Files are planned once for each layout, not for each snapshot."""
+known_layout = lru_cache(maxsize=64)(load_layout)  # files are planned once for each layout, not for each snapshot
 
 
 def lease(folder: str, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | None:
@@ -73,11 +72,8 @@ def with_digests(leased: LeasedSnapshot) -> LeasedSnapshot:
 class SaveJob:
     """One step of this host's ranks that is to become durable."""
 
-    snapshots: tuple[LeasedSnapshot, ...]
-    """In the order of their ranks."""
-
-    deadline: Deadline
-    """With other hosts."""
+    snapshots: tuple[LeasedSnapshot, ...]  # in the order of their ranks
+    deadline: Deadline  # with other hosts
 
     @property
     def first(self) -> SnapshotFacts:
@@ -106,14 +102,9 @@ class SaveJob:
 class Cause(StrEnum):
     """Why a step could not be saved, as far as it tells what to do with the snapshots."""
 
-    PASSING = "passing"
-    """May pass while nobody trains: a store comes back, somebody makes room."""
-
-    REFUSED = "refused"
-    """Storage does not take it, until a person mends that."""
-
-    OTHER = "other"
-    """The snapshots are of no use, or other hosts lack their part."""
+    PASSING = "passing"  # may pass while nobody trains: a store comes back, somebody makes room
+    REFUSED = "refused"  # storage does not take it, until a person mends that
+    OTHER = "other"  # the snapshots are of no use, or other hosts lack their part
 
 
 def cause_of(error: BaseException) -> Cause:
@@ -124,8 +115,7 @@ def cause_of(error: BaseException) -> Cause:
     return Cause.OTHER if known else Cause.REFUSED
 
 
-_SENT_AGAIN = 8
-"""Steps whose outcome is sent to a worker that comes again."""
+_SENT_AGAIN = 8  # steps whose outcome is sent to a worker that comes again
 
 
 @dataclass(slots=True)
@@ -136,17 +126,10 @@ class IncarnationSaves:
     waiting: dict[int, dict[int, LeasedSnapshot]] = field(default_factory=lambda: defaultdict(dict))
     """By step and rank: snapshots that are to become durable."""
 
-    newest: dict[int, int] = field(default_factory=dict)
-    """By rank: the step of its newest whole snapshot."""
-
-    saved_step: int = -1
-    """The newest step that is in storage."""
-
-    handed_over: set[int] = field(default_factory=set)
-    """Steps that are being saved, or were."""
-
-    done_here: set[int] = field(default_factory=set)
-    """Steps of which this host has done its part, and gets no more news."""
+    newest: dict[int, int] = field(default_factory=dict)  # by rank: the step of its newest whole snapshot
+    saved_step: int = -1  # the newest step that is in storage
+    handed_over: set[int] = field(default_factory=set)  # steps that are being saved, or were
+    done_here: set[int] = field(default_factory=set)  # steps of which this host has done its part, and gets no more news
 
     outcomes: dict[int, ToWorker] = field(default_factory=dict)
     """By step: what was sent to the workers that were connected, for one that was not."""

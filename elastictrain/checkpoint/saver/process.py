@@ -33,9 +33,7 @@ class SaverConfig:
     """The same for all incarnations that use one configuration."""
 
     run_dir: str
-    run: str
-    """Name of the run in host memory."""
-
+    run: str  # name of the run in host memory
     keep_last: int
     keep_every: int
     save_timeout_s: float
@@ -43,8 +41,7 @@ class SaverConfig:
     grace_s: float
     versions: dict[str, str]
 
-    key_env: str = ""
-    """The environment variable with the key that signs checkpoints; empty for none."""
+    key_env: str = ""  # the environment variable with the key that signs checkpoints; empty for none
 
 
 def store_config(folder: str, config: SaverConfig) -> None:

@@ -28,12 +28,8 @@ from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""How often it is looked whether the leader has begun a step that this host has refused."""
-
-STREAMS = 8
-"""Files that are written at once."""
-
+LOOK_S = 1.0  # how often it is looked whether the leader has begun a step that this host has refused
+STREAMS = 8  # files that are written at once
 SaveOutcome: TypeAlias = SlotsReleased | Saved | SaveFailure
 
 

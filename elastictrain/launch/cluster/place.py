@@ -21,28 +21,15 @@ class ClusterPlace:
     """Of several tasks that the cluster started on this host one is the launcher. The others are idle: they wait for it to end,
     and end with it."""
 
-    order: int = -1
-    """This host's number among the cluster's hosts; -1 where it does not number them."""
-
-    num_hosts: int = 0
-    """Hosts that the cluster promised; 0 if unknown."""
-
-    processes: int = 0
-    """Workers of this host; 0 for as many as it has GPUs."""
-
-    address: str = ""
-    """The address at which the other hosts reach this one; empty: the one from which the kernel sends to them."""
-
+    order: int = -1  # this host's number among the cluster's hosts; -1 where it does not number them
+    num_hosts: int = 0  # hosts that the cluster promised; 0 if unknown
+    processes: int = 0  # workers of this host; 0 for as many as it has GPUs
+    address: str = ""  # the address at which the other hosts reach this one; empty: the one from which the kernel sends to them
     peers: tuple[str, ...] = ()
-    deadline: float | None = None
-    """Unix time at which the cluster ends the job, if it says so."""
-
-    job: str = ""
-    """The cluster's name for the job; empty if unknown."""
-
+    deadline: float | None = None  # Unix time at which the cluster ends the job, if it says so
+    job: str = ""  # the cluster's name for the job; empty if unknown
     conclusions: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    """What is probably not meant, and what to do about it."""
+    warnings: tuple[str, ...] = ()  # what is probably not meant, and what to do about it
 
 
 class EnvironmentReader:

@@ -12,9 +12,7 @@ from dataclasses import replace
 
 from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, as_whole, count
 
-EVIDENCE = "KUBERNETES_SERVICE_HOST"
-"""Kubernetes sets it in every container."""
-
+EVIDENCE = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
 _RUNAI_GPUS = "RUNAI_NUM_OF_GPUS"
 _NNODES = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 _DECIMAL = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,9})?")

@@ -27,14 +27,10 @@ _SPECIAL_STEPS = range(2**32 - 16, 2**32)
 
 _STEP_ID = re.compile(r"-?[0-9]{1,10}")
 _REQUEST = re.compile(r"(?:[^,:\s]+:)?([0-9]{1,6})")
-_LAST_SECOND = 253402300799
-"""The last one of the year 9999."""
-
+_LAST_SECOND = 253402300799  # the last one of the year 9999
 _START = "srun --ntasks-per-node=1 python -m elastictrain.launch ..."
 
-_MOST_HOSTS = 65536
-"""More than any cluster has: a longer list is a mistake, and would only fill memory."""
-
+_MOST_HOSTS = 65536  # more than any cluster has: a longer list is a mistake, and would only fill memory
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)|,")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")

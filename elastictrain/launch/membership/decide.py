@@ -30,8 +30,7 @@ from elastictrain.launch.membership.records import (
     Wait,
 )
 
-_TYPICAL_COST_S = 30.0
-"""What an interruption costs as long as none was measured."""
+_TYPICAL_COST_S = 30.0  # what an interruption costs as long as none was measured
 
 _PAYS_WITHIN_S = 1800.0
 """An interruption must have paid for itself after that long: machines that are taken away do not stay for ever."""

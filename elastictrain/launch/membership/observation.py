@@ -16,8 +16,7 @@ from elastictrain.launch.membership.records import End, Generation, GenerationMe
 _REMEMBERED_S = 3600.0
 _GONE_KEPT_S, _LEFTOVER_KEPT_S = 120.0, 1800.0
 
-_MOST_EXACT = 12
-"""Hosts up to which every set is looked at; the number of sets grows exponentially."""
+_MOST_EXACT = 12  # hosts up to which every set is looked at; the number of sets grows exponentially
 
 _MOST_TRIES = 16
 """Sets that are tried of more hosts than that: network partitions are found, the largest of any sets may not be."""
@@ -28,17 +27,10 @@ class HostObservation:
     """Another host's record."""
 
     record: HostRecord
-    changed_s: float
-    """When its beat was last seen to change, on the reader's monotonic clock; at first sight, when that was."""
-
-    fresh: bool
-    """Whether it was ever seen to change: a record that was only read once may be a leftover."""
-
-    since_s: float
-    """Since when it has said the same of itself: the same state, and the same generation that it is done with."""
-
-    hears_since_s: float
-    """Since when it has received heartbeats of the same hosts."""
+    changed_s: float  # when its beat was last seen to change, on the reader's monotonic clock; at first sight, when that was
+    fresh: bool  # whether it was ever seen to change: a record that was only read once may be a leftover
+    since_s: float  # since when it has said the same of itself: the same state, and the same generation that it is done with
+    hears_since_s: float  # since when it has received heartbeats of the same hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,59 +39,35 @@ class ClusterState:
 
     me: HostRecord
     now_s: float = 0.0
-    reads: int = 0
-    """How often storage has been read, generations and records; 0: nothing is known yet."""
+    reads: int = 0  # how often storage has been read, generations and records; 0: nothing is known yet
 
     began_s: float = 0.0
     """When this launcher had read storage for the first time: a generation that was over by then is none of its own."""
 
-    running: Generation | None = None
-    """What runs here, or is being stopped here; None if nothing does."""
-
+    running: Generation | None = None  # what runs here, or is being stopped here; None if nothing does
     newest: Generation | None = None
     newest_since_s: float = 0.0
-    follows_another: bool = False
-    """Whether the generation before the newest one was not the last of a launch."""
-
-    created: frozenset[int] = frozenset()
-    """Numbers of generations that this host has tried to create."""
-
-    ends: Mapping[str, End] = field(default_factory=dict)
-    """Those of `newest`, by host; read before `observed` was."""
-
+    follows_another: bool = False  # whether the generation before the newest one was not the last of a launch
+    created: frozenset[int] = frozenset()  # numbers of generations that this host has tried to create
+    ends: Mapping[str, End] = field(default_factory=dict)  # those of `newest`, by host; read before `observed` was
     ended_since_s: float | None = None
     observed: Mapping[str, HostObservation] = field(default_factory=dict)
     read_s: float = -inf
     """When `observed` was read last, in a turn in which this host's own record could be written as well. Nobody has become
     silent while storage could not be reached: silence is counted up to here."""
 
-    trouble: str = ""
-    """Why storage could not be read the last time; empty if it could."""
+    trouble: str = ""  # why storage could not be read the last time; empty if it could
 
     silent: frozenset[str] = frozenset()
     """Members of the generation in which this host takes part, or last did, whose heartbeats have not come for long."""
 
-    heard: frozenset[str] = frozenset()
-    """Hosts whose heartbeats arrive now, members or not."""
-
-    heard_since_s: float = 0.0
-    """Since when those are the same."""
-
-    expected_hosts: int = 0
-    """What the cluster promised; 0 if unknown."""
-
-    restart_cost_s: float = 0.0
-    """As measured, from an end to the next step; 0 if unknown."""
-
-    most_processes: int = 0
-    """Workers above which there is nothing more to do: samples of a global batch. 0 if unknown."""
-
-    left_s: float = inf
-    """Until the run's time limit."""
-
-    stop_limit_s: float = 920.0
-    """How long an orderly end may take on a host: a save, and the shutdown."""
-
+    heard: frozenset[str] = frozenset()  # hosts whose heartbeats arrive now, members or not
+    heard_since_s: float = 0.0  # since when those are the same
+    expected_hosts: int = 0  # what the cluster promised; 0 if unknown
+    restart_cost_s: float = 0.0  # as measured, from an end to the next step; 0 if unknown
+    most_processes: int = 0  # Workers above which there is nothing more to do: samples of a global batch. 0 if unknown.
+    left_s: float = inf  # until the run's time limit
+    stop_limit_s: float = 920.0  # how long an orderly end may take on a host: a save, and the shutdown
     wants_to_leave: bool = False
 
 

@@ -10,14 +10,12 @@ from elastictrain.launch.membership import messages
 from elastictrain.launch.membership.records import DRAFT, End, EndKind, Generation, GenerationFailure, GenerationOutcome
 
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
-_OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)
-"""What workers say where the network or another host is the cause."""
+_OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)  # what workers say where the network or another host is the cause
 
 _MAY_BE_NOTICED = (EXIT_STORAGE, *_OTHER_HOST)
 """What the workers of a host may say because of what happened on another one, the likelier cause first."""
 
-_BLAMED_TIMES = 3
-"""So many failures in a row that one host is to blame for, and it is left out for a while."""
+_BLAMED_TIMES = 3  # so many failures in a row that one host is to blame for, and it is left out for a while
 
 
 def judge(

@@ -32,8 +32,7 @@ from elastictrain.launch.membership.records import (
     Wait,
 )
 
-_KILL_S = 30.0
-"""How long the launcher of a host may take to end workers that have nothing to save any more."""
+_KILL_S = 30.0  # how long the launcher of a host may take to end workers that have nothing to save any more
 
 _OTHERS_POLLS = 2
 """Hosts of unknown number are often started at once: the first one looks around so often, while torch is imported anyway."""
@@ -69,11 +68,8 @@ def _ended_since_s(cluster: ClusterState, newest: Generation, options: LaunchGro
 class _GenerationProposal:
     cluster: ClusterState
     options: LaunchGroup
-    previous: Generation | None
-    """The generation that has ended; None where a run begins, for the first time or anew."""
-
-    since_s: float
-    """When it was known here that a next one is due; not before this launcher began."""
+    previous: Generation | None  # the generation that has ended; None where a run begins, for the first time or anew
+    since_s: float  # when it was known here that a next one is due; not before this launcher began
 
     def decide(self) -> Decision:
         cluster = self.cluster

@@ -18,36 +18,20 @@ from elastictrain.lease.chain import LAUNCHER
 class HostState(StrEnum):
     """What a host says of itself."""
 
-    READY = "ready"
-    """Nothing runs on it: it can take part in the next generation."""
-
-    BUSY = "busy"
-    """Its workers run, or are being stopped."""
-
-    UNFIT = "unfit"
-    """It failed a check, and cannot take part until it passes."""
-
-    GONE = "gone"
-    """It has left in an orderly way, and is not waited for."""
+    READY = "ready"  # nothing runs on it: it can take part in the next generation
+    BUSY = "busy"  # its workers run, or are being stopped
+    UNFIT = "unfit"  # it failed a check, and cannot take part until it passes
+    GONE = "gone"  # it has left in an orderly way, and is not waited for
 
 
 class EndKind(StrEnum):
     """Why a generation ended, in the eyes of one of its hosts."""
 
-    DONE = "done"
-    """Every worker of the host has reached the last step."""
-
-    LEAVING = "leaving"
-    """This host was asked to leave; the others may go on."""
-
-    GROW = "grow"
-    """More hosts are there: stopped in order to start again with them."""
-
-    FAILED = "failed"
-    """A worker of the host failed; `exit_code` says how."""
-
-    LOST = "lost"
-    """Another host, `lost`, is silent."""
+    DONE = "done"  # every worker of the host has reached the last step
+    LEAVING = "leaving"  # this host was asked to leave; the others may go on
+    GROW = "grow"  # more hosts are there: stopped in order to start again with them
+    FAILED = "failed"  # a worker of the host failed; `exit_code` says how
+    LOST = "lost"  # another host, `lost`, is silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +41,15 @@ class End:
     generation: int
     host: str
     kind: EndKind
-    exit_code: int
-    """The sysexits code of the host's workers that explains most; 0 where they ended well."""
-
-    phase: str
-    """Where the worker was that failed first; empty if unknown."""
-
+    exit_code: int  # the sysexits code of the host's workers that explains most; 0 where they ended well
+    phase: str  # where the worker was that failed first; empty if unknown
     step: int
     committed_step: int
     """The newest step that a committed checkpoint held, as this host knows; 0 if none, or where its workers still run: its
     record tells it later."""
 
     reason: str
-    lost: str = ""
-    """The host that is silent, where `kind` is LOST."""
+    lost: str = ""  # the host that is silent, where `kind` is LOST
 
     blames: tuple[str, ...] = ()
     """The hosts that its workers or its launcher hold to be the cause of a hang or of a broken connection."""
@@ -88,33 +67,18 @@ class HostRecord:
     `beat` grows with each writing: whoever sees it change knows that the host lives, whatever the clocks say.
     """
 
-    host: str
-    """Name and boot of one launcher process, unique: a launcher that is started again is another host."""
-
-    name: str
-    """The host's name, for people; two hosts may have the same."""
-
+    host: str  # name and boot of one launcher process, unique: a launcher that is started again is another host
+    name: str  # the host's name, for people; two hosts may have the same
     address: str
-    watch_port: int
-    """UDP port at which its launcher receives heartbeats."""
-
-    master_port: int
-    """A port that was free for the workers' store when this was written."""
-
+    watch_port: int  # UDP port at which its launcher receives heartbeats
+    master_port: int  # a port that was free for the workers' store when this was written
     processes: int
-    order: int
-    """Place among hosts that the cluster numbers; -1 where it does not."""
-
+    order: int  # place among hosts that the cluster numbers; -1 where it does not
     state: HostState
-    reason: str
-    """Why it is unfit or gone."""
-
+    reason: str  # why it is unfit or gone
     beat: int
-    ended: int
-    """The newest generation whose end this host has finished with: nothing of it runs here any more. 0 for none."""
-
-    committed_step: int = 0
-    """The newest step that this host knew to be committed when it had finished with `ended`; 0 if none."""
+    ended: int  # The newest generation whose end this host has finished with: nothing of it runs here any more. 0 for none.
+    committed_step: int = 0  # the newest step that this host knew to be committed when it had finished with `ended`; 0 if none
 
     hears: tuple[str, ...] = ()
     """Hosts whose heartbeats this host receives, in order; in a group each must receive those of each."""
@@ -131,9 +95,7 @@ class GenerationFailure:
     """A generation that failed, as the following ones remember it."""
 
     generation: int
-    hosts: tuple[str, ...]
-    """The hosts that are to blame; empty where none is."""
-
+    hosts: tuple[str, ...]  # the hosts that are to blame; empty where none is
     exit_code: int
     phase: str
     step: int
@@ -146,11 +108,8 @@ class GenerationOutcome(StrEnum):
 
     RUN = "run"
     DONE = "done"
-    GIVE_UP = "give up"
-    """It failed for good, with `exit_code` and `reason`."""
-
-    ELSEWHERE = "elsewhere"
-    """Not a launcher's: a torchrun, or one process alone, trains or has trained in the folder."""
+    GIVE_UP = "give up"  # it failed for good, with `exit_code` and `reason`
+    ELSEWHERE = "elsewhere"  # not a launcher's: a torchrun, or one process alone, trains or has trained in the folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +132,12 @@ class Generation:
     members: tuple[GenerationMember, ...]
     master_port: int
     proposer: str
-    failures: tuple[GenerationFailure, ...]
-    """Failures since the last progress, oldest first: what the restart policy goes by."""
-
-    excluded: tuple[str, ...]
-    """Hosts that were found unfit and are left out until they say that they are ready again."""
-
+    failures: tuple[GenerationFailure, ...]  # failures since the last progress, oldest first: what the restart policy goes by
+    excluded: tuple[str, ...]  # hosts that were found unfit and are left out until they say that they are ready again
     pause_s: float
     exit_code: int
     reason: str
-    owner: str = LAUNCHER
-    """Who trains in it; empty in records that are older than owners."""
+    owner: str = LAUNCHER  # who trains in it; empty in records that are older than owners
 
     @property
     def terminal(self) -> bool:
@@ -247,8 +201,7 @@ class Wait:
     """Nothing is to be done for now. `for_what` completes "waiting for ..." and is empty where nobody needs to know."""
 
     for_what: str = ""
-    until_s: float | None = None
-    """When this wait ends at the latest; None if nothing ends it but what it waits for."""
+    until_s: float | None = None  # when this wait ends at the latest; None if nothing ends it but what it waits for
 
 
 @dataclass(frozen=True, slots=True)
