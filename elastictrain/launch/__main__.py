@@ -1,7 +1,7 @@
-"""`python -m elastictrain.launch recipe=...`: one per host. Finds the other hosts, trains with them, and goes on without them.
+"""`python -m elastictrain.launch recipe=...`: one launcher per host. It finds the other hosts and trains with those that exist.
 
-Exit codes: 0 done; 75 stopped on request, the same command goes on; 69 this host is unfit; 78 the configuration is wrong;
-70 the run fails again and again; 74 storage.
+Exit codes: 0 done; 75 stopped on request, the same command resumes; 69 this host is unfit; 78 configuration error;
+70 the run fails repeatedly; 74 storage.
 """
 
 import os
@@ -68,8 +68,7 @@ _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch to the end; returns the exit code."""
-    # Where a parent ignores the ends of its children, so would this process, and how they ended would be lost.
+    # If a parent ignores SIGCHLD, this process inherits that, and the exit codes of its children are lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     logging.basicConfig(level=logging.WARNING, format="elastictrain: %(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -92,12 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_line(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        # Before anything listens for it there is nothing to stop.
+        # Until a listener is installed there is nothing to stop.
         return EXIT_STOPPED
 
 
 def print_line(text: str) -> None:
-    """To the person at the terminal."""
     sys.stderr.write(f"elastictrain: {text}\n")
     sys.stderr.flush()
 
@@ -144,8 +142,6 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
 
 @dataclass(frozen=True, slots=True)
 class HostAgent:
-    """What this process knows and holds until its end."""
-
     config: RunConfig
     arguments: tuple[str, ...]
     place: ClusterPlace
@@ -156,9 +152,9 @@ class HostAgent:
     workers: WorkerGroup
 
     def run(self) -> int | None:
-        """The exit code; None if another run was faster, and is to be waited for.
+        """Return the exit code; None if another run took the folder first and this launcher must wait for it.
 
-        Raises: RunHeldError, StorageError if the run's folder cannot be used; StopRequestedError.
+        Raises: RunHeldError, StorageError if the run folder cannot be used; StopRequestedError.
         """
         with ExitStack() as ending:
             supervisor = self._put_together()
@@ -200,10 +196,10 @@ class HostAgent:
         )
         membership = MembershipStore(store, volatile=without_sync(store))
         if self.lock.before:
-            # It did not come to say so itself.
+            # The previous launcher was killed before it could mark its own record.
             membership.mark_dead(self.lock.before)
         self.lock.sign(host)
-        # From the moment that the others can see this host they count on it: all that can fail comes before.
+        # Once its record is visible the others count on this host: all that can fail comes before.
         log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
         address = OwnAddress(record.address, own=self._own_addresses, find=find_address)
         look = None if options.address else address.look
@@ -229,9 +225,9 @@ class HostAgent:
         )
 
     def _first_answers(self, store: Store) -> tuple[bytes, int]:
-        """The run's token, and the newest generation when no torchrun trains in its folder.
+        """Return the run's token, and the newest generation once no torchrun trains in its folder.
 
-        Storage may be tried for a minute; a person who has seen the wrong address does not wait for that.
+        Storage is retried for up to a minute; a stop request ends the wait at once.
         """
         run = self.config.run
 

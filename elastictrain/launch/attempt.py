@@ -1,4 +1,4 @@
-"""One host's part in a generation: how far it is, and what its workers left behind."""
+"""One host's part in a generation: its state, and how the end of its workers is judged."""
 
 import logging
 import signal
@@ -26,16 +26,11 @@ from elastictrain.launch.worker_group import STOP_NAME, WorkersEnd
 
 logger = logging.getLogger(__name__)
 
-_BY_THEMSELVES_S = 0.5
-"""How long workers of a host that has lost one have before they are asked to end: they notice it, and say what they know."""
-
-_ASKED_S = 30.0  # how long they have after that, as with torchrun
-
-_DEAD_GROUP_S = 1.5
-"""How long workers of a group that has lost one may take to end by themselves: they have nothing to save any more."""
-
+_BY_THEMSELVES_S = 0.5  # grace period after a worker's death: the survivors notice it and report their last phase
+_ASKED_S = 30.0  # after SIGTERM, before SIGKILL; the same as torchrun
+_DEAD_GROUP_S = 1.5  # grace period of workers whose group has lost a member: they have nothing to save
+# Exit codes that name a cause, the clearest first. After them come a worker's death and a transport failure, often its effect.
 _EXPLAINS_MOST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
-"""Codes that tell a cause, the clearest first. Then comes the death of a worker; a transport failure may be its consequence."""
 
 _OWN_CODES = frozenset((EXIT_OK, *_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED))
 
@@ -47,31 +42,31 @@ class Attempt:
     """A generation in which this host takes part. Times are monotonic."""
 
     generation: Generation
-    folder: Path  # for what the launcher and the workers tell each other
+    folder: Path  # for the messages between launcher and workers
     joined_s: float
     started: bool = False
-    begun: bool = False  # whether its first step is through, as far as this host's workers said
-    asked: End | None = None  # why it is being ended here, if it is; the end of another host where that one came first
+    begun: bool = False  # whether a worker of this host has reported its first step
+    asked: End | None = None  # why this host ends it, None while it does not; another host's end if that came first
     asked_s: float = inf
-    ask_s: float = inf  # when its workers are asked to end once more: some may not have been there yet
+    ask_s: float = inf  # next SIGTERM to the workers: some may not have existed at the last one
     kill_s: float = inf
 
     def lose_worker(self, *, now_s: float) -> None:
-        """One of this host's workers has failed: the others end, too. May be called again and again."""
+        """Schedule the end of the other workers after one has failed; may be called repeatedly."""
         self.ask_s = min(self.ask_s, now_s + _BY_THEMSELVES_S)
         self.kill_s = min(self.kill_s, now_s + _BY_THEMSELVES_S + _ASKED_S)
 
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, deadline_s: float | None) -> bool:
-        """Have it end; returns whether nobody had asked for that before.
+        """End the generation here; returns whether this is the first request.
 
-        `stop_limit_s` is what an orderly end may take, `deadline_s` when somebody takes this host away.
+        `stop_limit_s` limits an orderly end; `deadline_s` is when this host is taken away, None if it is not.
         """
         if at_once:
-            # Also where an orderly end is under way, which will not come any more.
+            # Also during an orderly end: without the group it cannot complete.
             self.kill_s = min(self.kill_s, now_s + _DEAD_GROUP_S)
         if self.asked is not None:
             if deadline_s is not None and deadline_s < self.kill_s:
-                # This host is wanted back, or sooner than was known: what is under way for another reason has less time.
+                # The host is taken away, or sooner than announced: an end for another reason gets less time.
                 self.kill_s = deadline_s
                 self._write_stop_note(self.asked, now_s=now_s)
             return False
@@ -83,29 +78,29 @@ class Attempt:
         return True
 
     def _write_stop_note(self, end: End, *, now_s: float) -> None:
-        """Tell the workers why they are stopped and until when; they read it at the next signal that they get."""
+        """Write reason and deadline of the stop for the workers, which read them at their next SIGTERM."""
         if self.ask_s == inf:
             return
-        # Workers say by themselves that they are asked to stop.
+        # Workers add "asked to stop" themselves.
         reason = end.reason.removeprefix("asked to stop (").removesuffix(")")
         try:
-            # Folders for temporary files are swept of what is old, and a generation may last for weeks.
+            # Cleaners delete old temporary folders, and a generation may last for weeks.
             self.folder.mkdir(parents=True, exist_ok=True)
             write_stop_note(str(self.folder / STOP_NAME), StopNote(reason, time.time() + self.kill_s - now_s))
         except OSError as error:
-            # The signal alone makes them save, too.
+            # SIGTERM alone makes them save, too.
             logger.warning("the workers cannot be told why they are stopped: %s", error)
 
 
 def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Generation, host: str, committed_step: int) -> End:
-    """How it ended, if nobody had asked for it. `reasons` are what the host's workers have left."""
+    """Return how the generation ended here, where no end was requested. `reasons`: what this host's workers left."""
     number = generation.number
     if ended.code == EXIT_OK:
         return End(number, host, EndKind.DONE, EXIT_OK, "", 0, committed_step, "the last step is done")
-    # A worker that has left a reason, or for which one was left, is explained: a hang is ended by SIGKILL.
+    # A reason left by or for a worker explains its code: a hung worker is ended by SIGKILL.
     explained = {reason.rank - generation.first_rank(host) for reason in reasons}
     strange = [(rank, code) for rank, code in sorted(ended.codes.items()) if code not in _OWN_CODES and rank not in explained]
-    # A local rank that did not end as our workers do, and its code: if possible not one that was asked to end.
+    # A local rank whose exit code is none of ours; preferably one that was not sent SIGTERM.
     dead = min(strange, key=lambda one: one[1] == -signal.SIGTERM, default=None)
     chosen = _choose(ended, reasons, dead)
     if chosen is None:
@@ -122,7 +117,7 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
     return End(
         number,
         host,
-        # As where no heartbeats of a host arrive any more, which is nobody's failure.
+        # As where heartbeats of a host stop arriving: this host is not at fault.
         EndKind.LOST if missing else EndKind.FAILED,
         chosen.exit_code,
         chosen.phase,
@@ -135,7 +130,7 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
 
 
 def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[int, str]:
-    """Exit code and sentence where nobody has left a reason."""
+    """Return exit code and sentence where no process left a reason."""
     if dead is not None:
         rank, code = dead
         if code < 0:
@@ -150,15 +145,15 @@ def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[in
 
 
 def _choose(ended: WorkersEnd, reasons: Sequence[Reason], dead: tuple[int, int] | None) -> Reason | None:
-    """The reason that explains most; None if a worker or the fork server died without one: the others may only have noticed."""
-    # What the fork server says of itself, which is no rank, comes last: of what workers do it knows least.
+    """Return the reason that explains most; None if a worker or the fork server died without one: the others only noticed."""
+    # The fork server's own reason (no rank) comes last: it knows least of the workers.
     last_first = sorted(reasons, key=lambda reason: (reason.rank >= 0, -reason.rank))
     by_code = {reason.exit_code: reason for reason in last_first}
     for code in _EXPLAINS_MOST:
         if code in by_code:
             return by_code[code]
     guilty = next((reason for reason in reasons if reason.guilty), None)
-    # One that hung was killed by its host, which says why.
+    # A hung worker was killed by its host, which left the reason.
     if guilty is None and (ended.code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
         return None
     return guilty or by_code.get(EXIT_TRANSPORT) or by_code.get(EXIT_STOPPED)

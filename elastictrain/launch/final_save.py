@@ -1,4 +1,4 @@
-"""What is saved of a run, and where; at its end the launcher has this host's saver write what only memory has."""
+"""The last committed step, and the final save: at its end the launcher has the saver write what only host memory has."""
 
 import socket
 from collections.abc import Callable
@@ -31,13 +31,13 @@ _TURN_S = 0.1
 
 
 def committed_step(store: Store) -> int | None:
-    """The step in storage that a start would go on from; 0 if there is none, None if storage does not answer in time."""
+    """Return the step in storage from which a start resumes; 0 if there is none, None if storage does not answer in 5 s."""
 
     def newest() -> int:
         listed = read_listing(store.list(ROOT)).folders
         committed = tuple(folder for folder in listed if folder.has_manifest and not folder.quarantined)
         if len(committed) > 1:
-            # A generation that was given up may have committed a later step since, which nobody goes on from.
+            # An abandoned generation may have committed a later step since; no start resumes from it.
             committed, _ = Lineage(store).line_first(committed)
         return committed[0].step if committed else 0
 
@@ -45,7 +45,7 @@ def committed_step(store: Store) -> int | None:
 
 
 def remembered_step(config: RunConfig) -> int:
-    """The newest step that all workers of this host have in its memory; 0 if there is none."""
+    """Return the newest step that all workers of this host have in host memory; 0 if there is none."""
     run = run_name(config.run.dir)
     newest: dict[int, int] = {}
     folder = run_folder(config.checkpoint.memory_dir, config.run.dir)
@@ -57,15 +57,13 @@ def remembered_step(config: RunConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FinalSave:
-    """What a launcher knows at its end."""
-
-    committed_step: int | None  # as `committed_step()` tells it
-    unsaved_step: int = 0  # a newer one that only host memory has; 0 if there is none
-    saver: int = 0  # the process that still writes it; 0 if none does
+    committed_step: int | None  # of `committed_step()`
+    unsaved_step: int = 0  # a newer step that only host memory has; 0 if there is none
+    saver: int = 0  # pid of the saver that still writes it; 0 if none does
 
 
 class SaverConnection:
-    """Asks the saver to write what only host memory has."""
+    """Asks the saver to write to storage what only host memory has."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -77,7 +75,7 @@ class SaverConnection:
             connection.send(encode(FlushRequest()))
 
     def writes(self) -> bool:
-        """Whether it may still bring something to storage."""
+        """Whether the saver may still write something to storage."""
         try:
             while self._writes:
                 data = self._connection.recv(65536)
@@ -90,12 +88,12 @@ class SaverConnection:
         return self._writes
 
     def close(self) -> None:
-        """Nobody waits for it any more; it goes on with what it has begun."""
+        """Close without waiting; the saver completes what it has begun."""
         self._connection.close()
 
 
 def ask_to_flush(config: RunConfig) -> SaverConnection | None:
-    """Tell the saver of this host that nobody starts workers again; None if there is no saver."""
+    """Ask the saver of this host for a final save; None if no saver runs."""
     folder = run_folder(config.checkpoint.memory_dir, config.run.dir)
     connection = within(_CONNECT_S, lambda: knock(folder))
     return None if connection is None else SaverConnection(connection)
@@ -111,7 +109,7 @@ def await_final_save(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> FinalSave:
-    """Until storage has a step that host memory has, until nobody writes it any more, or until `until_s` of the clock."""
+    """Wait until storage has the newest step of host memory, the saver has ended or finished, or the clock reads `until_s`."""
     committed = committed_step()
     if wanted_step <= (committed or 0):
         return FinalSave(committed)
@@ -121,7 +119,7 @@ def await_final_save(
     notice = WaitNotice(print_line, clock=clock)
     what = f"to write step {wanted_step} from host memory to storage"
     try:
-        # Asked before storage: what the saver has written by then is seen.
+        # The saver is polled before storage, so that storage shows all that it wrote before it finished.
         while writes := saver.writes():
             committed = committed_step()
             if wanted_step <= (committed or 0) or clock() >= until_s:
@@ -137,13 +135,12 @@ def await_final_save(
 
 
 def waiting_message(wait: Wait, *, now_s: float) -> str:
-    """One sentence."""
     limit = "" if wait.until_s is None else f", for {max(0.0, wait.until_s - now_s):.0f} s at most"
     return f"waiting for {wait.for_what}{limit}"
 
 
 def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> str:
-    """One paragraph: what happened, what is saved, what to type next."""
+    """One paragraph: what happened, which step is saved, which command comes next."""
     reason = reason.removesuffix(".")
     saved = _saved(final, run_dir=run_dir)
     if code == EXIT_OK:

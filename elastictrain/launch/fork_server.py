@@ -1,8 +1,8 @@
-"""The process that a host's workers are forked from: it has imported what they need, so that a start waits for no import.
+"""The process from which a host's workers are forked. It imports what they need ahead of time, so a start waits for no import.
 
-The launcher starts it ahead of time. Over a socket, its standard input, it is told which workers to start, and tells their
-process ids and how they end. A fork is what a worker is, but for how it began: its command line is the server's, and its name
-is its rank. It inherits nothing that it could not have: the server has one thread, and no store or device of its own.
+The launcher starts it early. Over a socket, the server's standard input, it receives the workers to start and reports their
+pids and exit codes. A forked worker differs from a started one only in its command line, which is the server's; its process
+name is its rank. It inherits nothing harmful: the server has one thread, and no store or device of its own.
 """
 
 import gc
@@ -58,20 +58,18 @@ class _Worker:
 
 
 class ForkServer:
-    """One generation's workers after the other, and the store that they meet through where this is the first host."""
+    """Runs the workers of one generation after another, and their rendezvous store if this host is the first."""
 
     def __init__(self, launcher: socket.socket, *, unfit: str = "") -> None:
         """`unfit`: why no worker can be started here."""
         self._launcher = launcher
         self._unfit = unfit
         self._workers: list[_Worker] = []
-        self._folder = ""
-        """Of the generation, for what this process says of itself."""
-
+        self._folder = ""  # folder of the generation, for this process's own reasons
         self._store_pid = 0
 
     def serve(self) -> int:
-        """Until the launcher closes its end of the socket; returns the exit code. Workers that run end with this process."""
+        """Serve until the launcher closes the socket; returns the exit code. Running workers end with this process."""
         received = b""
         while True:
             if select.select([self._launcher], [], [], _LOOK_EVERY_S if self._workers else None)[0]:
@@ -87,18 +85,18 @@ class ForkServer:
             if self._workers:
                 self._look_after_workers()
             if self._store_pid and os.waitpid(self._store_pid, os.WNOHANG)[0]:
-                # The launcher ends the workers, which cannot go on without it.
+                # The launcher ends the workers, which cannot resume without the store.
                 return self._complain(_reason(EXIT_BUG, "the store that the workers meet through has ended"))
 
     def _start(
         self, *, order: int, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], store_port: int
     ) -> Reason | None:
-        """Why they cannot be started; None if they are. `store_port`: 0 where the store is another host's."""
+        """Start the workers; returns why that failed, None if it did not. `store_port`: 0 where another host has the store."""
         if self._unfit:
             return _reason(EXIT_UNFIT, self._unfit)
         try:
             unforked = why_no_fork()
-            # Collecting garbage would write to, and so copy, pages that all of them share.
+            # Garbage collection would write to pages that all forks share, and so copy them.
             gc.freeze()
             if store_port and (problem := self._start_store(store_port)):
                 where = f"the store that the workers meet through cannot be opened at port {store_port}"
@@ -115,7 +113,7 @@ class ForkServer:
         return None
 
     def _start_store(self, port: int) -> str:
-        """Why it does not answer; empty if it does. The one of the generation before goes."""
+        """Replace the store of the previous generation; returns why the new one does not answer, empty if it does."""
         if self._store_pid:
             os.kill(self._store_pid, signal.SIGKILL)
             os.waitpid(self._store_pid, 0)
@@ -134,7 +132,7 @@ class ForkServer:
         return answer.decode() or "its process has ended"
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
-        """A process that ends with this one, in a session of its own: workers are ended by process group."""
+        """Fork a process that ends with this one, in its own session: workers are killed by process group."""
         server = os.getpid()
         pid = os.fork()
         if pid:
@@ -150,7 +148,7 @@ class ForkServer:
             os._exit(_EXIT_FAILED)
 
     def _look_after_workers(self) -> None:
-        """Tell of ends as soon as nothing of a worker runs any more: what it holds it may hold for seconds after that."""
+        """Report exit codes as soon as nothing of a worker runs: the kernel may take seconds more to release what it held."""
         codes: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for worker in [*self._workers]:
             pid, status = os.waitpid(worker.pid, os.WNOHANG)
@@ -171,7 +169,7 @@ class ForkServer:
         return _EXIT_FAILED
 
     def _tell(self, message: Mapping[str, Any]) -> None:
-        # A launcher that is gone is noticed where it is listened to.
+        # A launcher that has ended is noticed at the next read.
         with suppress(OSError):
             self._launcher.sendall(json.dumps(message).encode() + b"\n")
 
@@ -185,7 +183,7 @@ def _become_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     os.environ.update(environment)
     with suppress(OSError):
         Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
-    # All forks would draw the same numbers from numpy's own generator, as interpreters of their own would not.
+    # Forks would draw the same numbers from numpy's global generator; separate interpreters would not.
     import numpy as np
 
     np.random.seed()
@@ -195,11 +193,11 @@ def _become_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def _become_store(port: int, writer: int) -> NoReturn:
-    """Outlives the workers: what one of them left there others can read after its end."""
+    """Serve a TCPStore that outlives the workers: survivors can read what a dead worker left in it."""
     import torch.distributed as dist
 
     try:
-        # Over the loopback: which address the other hosts use does not matter here.
+        # Over the loopback: the address that other hosts use does not matter here.
         store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False)
     except Exception as error:  # noqa: BLE001  # told to the launcher
         os.write(writer, _summary(error).encode())
@@ -214,13 +212,13 @@ def _become_store(port: int, writer: int) -> NoReturn:
 def import_ahead(modules: Sequence[str] = _AHEAD) -> str:
     """Import what workers import; returns why this host is unfit, if torch cannot be imported.
 
-    Where another import fails workers are left to find it out, and to say it.
+    If another import fails, the workers fail at it themselves and report it.
     """
     try:
         importlib.import_module("torch")
     except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
         return f"torch cannot be imported: {_summary(error)}; install it anew"
-    # Threads that start when numpy is imported would keep this process from forking.
+    # numpy's threads, started at its import, would make this process unfit to fork.
     ours = _NUMPY_THREADS not in os.environ
     os.environ.setdefault(_NUMPY_THREADS, "1")
     with suppress(Exception):
@@ -232,10 +230,7 @@ def import_ahead(modules: Sequence[str] = _AHEAD) -> str:
 
 
 def why_no_fork(process: Path = Path("/proc/self")) -> str:
-    """Why a fork cannot use all that this process has: a lock held by a thread that it lacks, a device of its parent's.
-
-    Empty if it can.
-    """
+    """Why a fork cannot use this process's state: another thread may hold a lock, or a device is open. Empty if it can."""
     try:
         threads = list((process / "task").iterdir())
         files = list((process / "fd").iterdir())
@@ -245,7 +240,7 @@ def why_no_fork(process: Path = Path("/proc/self")) -> str:
         return f"the fork server has {len(threads)} threads where its imports should have left one"
     devices = set()
     for file in files:
-        # The folder's own is closed by now.
+        # The descriptor of the listed folder itself is closed by now.
         with suppress(OSError):
             if (target := str(file.readlink())).startswith(_DEVICES):
                 devices.add(target)
@@ -253,7 +248,7 @@ def why_no_fork(process: Path = Path("/proc/self")) -> str:
 
 
 def _summary(error: Exception) -> str:
-    """What it is and its first line, which with errors of C++ is followed by a stack."""
+    """Kind of the error and its first line; errors from C++ continue with a stack."""
     first = next(iter(str(error).splitlines()), "")
     kind = type(error).__name__
     return f"{kind}: {first}"[:_LONGEST] if first else kind
@@ -264,13 +259,12 @@ def _reason(exit_code: int, sentence: str, phase: Phase = Phase.START) -> Reason
 
 
 def main() -> int:
-    """Import ahead, then serve; returns the exit code."""
-    # Where it is ignored, which a program inherits, nobody is told how a worker ended.
+    # An ignored SIGCHLD is inherited, and would lose the workers' exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Schedulers send their signals to every process. The launcher asks the workers to stop. They inherit the mask, and lift it
-    # once they listen: what came before that is not lost.
+    # Schedulers signal every process, but only the launcher stops the workers. Workers inherit the blocked mask and unblock
+    # once they listen: a signal that came before is not lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGHUP))
-    # The workers follow with a SIGTERM of their own, and save.
+    # The workers follow their server's death with a SIGTERM of their own, and save.
     if not follow_parent(os.getppid(), with_signal=signal.SIGKILL):
         return _EXIT_FAILED
     launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
@@ -280,7 +274,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # To take torch apart takes a tenth of a second, for which the launcher would wait.
+    # Finalizing torch takes a tenth of a second, for which the launcher would wait.
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

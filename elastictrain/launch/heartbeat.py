@@ -1,7 +1,4 @@
-"""Heartbeats between launchers: every host sends datagrams to all that it knows to live, and knows whose get through to it.
-
-Datagrams are signed with the run's token.
-"""
+"""Heartbeats between launchers: each host sends signed UDP datagrams to all live hosts, and knows whose datagrams arrive."""
 
 import hmac
 import ipaddress
@@ -17,44 +14,37 @@ from elastictrain.bounded_json import MalformedJsonError, as_record, encode_reco
 from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord, known_record
 from elastictrain.net.channel import SIGNATURE_BYTES, signature
 
-_LARGEST_BYTES = 512  # fits into the smallest frame that any network has: a path that swallows large ones must not silence this
+_LARGEST_BYTES = 512  # fits the smallest MTU of any network: a path that drops large datagrams must not silence this host
 
-_LARGEST_WITH_RECORD_BYTES = 1232
-"""What every path of IPv6 lets through whole. Whoever it does not reach reads the record in storage."""
-
-_REASONS = (300, 100, 0)  # characters of a reason that are sent: as many as fit
+_LARGEST_WITH_RECORD_BYTES = 1232  # fits the IPv6 minimum MTU; a host that it does not reach reads the record in storage
+_REASONS = (300, 100, 0)  # lengths to which a reason is cut, tried in this order until the record fits
 _HEADER_BYTES = 300
 _DATAGRAM_BYTES = 2048
 _SCOPED_LENGTH = 4
 _MOST_SENDERS = 4096
 _BEATS_WITHIN_LOST = 8
-_WINDOWS_WITHIN_LOST = 2
-"""A host is heard if anything came from it within this part of the time after which it counts as lost: several beats."""
-
+_WINDOWS_WITHIN_LOST = 2  # a host is heard if a datagram came within this part of `lost_s`: several heartbeats
 _Target = tuple[str, int] | tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatDatagram:
-    """A sign of life."""
-
     host: str
-    to: str  # The launcher that it is meant for. Every start of a launcher has a name of its own.
-    counter: int  # larger than in all that this launcher has sent before
+    to: str  # the launcher that it is meant for; every start of a launcher has a new name
+    counter: int  # larger than in all datagrams that this launcher sent before
     generation: int  # the newest one that this host knows
-    ended: bool  # whether it has ended in the eyes of this host: its record then tells why
-    record: HostRecord | None = None  # what the host says of itself, without whom it hears
+    ended: bool  # whether this host sees it as ended: its record then has the reason
+    record: HostRecord | None = None  # the host's record, without the hosts that it hears
 
 
 def seal(datagram: HeartbeatDatagram, *, token: bytes) -> bytes:
-    """One datagram."""
     fields = [datagram.host, datagram.to, datagram.counter, datagram.generation, datagram.ended]
     body = encode_record(fields if datagram.record is None else [*fields, datagram.record])
     return signature(body, token) + body
 
 
 def shortened(record: HostRecord) -> HostRecord | None:
-    """A record as it is sent: without whom the host hears, and with the begin of a long reason. None if that is too long."""
+    """The record as it is sent: no heard hosts, the reason cut where it is long. None if it is still too long."""
     for most in _REASONS:
         end = record.end and replace(record.end, reason=record.end.reason[:most])
         short = replace(record, hears=(), writers=(), reason=record.reason[:most], end=end)
@@ -64,7 +54,7 @@ def shortened(record: HostRecord) -> HostRecord | None:
 
 
 def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
-    """The sign of life in a datagram; None if it is of another run, or none at all."""
+    """Decode a datagram; None if it is of another run or malformed."""
     body = data[SIGNATURE_BYTES:]
     if len(data) > _LARGEST_WITH_RECORD_BYTES or not hmac.compare_digest(data[:SIGNATURE_BYTES], signature(body, token)):
         return None
@@ -82,14 +72,14 @@ def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
 
 
 def is_new(datagram: HeartbeatDatagram, last: dict[str, int], *, own: str) -> bool:
-    """Whether it is meant for the launcher `own`, and newer than all that came from its sender, of which `last` takes note.
+    """Whether it is meant for the launcher `own` and newer than all before from its sender. Updates `last`.
 
-    So each datagram counts once, and in the order in which its sender sent them. Nothing is kept between starts: both launchers
-    have other names then, and no earlier datagram is meant for this one.
+    So each datagram counts once, in sending order. No state is kept between starts: both launchers have new names then, and
+    no earlier datagram is meant for this one.
     """
     if datagram.to != own or datagram.counter <= last.get(datagram.host, 0):
         return False
-    # Those that are heard stay: who has the token could fill the memory of this host otherwise.
+    # Keep the most recent senders only: a peer with the token could otherwise fill the memory of this host.
     last.pop(datagram.host, None)
     last[datagram.host] = datagram.counter
     if len(last) > _MOST_SENDERS:
@@ -99,17 +89,17 @@ def is_new(datagram: HeartbeatDatagram, last: dict[str, int], *, own: str) -> bo
 
 @dataclass(slots=True)
 class SilenceCheck:
-    """Which of some hosts have been silent for too long. All times on this host's monotonic clock."""
+    """Which of some hosts have been silent for too long. Times on this host's monotonic clock."""
 
     hosts: frozenset[str]
     since_s: float  # from when on silence counts
     looked_s: float
 
     def find_silent(self, last_s: Mapping[str, float], *, now_s: float, lost_s: float) -> frozenset[str]:
-        """Those of which nothing came for longer than `lost_s`; `last_s` tells when something came last.
+        """Return the hosts without a datagram for longer than `lost_s`; `last_s` has the time of each host's last one.
 
-        A process that was frozen itself has received nothing meanwhile, which says nothing about the others: after a pause of
-        its own all have their time again.
+        A process that was frozen itself received nothing meanwhile, which proves nothing: after a pause of its own, every host
+        gets the full time again.
         """
         if now_s - self.looked_s > lost_s / 2:
             self.since_s = now_s
@@ -118,39 +108,27 @@ class SilenceCheck:
 
 
 class HeartbeatMesh:
-    """Sends and receives on a UDP port of its own, from its own thread."""
+    """Sends and receives on its own UDP port, from its own thread."""
 
     def __init__(self, host: str, *, token: bytes, lost_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.host = host
         self._token = token
         self._lost_s = lost_s
         self._clock = clock
-        self._lock = threading.Lock()
-        """For what follows."""
-
-        self._sent = (0, False)
-        """The generation, and whether it has ended here."""
-
-        self._record: HostRecord | None = None
-        """What this host says of itself while that generation has ended here, and before the next one begins."""
-
+        self._lock = threading.Lock()  # guards all fields below
+        self._sent = (0, False)  # the generation, and whether it has ended here
+        self._record: HostRecord | None = None  # this host's record, sent from that end until the next generation
         self._records: dict[str, HostRecord] = {}
         self._num_sent = 0
         self._last_counters: dict[str, int] = {}
         self._members: Mapping[str, _Target] = {}
         self._others: Mapping[str, _Target] = {}
-        self._sources: dict[str, _Target] = {}
-        """Of hosts that are heard: they may know of this one before it knows of them."""
-
+        self._sources: dict[str, _Target] = {}  # addresses of heard hosts: they may know this host before it knows them
         self._last_s: dict[str, float] = {}
         self._check = SilenceCheck(frozenset(), clock(), clock())
         self._news = 0
-        self.silent: frozenset[str] = frozenset()
-        """Members of the generation that have not been heard for too long."""
-
-        self.heard: tuple[frozenset[str], float] = (frozenset(), clock())
-        """Which hosts are heard now, members or not, and since when it is these."""
-
+        self.silent: frozenset[str] = frozenset()  # members of the generation that have been silent for too long
+        self.heard: tuple[frozenset[str], float] = (frozenset(), clock())  # the hosts heard now, and since when
         self._newest = (0, False)
         self._newest_s = clock()
         self._closed = False
@@ -160,13 +138,11 @@ class HeartbeatMesh:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to send and to receive."""
         self._thread.start()
 
     def close(self) -> None:
-        """Fall silent."""
         self._closed = True
-        # Who receives is woken by a datagram that says nothing.
+        # An empty datagram wakes the receiving thread.
         own = "::1" if self._socket.family == socket.AF_INET6 else "127.0.0.1"
         with suppress(OSError):
             self._socket.sendto(b"", (own, self.port))
@@ -181,26 +157,26 @@ class HeartbeatMesh:
             self._check = SilenceCheck(frozenset(member.host for member in others), self._clock(), self._clock())
             self.silent = frozenset()
             self._sent, self._record = (generation.number, False), None
-        # They need not wait for the next beat to learn that it is there.
+        # Send at once: the members learn of the generation without waiting for the next heartbeat.
         self._send(self._targets())
 
     def send_to(self, hosts: Collection[HostRecord]) -> None:
-        """Send to these hosts, too, until this is called again: those that live, as far as is known."""
+        """Also send to these hosts, until the next call."""
         others = self._targets_of(hosts)
         with self._lock:
             before, self._others = self._others, others
-        # They need not wait for the next beat to learn who hears them.
+        # Send to new hosts at once: they learn that they are heard without waiting for the next heartbeat.
         known = before.values()
         self._send({target: host for host, target in others.items() if target not in known})
 
     def send_end(self, record: HostRecord) -> None:
-        """Tell the others that this generation has ended, and what this host says of it, before storage shows it."""
+        """Send the end of this generation and this host's record to the others, before storage shows them."""
         with self._lock:
             self._sent, self._record = (self._sent[0], True), shortened(record)
         self._send(self._targets())
 
     def pop_received(self) -> tuple[int, list[HostRecord]]:
-        """What other hosts have said since the last call: a generation that has ended or is newer, or 0; and their records."""
+        """Return what arrived since the last call: an ended or newer generation, or 0; and the records of other hosts."""
         with self._lock:
             news, records = self._news, [*self._records.values()]
             self._news, self._records = 0, {}
@@ -215,7 +191,7 @@ class HeartbeatMesh:
         return {host: target for host, target in found.items() if target is not None}
 
     def _target(self, name: str, port: int) -> _Target | None:
-        """Where a host receives; None if that is no place: a name would have to be looked up, which may take long."""
+        """Address where a host receives; None unless `name` is an IP address: a name look-up may take long."""
         try:
             address = ipaddress.ip_address(name)
         except ValueError:
@@ -239,14 +215,14 @@ class HeartbeatMesh:
             self._send(newcomer)
 
     def _receive(self) -> dict[_Target, str]:
-        """Take note of a datagram; returns its host if that was not heard before, and is to know soon that it is heard."""
+        """Process one datagram; returns its sender if that was not heard before and must learn soon that it is."""
         try:
             data, source = self._socket.recvfrom(_DATAGRAM_BYTES)
         except OSError:
-            # Nothing came in time, or an earlier datagram of ours found no listener.
+            # Timeout, or an earlier datagram of this host found no listener.
             return {}
         datagram = unseal(data, token=self._token)
-        # An address without a scope is the same place as the one in a record.
+        # An address without a scope is the same as the one in a record.
         is_plain = len(source) == _SCOPED_LENGTH and not source[3]
         target: _Target = source[:2] if is_plain else source
         if datagram is None or not self._note(datagram, target):
@@ -262,7 +238,7 @@ class HeartbeatMesh:
             told = (datagram.generation, datagram.ended)
             if told > self._newest:
                 self._newest, self._newest_s = told, now_s
-            # It may be said before storage shows it, so more than once; but hosts of a group without this one say it for ever.
+            # Storage may not show it yet, so it is reported repeatedly; but groups without this host would report it for ever.
             fresh = now_s - self._newest_s <= self._lost_s
             if fresh and told > self._sent:
                 self._news = max(self._news, datagram.generation)
@@ -273,7 +249,7 @@ class HeartbeatMesh:
     def _look(self) -> None:
         with self._lock:
             now_s, window_s = self._clock(), self._lost_s / _WINDOWS_WITHIN_LOST
-            # What is older tells no more than that nothing came since then.
+            # Older times add nothing.
             self._last_s = {host: last_s for host, last_s in self._last_s.items() if now_s - last_s <= self._lost_s}
             self.silent = self._check.find_silent(self._last_s, now_s=now_s, lost_s=self._lost_s)
             heard = frozenset(host for host, last_s in self._last_s.items() if now_s - last_s <= window_s)
@@ -284,19 +260,19 @@ class HeartbeatMesh:
     def _send(self, targets: Mapping[_Target, str]) -> None:
         with self._lock:
             generation, ended = self._sent
-            # Each by itself: a path that swallows large datagrams must not silence this host.
+            # The record goes in a datagram of its own: a path that drops large datagrams must not silence this host.
             records = (None,) if self._record is None else (None, self._record)
             first, self._num_sent = self._num_sent + 1, self._num_sent + len(targets) * len(records)
         datagrams = ((target, host, record) for record in records for target, host in targets.items())
         for counter, (target, host, record) in enumerate(datagrams, start=first):
             data = seal(HeartbeatDatagram(self.host, host, counter, generation, ended, record), token=self._token)
-            # No route, for now: what does not arrive is what the other side goes by.
+            # No route for now: the receiving side judges by what arrives.
             with suppress(OSError):
                 self._socket.sendto(data, target)
 
 
 def _bound_socket() -> socket.socket:
-    """On every address of this host, where it can be both IPv6 and IPv4."""
+    """UDP socket on every address of this host, dual-stack where the kernel has IPv6."""
     with suppress(OSError):
         found = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""The launcher's threads for storage: a store that stalls must not keep the launcher from watching its workers."""
+"""The launcher's storage threads: a stalled store must not keep the launcher from watching its workers."""
 
 import logging
 import threading
@@ -17,14 +17,12 @@ from elastictrain.storage.failures import reason_of
 
 logger = logging.getLogger(__name__)
 
-_HURRIED_S = 0.2  # interval while a group is forming: every look that is saved is time that nobody trains
-
-_IDLE_SHARE = 4.0
-"""Looks for generations are so far apart, compared to what one takes: who is told of a generation seldom waits for one."""
+_HURRIED_S = 0.2  # seconds between reads while a group is forming: nobody trains meanwhile
+_IDLE_SHARE = 4.0  # pause between reads of generations, in durations of one read: news then seldom wait for a read
 
 
 class HostRegistry:
-    """Writes this host's record and reads those of the others; reads generations, and proposes them. None waits for another."""
+    """Exchanges records, reads generations and proposes them, each in its own thread."""
 
     def __init__(
         self,
@@ -36,20 +34,16 @@ class HostRegistry:
         find_address: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`find_address` is asked every `lost_s`, in a thread for storage; None: the one in `record` stays."""
+        """`find_address` is called every `lost_s`, in a storage thread; None: the address in `record` stays."""
         self._membership = membership
         self._poll_s = poll_s
         self._lost_s = lost_s
         self._clock = clock
         self._find_address = find_address
         self._found_s = clock()
-        self.attentive = True
-        """Whether the other hosts' records are read; while it trains, only the first host of a group needs them."""
-
+        self.attentive = True  # whether it reads other hosts' records; during training only a group's first host does
         self.hears: tuple[str, ...] = ()
-        self._lock = threading.Lock()
-        """For what follows: several threads change it."""
-
+        self._lock = threading.Lock()  # guards all fields below, which several threads change
         self.record = record
         self.known = ClusterState(me=record)
         self._proposal: Generation | None = None
@@ -67,12 +61,11 @@ class HostRegistry:
         ]
 
     def start(self) -> None:
-        """Begin to read and to write."""
         for thread in self._threads:
             thread.start()
 
     def close(self, *, limit_s: float) -> None:
-        """Write what is still to be written, as far as that is possible within `limit_s`."""
+        """Write what is pending, within `limit_s`."""
         self._closed.set()
         for awake in self._awake.values():
             awake.set()
@@ -81,15 +74,15 @@ class HostRegistry:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     def update(self, state: HostState, *, reason: str = "", **changes: Any) -> None:
-        """Change this host's record; `changes` are its other fields that do not stay as they are."""
+        """Change this host's record; `changes` are its other fields that change."""
         with self._lock:
             self.record = replace(self.record, state=state, reason=reason, beat=self.record.beat + 1, **changes)
         self._awake["records"].set()
 
     def post(self, record: Generation | End) -> None:
-        """Have a generation created, or an end told by this host's record.
+        """Have a generation created, or an end published in this host's record.
 
-        An end is told in any case. A generation is tried once, and may be asked for again: what is proposed then is newer.
+        An end is always published. A generation is tried once; the caller may propose a newer one after it.
         """
         with self._lock:
             if isinstance(record, End):
@@ -100,14 +93,14 @@ class HostRegistry:
         self._awake["records" if isinstance(record, End) else "proposals"].set()
 
     def receive(self, records: Iterable[HostRecord]) -> None:
-        """Take note of what other hosts say by datagram, before storage shows it."""
+        """Merge records that arrived by datagram, before storage shows them."""
         now_s = self._clock()
         with self._lock:
             observed = observe_datagrams(self.known.observed, records, own=self.record.host, now_s=now_s)
             self._take_note(replace(self.known, observed=observed))
 
     def wake(self, generation: int = 0) -> None:
-        """Look at once: hosts have something to say, or the one that knows this generation does."""
+        """Read at once: another host has a new record, or knows this generation."""
         self._awake["records"].set()
         newest = self.known.newest
         if generation > (0 if newest is None else newest.number):
@@ -115,7 +108,7 @@ class HostRegistry:
 
     def _run(self, name: str, turn: Callable[[bool], None]) -> None:
         while True:
-            # In this order: what comes after it is either seen in this turn, or ends the wait after it.
+            # Clear before the turn: an event after this is either seen in the turn, or ends the wait after it.
             self._awake[name].clear()
             began_s = self._clock()
             last = self._closed.is_set()
@@ -128,7 +121,7 @@ class HostRegistry:
             if last:
                 return
             if trouble:
-                # Whoever cannot be answered asks again and again: storage is not to be asked as often.
+                # Requests that fail are repeated at once by their callers; storage must not be asked as often.
                 self._closed.wait(self._poll_s)
             else:
                 self._awake[name].wait(self._pause_s(name, took_s=self._clock() - began_s))
@@ -137,12 +130,12 @@ class HostRegistry:
         known = self.known
         if known.newest is not None and not known.newest.terminal and not known.ends:
             return self._poll_s
-        # From begin to begin: where storage is slow, one look at the records follows another.
+        # The interval counts from begin to begin: on slow storage one read of the records follows another.
         idle_s = 0.0 if name == "records" else _IDLE_SHARE * took_s
         return max(min(self._poll_s, _HURRIED_S) - took_s, idle_s)
 
     def _exchange_records(self, last: bool) -> None:
-        """One turn in which nothing waits for anything else, however many hosts there are."""
+        """One turn, in which no request waits for another, however many hosts exist."""
         if self._find_address is not None and self._clock() - self._found_s >= self._lost_s:
             address, self._found_s = self._find_address(), self._clock()
             with self._lock:
@@ -152,7 +145,7 @@ class HostRegistry:
         if last or not self.attentive:
             self._write_record()
         else:
-            # What is read beside a change of the own record says nothing of that record.
+            # What is read in parallel with a write of this host's record is not evidence about that record.
             _, records = side_by_side([self._write_record, self._membership.records])
         now_s = self._clock()
         with self._lock:
@@ -165,7 +158,7 @@ class HostRegistry:
             known = self.known
         there = {one.host for one in records or ()}
         for host in there.intersection(outdated(known.observed, now_s=now_s)):
-            # How the newest generation ended is told by its members' records alone.
+            # How the newest generation ended is only in its members' records.
             if known.newest is None or known.newest.terminal or not known.newest.has(host):
                 self._membership.remove(host)
 
@@ -183,7 +176,7 @@ class HostRegistry:
             try:
                 won = self._membership.create(generation)
             finally:
-                # By the time that storage that fails answers again, another generation may be due.
+                # By the time that failing storage answers again, another generation may be due.
                 with self._lock:
                     self._proposal = None
             with self._lock:
@@ -191,11 +184,11 @@ class HostRegistry:
             if won and self._reads["generations"]:
                 self._learn(generation, self._clock())
             self._awake["generations"].set()
-        # Last: what is known by now is acted upon meanwhile.
+        # Last: the supervisor acts on what is known by now meanwhile.
         self._membership.settle()
 
     def _learn(self, newest: Generation | None, now_s: float) -> None:
-        """This is the newest generation now, unless a newer one is known by now."""
+        """Record `newest` as the newest generation, unless a newer one is known."""
         before = self.known.newest
         if newest is None or (before is not None and before.number >= newest.number):
             return
@@ -210,7 +203,7 @@ class HostRegistry:
                 self._take_note(replace(known, ends={}, ended_since_s=None))
 
     def _take_note(self, known: ClusterState) -> None:
-        """All that is known now, with the ends that records tell; what was read once stays, whatever a later reading shows."""
+        """Publish the new state, with the ends from all records; an end once read stays, whatever a later read shows."""
         ends, since_s, now_s = dict(known.ends), known.ended_since_s, self._clock()
         if known.newest is not None and not known.newest.terminal:
             records = [self.record, *(one.record for one in known.observed.values())]
@@ -218,7 +211,7 @@ class HostRegistry:
             ends |= {end.host: end for end in told if end.generation == known.newest.number}
         if ends and since_s is None:
             since_s = now_s
-            # Another generation may be there soon.
+            # The next generation may exist soon.
             self._awake["generations"].set()
         reads = min(self._reads.values())
         began_s = now_s if reads and not known.reads else known.began_s
@@ -227,7 +220,7 @@ class HostRegistry:
     def _write_record(self) -> None:
         now_s, before = self._clock(), self._written
         with self._lock:
-            # While it trains a host is watched in another way; its record is only there for those who come.
+            # During training heartbeats watch this host; only hosts that join read its record.
             interval_s = min(self._lost_s / 2, BEAT_S) if self.record.state is HostState.BUSY else self._poll_s
             record = replace(self.record, hears=self.hears)
             if record == before and now_s - self._written_s < interval_s:

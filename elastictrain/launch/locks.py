@@ -1,4 +1,4 @@
-"""Locks of a host: one launcher of a run, whose second one would take the same devices, and one launcher of a Slurm job."""
+"""Host-wide locks: one launcher per run, because two would take the same devices, and one launcher per Slurm job."""
 
 import fcntl
 import hashlib
@@ -25,14 +25,14 @@ _QUIET_S = 2.0
 
 
 def acquire_task_lock(job: str, *, print_line: Callable[[str], None]) -> int:
-    """Held by the launcher of a job on its host as long as it lives; returns the descriptor. Waits for another one to end."""
+    """Lock of a job's launcher on its host, held for life; returns the descriptor. Waits for another holder to end."""
     descriptor = _open_lock(f"{job}.lock")
     quiet_until = time.monotonic() + _QUIET_S
     while time.monotonic() < quiet_until:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Tasks that wait for this one look now and then.
+            # Waiting tasks probe this lock with short shared locks.
             time.sleep(_TURN_S / 4)
         else:
             return descriptor
@@ -42,8 +42,8 @@ def acquire_task_lock(job: str, *, print_line: Callable[[str], None]) -> int:
 
 
 def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
-    """Until the launcher of a job on this host has come and gone; returns an exit code."""
-    # What ends the job is meant for the launcher: a task that ended before it could end all others.
+    """Wait until the launcher of a job on this host has started and ended; returns an exit code."""
+    # Signals to the job are for the launcher: a task that ends before it could end all others.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     descriptor = _open_lock(f"{job}.lock")
@@ -63,7 +63,7 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
 
 
 def _open_lock(name: str, *, folder: str | None = None) -> int:
-    """The descriptor of this user's lock file `name`, not locked yet. Raises: HostUnfitError if it cannot be opened."""
+    """Descriptor of this user's lock file `name`, not locked yet. Raises: HostUnfitError if it cannot be opened."""
     path = f"{folder or tempfile.gettempdir()}/elastictrain-{os.getuid()}-{name}"
     try:
         return open_private_file(path)
@@ -88,19 +88,15 @@ class HostLock:
     """Held as long as this process lives."""
 
     descriptor: int
-    before: str  # the launcher that held it before, which is gone; empty if nobody did
+    before: str  # the ended launcher that held it before; empty if there was none
     parent: Path
     prefix: str  # of folders for temporary files, in `parent`
 
     def close(self) -> None:
-        """Let go."""
         os.close(self.descriptor)
 
     def make_folder(self) -> Path:
-        """A new folder for temporary files of this launcher; those that killed launchers of the run left here are removed.
-
-        Raises: OSError.
-        """
+        """Make a folder for temporary files, and remove those of killed launchers of this run. Raises: OSError."""
         for left in self.parent.glob(f"{self.prefix}*"):
             with suppress(OSError):
                 if left.lstat().st_uid == os.getuid():
@@ -108,15 +104,15 @@ class HostLock:
         return Path(tempfile.mkdtemp(prefix=self.prefix, dir=self.parent))
 
     def sign(self, host: str) -> None:
-        """Tell the next one who this was."""
+        """Write this launcher's name for the next holder."""
         data = encode_record(_Holder(os.getpid(), host))
         os.pwrite(self.descriptor, data, 0)
         os.ftruncate(self.descriptor, len(data))
 
 
 def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
-    """Raises: UsageError if another launcher of this run lives on this host; HostUnfitError if that cannot be found out."""
-    # Hosts may share the folder for temporary files.
+    """Raises: UsageError if another launcher of this run lives on this host; HostUnfitError if that cannot be checked."""
+    # Hosts may share the folder for temporary files, so the name contains the host.
     digest = hashlib.sha256(f"{socket.gethostname()} {run_name(run_dir)}".encode()).hexdigest()[:_DIGITS]
     descriptor = _open_lock(f"launch-{digest}", folder=folder)
     try:

@@ -1,4 +1,4 @@
-"""What a launcher asks of its own host: names, address, room for workers, whether it is fit, and who may take it away."""
+"""The launcher's own host: names, address, number of workers, fitness checks, and notices of preemption."""
 
 import ipaddress
 import re
@@ -24,11 +24,11 @@ from elastictrain.preflight.verdict import describe, failures
 
 _NVIDIA_DEVICE = re.compile(r"nvidia\d+")
 
-_LEAD_S = 120.0  # a limit that is known beforehand is met in time, however large the state is that has to be saved
+_LEAD_S = 120.0  # a known limit is met in time even if a large state must be saved
 
 
 def own_names() -> tuple[str, ...]:
-    """How a list of hosts may call this one."""
+    """The names under which a list of hosts may contain this one."""
     name = socket.gethostname()
     return tuple(dict.fromkeys((name, name.partition(".")[0])))
 
@@ -43,13 +43,13 @@ def default_interface(surroundings: Surroundings) -> str:
 
 
 class OwnAddress:
-    """This host's address, looked at again each time. Where an operator or the cluster has set one, it stays.
+    """This host's address, checked at each `look()`. An address set by an operator or the cluster stays.
 
-    It also stays as long as the host has it, whichever route is the default one meanwhile: a change costs a restart.
+    Otherwise it stays while the host has it, even if the default route changes: a change costs a restart.
     """
 
     def __init__(self, first: str, *, own: Callable[[], Collection[str]], find: Callable[[], str]) -> None:
-        """`own`: this host's addresses; `find`: the one that others may reach. A `first` that is none of its own was set."""
+        """`own`: this host's addresses; `find`: the one that others may reach. A `first` outside `own()` was set by someone."""
         self._address = first
         self._own = own
         self._find = find
@@ -59,7 +59,7 @@ class OwnAddress:
     def look(self) -> str:
         """The address now; asks the kernel, and looks up names of peers."""
         missing = not self._is_set and self._address not in self._own()
-        # Not at the first look: an interface that is set up anew has no address for a moment.
+        # Not at the first look: an interface that is being reconfigured has no address for a moment.
         if missing and self._missing and not _is_loopback(found := self._find()):
             self._address = found
         self._missing = missing
@@ -74,7 +74,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def count_gpus(environment: Mapping[str, str], *, root: str = "/") -> int:
-    """GPUs that a worker here would see, without asking any library; 0 if there are none."""
+    """GPUs that a worker here would see, counted without a library; 0 if there are none."""
     devices = [path for path in Path(root, "dev").glob("nvidia*") if _NVIDIA_DEVICE.fullmatch(path.name)]
     found = len(devices) or _count_amd(Path(root))
     visible = visible_gpus(environment)
@@ -82,7 +82,7 @@ def count_gpus(environment: Mapping[str, str], *, root: str = "/") -> int:
 
 
 def _count_amd(root: Path) -> int:
-    """Source: the kernel's amdkfd, whose nodes are CPUs, too; those have no SIMD units."""
+    """Source: the kernel's amdkfd, whose nodes include CPUs; those have no SIMD units."""
     found = 0
     for node in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         with suppress(OSError):
@@ -92,7 +92,7 @@ def _count_amd(root: Path) -> int:
 
 
 def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) -> str:
-    """Why no GPU can be used where one is needed, or the first check that failed, with its remedy; empty if all is well.
+    """Why no GPU is usable where one is needed, or the first failed check with its remedy; empty if the host is fit.
 
     With `preflight=off` there are no checks.
     """
@@ -103,14 +103,14 @@ def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) 
     if config.preflight.level == "off":
         return ""
     asked = OwnChecks(
-        # The group checks in full what has to be; this is only to keep out who would fail there at once.
+        # The group preflight checks in full; this only excludes a host that would fail there at once.
         level=Level.QUICK,
         settings=replace(config.preflight, checks=replace(config.preflight.checks, storage="off")),
         local_world_size=processes,
         run_dir=config.run.dir,
         memory_dir=config.checkpoint.memory_dir,
         cpus=float(config.run.num_threads * processes),
-        # Nothing of the run listens here yet; in a group it is the preflight itself that does.
+        # Nothing of the run listens here yet; in a group the preflight itself does.
         ports_free=True,
         transport=True,
     )
@@ -119,7 +119,7 @@ def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) 
 
 
 class CloudSource:
-    """The metadata service of whatever cloud this is; which one is found out with the first question."""
+    """The cloud's metadata service; the first look detects which cloud this is."""
 
     name = "the cloud's metadata service"
 
@@ -128,14 +128,14 @@ class CloudSource:
         return detect()
 
     def look(self) -> Notice | None:
-        """Nothing, outside of clouds. Raises: MetadataError."""
+        """None outside of clouds. Raises: MetadataError."""
         return None if self._source is None else self._source.look()
 
 
 def watch_notices(
     config: RunConfig, place: ClusterPlace, *, listener: StopListener, recorder: Recorder, print_line: Callable[[str], None]
 ) -> NoticePoller:
-    """Begin to ask, in a thread; what comes becomes a stop request, or is only told where it is a hint."""
+    """Start the polling thread. A notice to leave becomes a stop request; a hint is only printed."""
 
     def on_notice(notice: Notice) -> None:
         recorder.record(0, NoticeGiven(reason=notice.reason, leave=notice.leave, deadline=notice.deadline))

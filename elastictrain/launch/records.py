@@ -1,4 +1,4 @@
-"""What a launcher adds to the records of a run."""
+"""The launcher's events."""
 
 import logging
 import time

@@ -40,17 +40,17 @@ from elastictrain.storage.failures import reason_of
 
 _TURN_S = 0.1
 _BRIEF_TURN_S = 0.02
-_HURRIED_S = 10.0  # how long turns are brief after an end: each of them brings the next start forward
+_HURRIED_S = 10.0  # turns are brief for so long after an end: each makes the next start earlier
 _ASK_EVERY_S = 1.0
-_WORTH_SAYING_S = 1.5  # a wait that is over sooner is of no interest to anybody
+_WORTH_SAYING_S = 1.5  # shorter waits are not printed
 _EXIT_MESSAGE_S = 1.0
-_EXIT_MESSAGE_SHARE = 0.25  # what is kept of the time before a deadline to say what is saved
-_LEAVING_LIMIT_S = 10.0  # how long what a launcher leaves for the others may take to reach storage
+_EXIT_MESSAGE_SHARE = 0.25  # share of the time before a deadline that is kept to print what is saved
+_LEAVING_LIMIT_S = 10.0  # limit for writing the launcher's last records to storage
 
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """One launcher's life, from its first look at the registry to its exit code. Put together in __main__.py."""
+    """One launcher's life, from its first look at the registry to its exit code. Built in __main__.py."""
 
     config: RunConfig
     run_arguments: tuple[str, ...]
@@ -65,7 +65,7 @@ class Supervisor:
     check_host: Callable[[], str]  # why this host is unfit; empty if it is not
     committed_step: Callable[[], int | None]
     remembered_step: Callable[[], int]
-    ask_to_flush: Callable[[], SaverConnection | None]  # these three as in `final_save`
+    ask_to_flush: Callable[[], SaverConnection | None]  # these three: see `final_save`
     print_line: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -74,14 +74,10 @@ class Supervisor:
         self._began_s = self.clock()
         self._stop_limit_s = self.config.fault.save_timeout_s + self.config.fault.shutdown_grace_s
         self._attempt: Attempt | None = None
-        self._stop_cost_s: float | None = None
-        """What the end of the last generation took; waiting for hosts after it is no cost of a restart."""
-
+        self._stop_cost_s: float | None = None  # duration of the last end; waiting for hosts after it is no restart cost
         self._reached_last_step = False
         self._restart_cost_s = 0.0
-        self._known_step = 0
-        """The newest step that this host has known to be committed; storage that does not answer makes it no smaller."""
-
+        self._known_step = 0  # newest committed step seen; it never decreases, even if storage does not answer
         self._stopped_step = 0
         self._unforked = ""
         self._said = self._waits_for = ""
@@ -90,9 +86,9 @@ class Supervisor:
         self._hurried_until_s = self._began_s + _HURRIED_S
 
     def run(self) -> int:
-        """Until there is nothing more to do here; returns the exit code.
+        """Run until nothing is left to do here; returns the exit code.
 
-        Raises: RunHeldError where another run was faster, and this launcher is to begin anew when that has ended.
+        Raises: RunHeldError if another run took the folder first; this launcher must begin anew after it.
         """
         while True:
             self._look_after_workers()
@@ -108,7 +104,7 @@ class Supervisor:
             self.sleep(_BRIEF_TURN_S if self.clock() < self._hurried_until_s else _TURN_S)
 
     def _exchange_records(self) -> None:
-        """Have this host's record tell whom it hears, and hosts that wait send heartbeats to all that live."""
+        """Publish whom this host hears; while it waits, send heartbeats to all live hosts."""
         self.registry.hears = tuple(sorted(self.heartbeat.heard[0]))
         news, received = self.heartbeat.pop_received()
         if received:
@@ -188,7 +184,7 @@ class Supervisor:
         attempt.started = True
 
     def _finish(self, attempt: Attempt, end: End, *, at_once: bool) -> None:
-        """Have this host's part of the generation end, and tell the others if that is this host's word."""
+        """End this host's part of the generation, and publish the end if it is this host's own."""
         request, now_s = self.stop_request(), self.clock()
         deadline_s = request.deadline_s if request is not None else None
         if attempt.finish(end, at_once=at_once, now_s=now_s, stop_limit_s=self._stop_limit_s, deadline_s=deadline_s):
@@ -221,24 +217,24 @@ class Supervisor:
             self._over(attempt, self._judge(attempt, ended))
 
     def _judge(self, attempt: Attempt, ended: WorkersEnd) -> End:
-        # What a start would go on from is progress, wherever it is kept. Storage is not asked: all hosts wait for this one.
+        # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.
         known = (read_noted_step(str(self.folder)), self.remembered_step(), read_begun(str(attempt.folder)) or 0)
         self._known_step = max(self._known_step, *known)
         reasons = read_reasons(str(attempt.folder))
         self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
         host = self.registry.record.host
         end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=self._known_step)
-        # What workers do when they are asked to end is no news, but that they were at the last step already is.
+        # An end that was requested explains how workers end, unless they had reached the last step already.
         return end if attempt.asked is None or end.kind is EndKind.DONE else attempt.asked
 
     def _over(self, attempt: Attempt, end: End) -> None:
-        """Nothing of the generation runs here any more."""
+        """Close the generation here: nothing of it runs on this host any more."""
         number = attempt.generation.number
         self._hurried_until_s = self.clock() + _HURRIED_S
         self._attempt, self._reached_last_step = None, end.kind is EndKind.DONE
-        # The process that workers are forked from may have ended, too; it is there when the next generation begins.
+        # The fork server may have ended, too; prepare() starts it again before the next generation.
         self.workers.prepare()
-        # All of it was read, and a run may start again thousands of times.
+        # All of it has been read, and a run may restart thousands of times.
         shutil.rmtree(attempt.folder, ignore_errors=True)
         self._stop_cost_s = self.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
@@ -263,14 +259,14 @@ class Supervisor:
         self.registry.update(HostState.UNFIT, reason=reason, ended=max(ended, before.ended), committed_step=self._known_step)
 
     def _note_begin(self, attempt: Attempt) -> None:
-        """The first step is through: how long it took to get there, and what makes that longer than it has to be."""
+        """After the first step: measure the restart cost, and report what makes restarts slow."""
         if attempt.begun or read_begun(str(attempt.folder)) is None:
             return
         attempt.begun = True
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
         unforked = self.workers.unforked
-        # Once: what makes restarts slower is no reason not to train.
+        # Once: slow restarts are no reason not to train.
         if unforked and unforked != self._unforked:
             self._unforked = unforked
             self.print_line(f"each restart imports torch anew, which takes seconds longer: {unforked}")
@@ -291,18 +287,18 @@ class Supervisor:
         return None
 
     def _leave_if_taken(self) -> int | None:
-        """A run that no launcher has started was faster, or has taken over while this host was frozen or cut off.
+        """Leave if a run that no launcher started took the folder, at the start or while this host was frozen or cut off.
 
-        Raises: RunHeldError where it was faster, and is to be waited for.
+        Raises: RunHeldError if it came first and `run.on_held` is "wait".
         """
         newest = self.registry.known.newest
         if newest is None or newest.outcome is not GenerationOutcome.ELSEWHERE or newest.number <= self.free_after:
             return None
         if self._attempt is not None:
-            # Which ends it at once.
+            # `decide` ends it at once.
             return None
         if self.config.run.on_held == "wait" and not self.registry.record.ended:
-            # Nobody is to count on this host; it has nothing to save.
+            # The other hosts must not count on this one; it has nothing to save.
             self.registry.update(HostState.GONE, reason=newest.reason)
             self.registry.close(limit_s=_LEAVING_LIMIT_S)
             self.heartbeat.close()
@@ -324,7 +320,7 @@ class Supervisor:
         return None
 
     def _wait(self, decision: Wait) -> None:
-        """Say what is waited for, each time that it changes."""
+        """Print what is waited for, each time that it changes."""
         now_s = self.clock()
         if decision.for_what != self._waits_for:
             self._waits_for, self._waits_since_s = decision.for_what, now_s
@@ -336,10 +332,10 @@ class Supervisor:
         self.workers.close()
         newest = self.registry.known.newest
         self.recorder.record(newest.number if newest is not None else 0, LauncherEnded(exit_code=code, reason=reason))
-        # Before anything is waited for: the others are not to count on this host.
+        # Before any wait: the others must not count on this host.
         self.registry.update(HostState.GONE, reason=reason)
         final = self._final_save() if code != EXIT_OK else FinalSave(self.committed_step())
-        # Before more is waited for: whoever ends this process at a deadline leaves no time after it.
+        # Before further waits: a process killed at a deadline gets no time after it.
         self.print_line(exit_message(code, reason, run_dir=self.config.run.dir, final=final))
         self.registry.close(limit_s=_LEAVING_LIMIT_S)
         self.heartbeat.close()
@@ -350,12 +346,12 @@ class Supervisor:
         return code
 
     def _final_save(self) -> FinalSave:
-        """What only memory has is brought to storage: in a container all ends with this process, the saver too."""
+        """Have the saver write what only memory has: in a container every process ends with this one, the saver too."""
         request, now_s = self.stop_request(), self.clock()
         if request is None:
             until_s = now_s + self.config.fault.notice_s
         elif request.deadline_s is None:
-            # Nobody ends this host, and the saver goes on.
+            # This host is not being taken away, and the saver continues.
             until_s = now_s
         else:
             left_s = max(0.0, request.deadline_s - now_s)

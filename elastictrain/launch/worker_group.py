@@ -24,22 +24,20 @@ logger = logging.getLogger(__name__)
 STOP_NAME = "stop.json"
 _LOOPBACK = "127.0.0.1"
 
-# Its forks print as workers do, whose output is not held back.
+# Unbuffered (-u), because its forks print as workers do.
 _SERVER = (sys.executable, "-u", "-m", "elastictrain.launch.fork_server")
 
-_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))
-"""Modules of processes that workers start, and that end by themselves with nothing left behind."""
+_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
 
 _DEFAULTS = {
-    # As torchrun sets it for several workers; `run.num_threads` is what counts.
+    # As torchrun sets it for several workers; `run.num_threads` overrides it.
     "OMP_NUM_THREADS": "1",
-    # Otherwise torch tells of a dead launcher by the frames of its C++ code.
+    # Otherwise torch reports a dead launcher with a stack of C++ frames.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # It counts the GPUs at each start. To ask the driver itself, and not its tools, takes up to half a second.
+    # torch counts the GPUs at each start. Through the driver instead of NVML that takes up to half a second.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
-"""Of the environment: read when torch is imported, or later."""
 
 _CLOSE_WITHIN_S = 5.0
 _PAUSE_S = 0.02
@@ -48,19 +46,17 @@ _EXIT_FAILED = 1
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrder:
-    """The workers of one generation on one host."""
-
     arguments: tuple[str, ...]
-    environments: tuple[Mapping[str, str], ...]  # what is set for each worker in addition to the launcher's own
-    store_port: int  # of the store that the workers of all hosts meet through; 0 where another host has it
+    environments: tuple[Mapping[str, str], ...]  # added to the launcher's own environment, per worker
+    store_port: int  # of the store where the workers of all hosts meet; 0 if another host has it
 
 
 def plan_workers(
     generation: Generation, host: str, *, folder: str, pid: int, run_arguments: tuple[str, ...], restarted: bool
 ) -> WorkerOrder:
-    """The workers of a member, with what torchrun would set for them.
+    """The workers of a member, with the environment that torchrun would set.
 
-    `folder` is for what the launcher and the workers of one generation tell each other; `pid` is the launcher's.
+    `folder` is for messages between the launcher and the workers of one generation; `pid` is the launcher's.
     """
     members = generation.members
     index = next(place for place, member in enumerate(members) if member.host == host)
@@ -93,21 +89,15 @@ def plan_workers(
 
 @dataclass(frozen=True, slots=True)
 class WorkersEnd:
-    """How the workers of a host ended."""
-
-    code: int  # 0: all of them well. Negative: the fork server was ended by this signal, or the workers were killed.
+    code: int  # 0 if all ended well; negative: the fork server was ended by this signal, or the workers were killed
     codes: Mapping[int, int]  # by local rank, of those that failed first; negative for a signal
 
 
 @dataclass(slots=True)
 class _Run:
-    """The workers of one order, from the moment that it is given."""
-
-    num_workers: int | None = None  # none until the server has started them
+    num_workers: int | None = None  # None until the server has started them
     unforked: str = ""
-    workers: dict[int, psutil.Process] = field(default_factory=dict)
-    """By local rank; without those that had ended before they could be looked at."""
-
+    workers: dict[int, psutil.Process] = field(default_factory=dict)  # by local rank, if it lived when looked up
     codes: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     killed: list[psutil.Process] = field(default_factory=list)
@@ -119,7 +109,7 @@ class _Run:
 
 
 class WorkerGroup:
-    """At most one generation's workers run. The process that they are forked from waits for the next ones."""
+    """Runs the workers of at most one generation. The fork server waits for the next order."""
 
     def __init__(self, *, program: Sequence[str] = _SERVER, clock: Callable[[], float] = time.monotonic) -> None:
         self._program = program
@@ -127,15 +117,12 @@ class WorkerGroup:
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._received = b""
-        self._order = 0
-        """The number of the newest order: workers that were killed may be told of when the next ones run."""
-
+        self._order = 0  # number of the newest order: the server may report killed workers of an earlier one
         self._run: _Run | None = None
-        self._leaving: set[Process] = set()
-        """Of this generation and those before: what may hold devices and memory after its end."""
+        self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
 
     def prepare(self) -> None:
-        """Start the process that workers are forked from, unless it is there already."""
+        """Start the fork server, unless it runs already."""
         if self._server is not None and self._server.poll() is None:
             return
         self._drop_server()
@@ -145,23 +132,23 @@ class WorkerGroup:
                 self._program,
                 stdin=theirs.fileno(),
                 env={**_DEFAULTS, **os.environ},
-                # Ctrl-C is for the launcher, which then asks the workers.
+                # Ctrl-C is for the launcher, which then stops the workers.
                 start_new_session=True,
             )
         self._channel, self._received = ours, b""
 
     @property
     def unforked(self) -> str:
-        """Why the workers that run are no forks; empty if they are."""
+        """Why the running workers are no forks; empty if they are."""
         return self._run.unforked if self._run is not None else ""
 
     @property
     def failed(self) -> Mapping[int, int]:
-        """By local rank, the codes of those that run no more because they failed, before any other did."""
+        """Exit codes, by local rank, of the workers that failed first."""
         return self._run.failed if self._run is not None else {}
 
     def start(self, order: WorkerOrder) -> None:
-        """Run workers; those before must have ended. They wait for what is left of them, as soon as they have to."""
+        """Start workers; the previous ones must have ended. Before they need devices they wait for what is left of those."""
         assert self._run is None  # noqa: S101
         self.prepare()
         assert self._channel is not None  # noqa: S101
@@ -174,24 +161,21 @@ class WorkerGroup:
             "store_port": order.store_port,
         }
         with suppress(OSError):
-            # If the server has died meanwhile, `poll` says so.
+            # If the server has died meanwhile, `poll` reports it.
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def poll(self) -> WorkersEnd | None:
-        """How they ended; None while they may still do something.
-
-        After an answer there is none any more.
-        """
+        """Return how the workers ended; None while they may still run anything. Not to be called after that."""
         run, server = self._run, self._server
         assert run is not None  # noqa: S101
         assert server is not None  # noqa: S101
-        # In this order: what the server has told before its end is received.
+        # In this order: all that the server sent before its end is received.
         server_code = server.poll()
         self._receive()
         self._reap()
         if run.killed_s is None:
             if server_code is not None:
-                # Workers would go on to save, and hold their devices meanwhile.
+                # Workers would save first, and hold their devices meanwhile.
                 self._kill(run)
             elif len(run.codes) != run.num_workers:
                 return None
@@ -203,7 +187,7 @@ class WorkerGroup:
         return WorkersEnd(_EXIT_FAILED if run.failed else code, run.failed)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to each worker, as often as this is called."""
+        """Send SIGTERM to each worker; may be repeated."""
         if self._run is not None:
             self._receive()
             for process in self._run.living:
@@ -211,13 +195,13 @@ class WorkerGroup:
                     process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the workers and what they started, but neither saver nor monitor; `poll` says when they are gone."""
+        """Kill the workers and their children, except saver and monitor; `poll` then returns how they ended."""
         run, server = self._run, self._server
         if run is None or server is None or run.killed_s is not None:
             return
         self._receive()
         if run.num_workers is None:
-            # Stopped, it starts nobody between our look and its end.
+            # A stopped server starts no worker between this look and its end.
             server.send_signal(signal.SIGSTOP)
             with suppress(psutil.Error):
                 run.workers = dict(enumerate(psutil.Process(server.pid).children()))
@@ -225,7 +209,7 @@ class WorkerGroup:
         self._kill(run)
 
     def close(self) -> None:
-        """End everything that was started here, and wait a few seconds at most until nothing of it can do anything."""
+        """Kill all that was started here, and wait up to 5 s until none of it runs."""
         self.kill()
         until_s = self._clock() + _CLOSE_WITHIN_S
         while self._run is not None and self.poll() is None:
@@ -236,7 +220,7 @@ class WorkerGroup:
         self._drop_server()
 
     def wait_until_gone(self, limit_s: float) -> None:
-        """Until nothing of what was started here holds anything: who comes next on this host knows nothing of it."""
+        """Wait until nothing that was started here holds devices or memory: the next launcher does not know of it."""
         wait_until_gone(self._still_there(), limit_s=limit_s, clock=self._clock)
         self._reap()
 
@@ -262,11 +246,11 @@ class WorkerGroup:
                 with suppress(psutil.Error):
                     run.workers[local_rank] = psutil.Process(pid)
         run.codes |= dict(codes)
-        # Those that fail later may do so because of the first.
+        # Later failures may be effects of the first.
         run.failed = run.failed or {local_rank: code for local_rank, code in codes if code}
 
     def _kill(self, run: _Run) -> None:
-        """SIGKILL to the workers that live, and to all that they have started."""
+        """SIGKILL the living workers and all that they have started."""
         run.killed_s = self._clock()
         run.killed = [one for one in _with_children(run.living) if not _outlives(one)]
         self._leaving.update(known for one in run.killed if (known := identify(one.pid)) is not None and one.is_running())
@@ -275,17 +259,17 @@ class WorkerGroup:
                 one.kill()
 
     def _left(self, run: _Run) -> list[int]:
-        """Processes that were killed, and may still do something: what waits for a device dies only when that has answered."""
+        """Killed processes that may still run: one that waits for a device dies only when the device has answered."""
         server = self._server if run.num_workers is None else None
         left = [server.pid] if server is not None and server.poll() is None else []
         return left + [one.pid for one in run.killed if one.is_running() and runs(one.pid)]
 
     def _still_there(self) -> list[Process]:
-        """Without who still runs: that one was waited for, and named."""
+        """Processes that hold resources but no longer run; those that still run were waited for and logged."""
         return [one for one in self._leaving if is_there(one) and not runs(one.pid)]
 
     def _reap(self) -> None:
-        """Ask how those ended that hold nothing any more: as the first process of a container this one is their parent."""
+        """Reap processes that hold nothing any more: as pid 1 of a container this process is their parent."""
         for one in [one for one in self._leaving if not is_there(one)]:
             if identify(one.pid) == one:
                 with suppress(ChildProcessError):
@@ -302,7 +286,7 @@ class WorkerGroup:
         self._run = None
 
     def _drop_server(self) -> None:
-        """Without workers it holds nothing that anybody needs."""
+        """Without workers the server holds nothing that is needed."""
         server, self._server = self._server, None
         if server is not None and self._channel is not None:
             self._channel.close()
@@ -312,7 +296,7 @@ class WorkerGroup:
 
 
 def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The same and all that they have started, in one pass over the host's processes."""
+    """`family` and all descendants, in one pass over the host's processes."""
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -327,7 +311,7 @@ def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def _outlives(process: psutil.Process) -> bool:
-    """Whether it is not to end with the workers."""
+    """Whether the process must outlive the workers."""
     try:
         return not _OUTLIVE_WORKERS.isdisjoint(process.cmdline())
     except psutil.Error:
@@ -335,7 +319,7 @@ def _outlives(process: psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now, on any address."""
+    """A TCP port on which no process listens now, on any address."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

@@ -19,7 +19,6 @@ class PaceOptions:
     first: float = 100e6  # before anything is known: a tenth of what the slowest links of a cluster carry
     least: float = 4e6
     most: float = 20e9
-
     window: int = 10  # steps while sending for one decision
     baseline: int = 5  # steps without sending that it must be compared with
     fresh_steps: int = 200  # a baseline older than so many steps is taken anew

@@ -24,10 +24,8 @@ class Limits:
     """How long one side waits for the other, in seconds; all of what is waited for must have come by then."""
 
     connect_s: float = 5.0
-
     handshake_s: float = 5.0  # of the side that asks; the other one gives it two seconds at most
     io_s: float = 30.0  # one frame, or the answer to a request
-
     prepare_s: float = 180.0
     """Making room for a replica, for which the system clears the memory first, or digesting one that has come."""
 

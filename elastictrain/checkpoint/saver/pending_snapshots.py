@@ -130,7 +130,6 @@ class IncarnationSaves:
     saved_step: int = -1  # the newest step that is in storage
     handed_over: set[int] = field(default_factory=set)  # steps that are being saved, or were
     done_here: set[int] = field(default_factory=set)  # steps of which this host has done its part, and gets no more news
-
     outcomes: dict[int, ToWorker] = field(default_factory=dict)
     """By step: what was sent to the workers that were connected, for one that was not."""
 

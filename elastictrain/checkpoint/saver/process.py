@@ -40,7 +40,6 @@ class SaverConfig:
     flush_s: float
     grace_s: float
     versions: dict[str, str]
-
     key_env: str = ""  # the environment variable with the key that signs checkpoints; empty for none
 
 

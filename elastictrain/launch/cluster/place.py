@@ -16,7 +16,6 @@ class ClusterPlace:
     """What the environment says of this host and its job."""
 
     kind: Literal["slurm", "kubernetes", "runai", "vast", "plain"]
-
     role: Literal["launcher", "idle"] = "launcher"
     """Of several tasks that the cluster started on this host one is the launcher. The others are idle: they wait for it to end,
     and end with it."""

@@ -40,7 +40,6 @@ class ClusterState:
     me: HostRecord
     now_s: float = 0.0
     reads: int = 0  # how often storage has been read, generations and records; 0: nothing is known yet
-
     began_s: float = 0.0
     """When this launcher had read storage for the first time: a generation that was over by then is none of its own."""
 
@@ -57,7 +56,6 @@ class ClusterState:
     silent while storage could not be reached: silence is counted up to here."""
 
     trouble: str = ""  # why storage could not be read the last time; empty if it could
-
     silent: frozenset[str] = frozenset()
     """Members of the generation in which this host takes part, or last did, whose heartbeats have not come for long."""
 

@@ -50,7 +50,6 @@ class End:
 
     reason: str
     lost: str = ""  # the host that is silent, where `kind` is LOST
-
     blames: tuple[str, ...] = ()
     """The hosts that its workers or its launcher hold to be the cause of a hang or of a broken connection."""
 
@@ -79,7 +78,6 @@ class HostRecord:
     beat: int
     ended: int  # The newest generation whose end this host has finished with: nothing of it runs here any more. 0 for none.
     committed_step: int = 0  # the newest step that this host knew to be committed when it had finished with `ended`; 0 if none
-
     hears: tuple[str, ...] = ()
     """Hosts whose heartbeats this host receives, in order; in a group each must receive those of each."""
 
