@@ -21,7 +21,6 @@ _SHOWN_CHARACTERS = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return run_command(
         _parser(), arguments, lambda parsed: int(parsed.act(parsed)), if_interrupted=lambda _: "; the same command continues"
@@ -100,7 +99,6 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _summary(index: TokenIndex, *, url: str) -> str:
-    """What a folder of token files holds, as a text for a terminal."""
     tokenizer = index.tokenizer
     lines = [
         url,
@@ -114,10 +112,7 @@ def _summary(index: TokenIndex, *, url: str) -> str:
 
 
 def _sample_text(store: Store, index: TokenIndex, *, sample: int, seq_len: int) -> str:
-    """The text of one sample, as training with `train.seq_len=seq_len` reads it; its head, if it is long.
-
-    Raises: UsageError if there is no such sample.
-    """
+    """One sample as training with this `seq_len` reads it, cut if it is long. Raises: UsageError if it does not exist."""
     tokenizer = tokenizer_of(store, index)
     num_samples = index.num_samples(seq_len)
     if not 0 <= sample < num_samples:
@@ -137,7 +132,7 @@ def _sample_text(store: Store, index: TokenIndex, *, sample: int, seq_len: int) 
 
 @contextmanager
 def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, and nothing elsewhere."""
+    """A bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

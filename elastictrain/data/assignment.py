@@ -4,8 +4,8 @@ Step s (from 0) consumes positions [s * B, (s + 1) * B). They are cut into chunk
 to rank c % world size. Dealt in turn, rather than in one stretch per rank, chunks leave a rank idle in its last pass at most:
 every rank has work of its own whenever there are as many chunks as ranks.
 
-A seeded permutation per epoch says which sample stands at a position. It is pure integer arithmetic, so the order is the same
-on every machine, Python and library version, and any position can be asked for without those before it.
+A seeded permutation per epoch maps positions to samples. It is pure integer arithmetic: the order is the same on every machine,
+Python and library version, and any position can be computed alone.
 
 Source of the construction: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002): a Feistel network over
 [0, a) x [0, b) with a * b just above the number of samples, and cycle walking for the few values outside.
@@ -32,7 +32,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass of a rank: the step (from 0) it belongs to, its positions, and the samples that stand there."""
+    """One forward pass of a rank: its step (from 0), its positions, and the samples at these positions."""
 
     step: int
     portion: Portion
@@ -41,8 +41,6 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What fixes a rank's share of every step."""
-
     global_batch: int
     micro_batch: int
     world_size: int
@@ -50,23 +48,22 @@ class Share:
 
     @property
     def chunk_size(self) -> int:
-        """Samples per chunk: `micro_batch`, or fewer if some ranks would otherwise have nothing to do.
+        """Samples per chunk: `micro_batch`, or fewer if some ranks would otherwise be idle.
 
-        As long as global_batch >= micro_batch * world_size it is `micro_batch`, so the contents of micro-batches do not depend
-        on the world size.
+        With global_batch >= micro_batch * world_size the contents of micro-batches do not depend on the world size.
         """
         return min(self.micro_batch, -(-self.global_batch // self.world_size))
 
     @property
     def passes_per_step(self) -> int:
-        """Forward passes of every rank per step; the same for all, so that their collectives pair up."""
+        """Forward passes of every rank per step; equal on all ranks, so that their collectives pair up."""
         return -(-self.global_batch // (self.chunk_size * self.world_size))
 
     def portions(self, step: int) -> tuple[Portion, ...]:
-        """What the rank reads at `step` (from 0), in order.
+        """The rank's portions of `step` (from 0), in order.
 
         Over all ranks, the portions that count are disjoint and cover [step * global_batch, (step + 1) * global_batch). A rank
-        that is short of chunks repeats a real one of the same step that does not count.
+        with too few chunks repeats one of the same step, which does not count.
         """
         num_chunks = -(-self.global_batch // self.chunk_size)
         start = step * self.global_batch
@@ -79,7 +76,7 @@ class Share:
 
 
 def passes(first_step: int, *, last_step: int, share: Share, num_samples: int, seed: int, shuffle: bool) -> Iterator[Pass]:
-    """Every pass of a rank from `first_step` up to `last_step` (exclusive), in order."""
+    """All passes of a rank in steps [first_step, last_step), in order."""
     for step in range(first_step, last_step):
         for portion in share.portions(step):
             positions = range(portion.first, portion.end)
@@ -97,7 +94,7 @@ def sample_at(position: int, *, num_samples: int, seed: int, shuffle: bool) -> i
 
 
 def _permute(value: int, *, size: int, key: int) -> int:
-    """The image of `value` under the permutation of [0, size) that belongs to the 64-bit `key`."""
+    """The image of `value` under the permutation of [0, size) of the 64-bit `key`."""
     width = isqrt(size - 1) + 1
     height = -(-size // width)
     while True:

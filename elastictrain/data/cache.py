@@ -1,8 +1,8 @@
-"""A bounded local folder for data that is elsewhere, shared by all processes of a host, and how shards come into it.
+"""A bounded local folder for remote data, shared by all processes of a host, and how shards get into it.
 
-Each entry is a folder with a `use.lock`, on which everyone who reads the entry holds a shared lock (its time is the time of
-the last use), and a `fill.lock`, which whoever completes the entry holds alone. Locks end with their process, so nothing is
-left to clean up after a SIGKILL. Entries come and go only under the cache's own lock.
+Each entry is a folder with a `use.lock`, on which every reader holds a shared lock (its mtime is the last use), and a
+`fill.lock`, which the process that completes the entry holds alone. Locks end with their process, so a SIGKILL leaves nothing
+to clean up. Entries are added and removed only under the cache's own lock.
 """
 
 import errno
@@ -34,16 +34,14 @@ _NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class CachedFolder:
-    """One data set in the cache."""
-
     name: str
     size_bytes: int
-    last_use: float
+    last_use: float  # unix seconds
     in_use: bool
 
 
 def choose_evictions(entries: Sequence[CachedFolder], *, needed_bytes: int, budget_bytes: int) -> tuple[str, ...] | None:
-    """The entries to remove, least recently used first, so that `needed_bytes` more fit; None if that cannot be done."""
+    """The entries to remove, least recently used first, so that `needed_bytes` more fit; None if that is impossible."""
     excess = sum(entry.size_bytes for entry in entries) + needed_bytes - budget_bytes
     chosen = []
     for entry in sorted(entries, key=lambda entry: (entry.last_use, entry.name)):
@@ -63,16 +61,16 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 
 
 class CacheLease:
-    """A folder in the cache that stays there until the lease is closed or its process ends."""
+    """Keeps a folder in the cache until the lease is closed or its process ends."""
 
     def __init__(self, folder: Path, *, lock: int) -> None:
-        """`lock` is the descriptor of the entry's `use.lock`, locked; the lease closes it."""
+        """`lock` is the descriptor of the entry's locked `use.lock`; the lease closes it."""
         self.folder = folder
         self.lock = lock
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Be the only process that completes the entry; waits until no other does. Closes the lease if that fails."""
+        """Wait to be the only process that completes the entry. Closes the lease if that fails."""
         try:
             with explained(self.folder):
                 lock = (self.folder / "fill.lock").open("a")
@@ -84,7 +82,7 @@ class CacheLease:
             raise
 
     def close(self) -> None:
-        """Let the entry be removed when its space is needed."""
+        """Allow removal of the entry when its space is needed."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
@@ -95,14 +93,12 @@ class CacheLease:
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """The cache below `root`, at most `budget_bytes` large."""
-
     root: Path
     _: KW_ONLY
     budget_bytes: int
 
     def lease(self, name: str, *, size_bytes: int, source: str) -> CacheLease:
-        """Make room for the entry `name` with `size_bytes` at most, and hold it; `source` is for messages.
+        """Make room for entry `name` of at most `size_bytes`, and hold it; `source` is for messages.
 
         Raises: DataError if the cache is too small; HostUnfitError if this host's disk is full.
         """
@@ -123,7 +119,7 @@ class CacheFolder:
     def _make_room(self, name: str, *, size_bytes: int, source: str) -> None:
         for leftover in self.root.glob(f"{_REMOVED}*"):
             shutil.rmtree(leftover)
-        # The folder may be one that a person also keeps other things in: what is not an entry is left alone.
+        # A user may keep other things in this folder: only entries are touched.
         entries = [_entry(lock.parent) for lock in sorted(self.root.glob("*/use.lock")) if lock.parent.name != name]
         chosen = choose_evictions(entries, needed_bytes=size_bytes, budget_bytes=self.budget_bytes)
         if chosen is None:
@@ -135,7 +131,7 @@ class CacheFolder:
             )
             raise DataError([Problem("data.cache_gb", trouble)])
         for victim in chosen:
-            # Renamed first, so that an entry is never found half removed, whenever this process dies.
+            # Renamed first, so that no entry is ever half removed, even if this process dies.
             shutil.rmtree((self.root / victim).rename(self.root / f"{_REMOVED}{victim}"))
 
 
@@ -146,7 +142,7 @@ def _entry(folder: Path) -> CachedFolder:
         declared = 0
     present = 0
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # whoever fills the entry renames files meanwhile
+        with suppress(FileNotFoundError):  # the process that fills the entry renames files meanwhile
             present += path.stat().st_size
     with (folder / "use.lock").open() as lock:
         try:
@@ -159,7 +155,7 @@ def _entry(folder: Path) -> CachedFolder:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns failures of the local disk into errors that say what to do."""
+    """Turn failures of the local disk into errors that name the remedy."""
     try:
         yield
     except OSError as error:
@@ -174,21 +170,18 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def fetch_shards(store: Store, index: TokenIndex, *, cache: CacheFolder) -> tuple[tuple[Path, ...], CacheLease]:
-    """Local paths of all shards, and the lease that keeps them there.
-
-    Raises: DataError if a shard is not what the index says; StorageError.
-    """
+    """Paths of all shards, and the lease that keeps them. Raises: DataError if a shard contradicts the index; StorageError."""
     lease = cache.lease(f"tokens-{index.digest}", size_bytes=index.size_bytes, source=store.url)
     if not all(_is_verified(lease.folder / shard.file, shard) for shard in index.shards):
         with lease.filling():
-            # Another process of this host may have done the work while this one waited for the lock.
+            # Another process of this host may have completed the entry while this one waited for the lock.
             missing = [shard for shard in index.shards if not _is_verified(lease.folder / shard.file, shard)]
             _fetch_missing(store, missing, folder=lease.folder)
     return tuple(lease.folder / shard.file for shard in index.shards), lease
 
 
 def read_shard(store: Store, shard: Shard, *, take: Callable[[memoryview], object]) -> str:
-    """Hands each piece of a shard to `take`, in order; what is wrong with the shard, as a sentence, or nothing."""
+    """Pass each piece of a shard to `take`, in order; return what is wrong with the shard, as a sentence, or ''."""
     url = f"{store.url}/{shard.file}"
     try:
         size_bytes = store.stat(shard.file).size_bytes
@@ -209,7 +202,7 @@ def read_shard(store: Store, shard: Shard, *, take: Callable[[memoryview], objec
 
 
 def _as_found(path: Path, shard: Shard) -> str:
-    """Which digest a file was found to have, and its size and time then: one that has changed is checked again."""
+    """The digest that a file was verified to have, with its size and time then: a changed file is verified again."""
     found = path.stat()
     return f"{shard.xxh3_128} {found.st_size} {found.st_mtime_ns}"
 
@@ -229,7 +222,7 @@ def _fetch_missing(store: Store, shards: Sequence[Shard], *, folder: Path) -> No
     stopping = Event()
 
     def bring(shard: Shard) -> None:
-        # It may be right although nobody has noted that: a process was killed, or the file's time is another one.
+        # The file may be right without a record of it: a process was killed, or the file's time has changed.
         path = folder / shard.file
         there = path.exists()
         problem = read_shard(here, shard, take=lambda _: None) if there else ""
@@ -251,7 +244,7 @@ def _fetch_missing(store: Store, shards: Sequence[Shard], *, folder: Path) -> No
 def _download(store: Store, shard: Shard, *, folder: Path, stopping: Event) -> None:
     temporary = folder / f".{shard.file}.part"
     problem = ""
-    for _ in range(2):  # bytes damaged on the way are right the second time, damaged at the source they are not
+    for _ in range(2):  # a second attempt repairs damage on the way, but not damage at the source
         with explained(folder), temporary.open("wb") as file:
 
             def take(piece: memoryview, write: Callable[[memoryview], object] = file.write) -> None:

@@ -1,15 +1,15 @@
-"""Map-style samples: the seam between the loader and whatever is trained on."""
+"""Map-style samples: the interface between the loader and the data that is trained on."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
-Batch = Mapping[str, Tensor]  # named tensors; of a sample without, of a micro-batch with a first dimension that counts samples
+Batch = Mapping[str, Tensor]  # named tensors; those of a micro-batch have a first dimension that counts samples
 
 
 class Dataset(Protocol):
-    """Samples by index; any index in [0, len) at any time, on any rank, always the same sample."""
+    """Samples by index: any rank may read any index in [0, len) at any time, and always gets the same sample."""
 
     def __len__(self) -> int: ...
 

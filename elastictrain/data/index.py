@@ -1,7 +1,7 @@
-"""The index of a folder of token files: what it must hold, written last, so a folder with an index is complete.
+"""The index of a folder of token files. It is written last, so a folder with an index is complete.
 
-A folder of token files holds `index.json` and shards `tokens-00000.bin`, ...: little-endian unsigned integers and nothing
-else. The data set is the concatenation of its shards.
+The folder holds `index.json` and shards `tokens-00000.bin`, ...: little-endian unsigned integers and nothing else. The data set
+is the concatenation of its shards.
 """
 
 import json
@@ -33,7 +33,7 @@ _PlainName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.\.?\Z)[^/\0]+\Z")]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerDescription:
-    """How text became tokens, enough to load the same tokenizer again."""
+    """How text became tokens; enough to load the same tokenizer again."""
 
     kind: Literal["bytes", "huggingface"]
     vocab_size: _Count  # one more than the largest token id
@@ -43,8 +43,6 @@ class TokenizerDescription:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of tokens."""
-
     file: _PlainName
     num_tokens: _Count
     size_bytes: _Count
@@ -53,8 +51,6 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
-    """What a folder of token files holds."""
-
     dtype: TokenType
     tokenizer: TokenizerDescription
     num_documents: _Count
@@ -62,17 +58,15 @@ class TokenIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shards."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """Names the data: two folders with the same digest hold the same tokens."""
+        """Identifies the data: two folders with the same digest hold the same tokens."""
         return xxhash.xxh3_128_hexdigest(json.dumps(_body(self), sort_keys=True).encode())
 
     def num_samples(self, seq_len: int) -> int:
@@ -81,7 +75,7 @@ class TokenIndex:
 
 
 def stored_type(dtype: TokenType) -> "np.dtype[Any]":
-    """The tokens as they are in the files, on every machine."""
+    """The type of tokens in the files, the same on every machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
@@ -91,12 +85,11 @@ def _body(index: TokenIndex) -> dict[str, object]:
 
 
 def encode_index(index: TokenIndex) -> bytes:
-    """The content of `index.json`."""
     return json.dumps({**_body(index), "digest": index.digest}, indent=1).encode() + b"\n"
 
 
 def decode_index(data: bytes, *, url: str) -> TokenIndex:
-    """Reads `index.json`; `url` is for messages. Raises: DataError if it is not an index of this version, or was damaged."""
+    """Parse `index.json`; `url` is for messages. Raises: DataError if it is damaged or no index of this version."""
 
     def damaged(trouble: str) -> DataError:
         return DataError(f"{url} {trouble}; prepare the data again")
@@ -130,10 +123,7 @@ def decode_index(data: bytes, *, url: str) -> TokenIndex:
 
 
 def read_index(store: Store) -> TokenIndex:
-    """The index of the folder of token files at the store's root.
-
-    Raises: DataError if there is none or it is damaged; StorageError.
-    """
+    """Read the index at the store's root. Raises: DataError if it is missing or damaged; StorageError."""
     make = f"make it with: python -m elastictrain.data prepare TEXT... --out {store.url}"
     if isinstance(store, LocalStore):
         path = Path(store.root).absolute()

@@ -1,7 +1,7 @@
 """Which sample each rank consumed at each step, and whether each position was consumed exactly once.
 
-Each incarnation of the run writes a log per rank, `ledger/<incarnation>-r<rank>.jsonl`. Incarnation ids sort in time, and a
-later incarnation that does a step again supersedes the earlier ones, as its update does in the model.
+Each incarnation of the run writes a log per rank, `ledger/<incarnation>-r<rank>.jsonl`. Incarnation ids sort by time; a later
+incarnation that repeats a step supersedes the earlier ones, as its update does in the model.
 """
 
 import json
@@ -25,17 +25,15 @@ class Row:
     incarnation: str
     rank: int
     step: int
-    positions: tuple[tuple[int, int], ...]  # Half-open ranges, as [first, end)
+    positions: tuple[tuple[int, int], ...]  # half-open ranges [first, end)
     samples: tuple[int, ...]  # the sample at each position, in the order of `positions`
 
     @property
     def each_position(self) -> list[int]:
-        """The positions of all ranges."""
         return [position for first, end in self.positions for position in range(first, end)]
 
 
 def ledger_key(*, incarnation: str, rank: int) -> str:
-    """The log of one rank of one incarnation."""
     return f"ledger/{incarnation}-r{rank:05d}.jsonl"
 
 
@@ -46,7 +44,7 @@ class Ledger:
     log: AppendLog
 
     def record(self, step: int, *, consumed: Sequence[tuple[Portion, Sequence[int]]]) -> None:
-        """Append what was consumed for `step` (from 1): each portion with its sample ids. Only those that count are written."""
+        """Append the portions consumed for `step` (from 1) with their sample ids; only those that count are written."""
         counting = [(portion, sample_ids) for portion, sample_ids in consumed if portion.counts]
         row = {
             "step": step,
@@ -57,7 +55,7 @@ class Ledger:
 
 
 def read_ledger(store: Store) -> Iterator[Row]:
-    """Every row below `ledger/` of a run folder; a line that its writer did not finish is left out."""
+    """Every row below `ledger/` of a run folder; unfinished lines are skipped."""
     for info in store.list("ledger"):
         name = _NAME.fullmatch(info.key.rpartition("/")[2])
         if name is None:
@@ -92,8 +90,7 @@ def fold(rows: Sequence[Row]) -> dict[int, dict[int, int]]:
 def check_exactly_once(
     rows: Sequence[Row], *, steps: int, global_batch: int, num_samples: int, seed: int, shuffle: bool
 ) -> tuple[str, ...]:
-    """What is wrong, a sentence each; nothing if steps 1 to `steps` consumed every position once, in order, with the right
-    sample."""
+    """Problems, a sentence each; none if steps 1 to `steps` consumed every position once, in order, with the right sample."""
     problems = []
     kept = effective(rows)
     for step in range(1, steps + 1):

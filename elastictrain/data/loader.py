@@ -1,8 +1,8 @@
-"""Micro-batches of one rank in order, read ahead of the trainer by a thread, or by processes.
+"""Micro-batches of one rank in order, read ahead of the trainer by a thread or by worker processes.
 
-The processes are told which samples to read, one micro-batch at a time, and know nothing else. They are not torch's
-DataLoader: its handler of SIGCHLD raises in whatever the trainer's main thread is doing (a save, say), and it notices a dead
-worker, or the wish to end, only every five seconds. Here both wake the waiting thread at once.
+Workers receive sample ids, one micro-batch at a time. They are not torch's DataLoader: its handler of SIGCHLD raises in
+whatever the trainer's main thread is doing (a save, say), and it notices a dead worker, or a request to end, only every five
+seconds. Here both wake the waiting thread at once.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from typing import Self
 
 import torch
 
-# Importing it teaches connections to send tensors through shared memory.
+# This import lets connections send tensors through shared memory.
 import torch.multiprocessing
 
 from elastictrain.data.assignment import Pass, Portion
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# One that it works on and one that waits: few enough that neither side ever blocks on a full pipe.
+# One in work and one waiting: few enough that neither side ever blocks on a full pipe.
 _PER_WORKER = 2
 
 
@@ -53,16 +53,16 @@ class MicroBatch:
 
 
 class Loader:
-    """The micro-batches of `planned`, once and in order.
+    """Yields the micro-batches of `planned`, once and in order. `next` raises what the data set raises.
 
-    Its only state is the step: a loader with the passes from a later step on yields exactly what remains. Reading starts with
-    the context, or with the first `next`. Whatever the data set raises is raised by `next`.
+    The only state is the step: a loader with the passes from a later step on yields exactly what remains. Reading starts with
+    the context, or with the first `next`.
     """
 
     def __init__(
         self, dataset: Dataset, planned: Iterator[Pass], *, workers: int, prefetch: int, pin_memory: bool = False
     ) -> None:
-        """`workers`: processes that read, 0 for a thread of this one; `prefetch`: micro-batches that wait to be taken, at most.
+        """`workers`: processes that read, 0 for a thread of this one; `prefetch`: most micro-batches that wait to be taken.
 
         `pin_memory`: batches are copied to page-locked memory, from which a GPU can fetch them while it computes.
         """
@@ -102,7 +102,7 @@ class Loader:
             raise StopIteration
 
     def close(self) -> None:
-        """Stop reading; leaves no thread and no process. May be called again."""
+        """Stop reading; end the processes, and the thread unless the data set hangs. May be called again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -117,7 +117,7 @@ class Loader:
 
     def _start(self) -> None:
         if self._thread is None and not self._closed:
-            # At exit, multiprocessing would wait for ever for workers that ignore its SIGTERM: they must be gone by then.
+            # At exit, multiprocessing would wait for ever for workers that ignore its SIGTERM: they must end before.
             atexit.register(self.close)
             self._thread = Thread(target=self._run, name="data-read-ahead", daemon=True)
             self._thread.start()
@@ -133,7 +133,7 @@ class Loader:
                         return
                     self._ready.append(MicroBatch(planned.step, planned.portion, planned.sample_ids, ready))
                     self._changed.notify_all()
-        # The edge of a thread: the consumer raises it.
+        # The edge of a thread: `next` raises it.
         except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:
@@ -145,7 +145,7 @@ class Loader:
 
 
 def read_batch(dataset: Dataset, sample_ids: Sequence[int]) -> Batch:
-    """The samples, stacked name by name."""
+    """Stack the samples, name by name."""
     try:
         samples = [dataset[sample_id] for sample_id in sample_ids]
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -164,7 +164,7 @@ _Worker = tuple[SpawnProcess, Connection]
 
 
 class WorkerPool:
-    """Workers of one loader. Everything except `kill` is called from one thread, which the workers do not outlive."""
+    """Workers of one loader. One thread, which the workers do not outlive, calls everything except `kill`."""
 
     def __init__(self, dataset: Dataset, *, num_workers: int) -> None:
         self._dataset = dataset
@@ -174,10 +174,7 @@ class WorkerPool:
         self._killed = False
 
     def read(self, passes: Iterator[Pass]) -> Iterator[tuple[Pass, Batch]]:
-        """The batch of each pass, in order; passes go to the workers in turn.
-
-        Raises: what the data set raised, or ElasticTrainError if a worker died.
-        """
+        """Yield batches in order; workers take turns. Raises: the data set's error; ElasticTrainError if a worker died."""
         if not self._start():
             return
         in_flight: deque[tuple[Pass, _Worker]] = deque()
@@ -186,17 +183,17 @@ class WorkerPool:
                 first, worker = in_flight.popleft()
                 yield first, self._receive(worker)
             worker = self._workers[number % self._num_workers]
-            with suppress(OSError):  # a dead worker is reported when its answer is waited for
+            with suppress(OSError):  # the wait for its answer reports a dead worker
                 worker[1].send(planned.sample_ids)
             in_flight.append((planned, worker))
         for first, worker in in_flight:
             yield first, self._receive(worker)
 
     def _start(self) -> bool:
-        """Starts the workers; false if they were killed before they were all there."""
-        # Python 3.11 unblocks the two signals in the calling thread when it starts its resource tracker: get that over with.
+        """Start the workers; False if `kill` came first."""
+        # Python 3.11 unblocks SIGINT and SIGTERM in the calling thread when it starts its resource tracker: start that first.
         resource_tracker.ensure_running()
-        # Workers inherit the mask, so that a SIGTERM to the whole process group cannot kill one that is still starting.
+        # Workers inherit the mask: a SIGTERM to the whole process group cannot kill one that is still starting.
         signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         # Forking would copy the trainer's CUDA context, threads, sockets and signal handlers into every worker.
         context = multiprocessing.get_context("spawn")
@@ -215,7 +212,7 @@ class WorkerPool:
 
     def _receive(self, worker: _Worker) -> Batch:
         process, connection = worker
-        # The end of the process counts, not that of the connection: a child of the worker may hold that open.
+        # Wait for the end of the process, not only of the connection: a child of the worker may hold that open.
         ready = wait([connection, process.sentinel])
         try:
             if connection not in ready:
@@ -231,14 +228,14 @@ class WorkerPool:
         return answer
 
     def kill(self) -> None:
-        """End the workers at once; safe from any thread, and wakes the one that waits for them. They hold nothing to lose."""
+        """Kill the workers at once, from any thread; wakes the thread that waits for them. They hold nothing to lose."""
         with self._lock:
             self._killed = True
             for process, _ in self._workers:
                 process.kill()
 
     def close(self) -> None:
-        """End the workers and wait until they are gone."""
+        """Kill the workers and wait until they have ended."""
         self.kill()
         for process, connection in self._workers:
             process.join()
@@ -263,7 +260,7 @@ def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before it was asked for.
+    # The parent may have died before prctl was called.
     if os.getppid() != parent:
         return
     torch.set_num_threads(1)
@@ -278,7 +275,7 @@ def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:
         # The edge of a process: the loader raises it again.
         except Exception as error:  # noqa: BLE001
             answer = _Failure(None, traceback.format_exc())
-            # It is sent if it survives that, whatever a user's exception does when it is copied; its text travels in any case.
+            # The exception is sent if it survives pickling; its text is sent in any case.
             with suppress(Exception):
                 copy = pickle.loads(pickle.dumps(error))  # noqa: S301  our own bytes
                 answer = _Failure(copy if isinstance(copy, Exception) else None, answer.text)

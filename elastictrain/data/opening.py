@@ -1,6 +1,6 @@
-"""From the data keys of a run to its data sets.
+"""Opens the data sets that the data keys of a run name.
 
-One corpus is on every machine: the source text of the Python standard library that runs the program.
+`stdlib` is a corpus that every machine has: the source text of the Python standard library that runs the program.
 """
 
 import logging
@@ -32,7 +32,7 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclass(frozen=True, slots=True)
 class OpenedData:
-    """The samples to train on, those held out (None if there are none), and the index of the token files they are from."""
+    """Training samples, held-out samples (None if there are none), and the index of their token files."""
 
     train: Dataset
     holdout: Dataset | None
@@ -40,11 +40,9 @@ class OpenedData:
 
 
 def open_datasets(options: DataGroup, *, seq_len: int, environment: Mapping[str, str] = os.environ) -> OpenedData:
-    """The data sets of a run; brings remote token files to this host, or prepares the `stdlib` corpus, if they are not there
-    yet.
+    """Open the data sets of a run; fetch remote token files, or prepare the `stdlib` corpus, if this host lacks them.
 
-    Safe to call on all ranks of a host at once: one does the work and the others wait.
-
+    All ranks of a host may call it at once: one does the work and the others wait.
     Raises: DataError, HostUnfitError, StorageError.
     """
     root = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(environment)
@@ -69,10 +67,7 @@ def open_datasets(options: DataGroup, *, seq_len: int, environment: Mapping[str,
 
 
 def training_samples(num_tokens: int, *, seq_len: int, holdout_samples: int, source: str) -> int:
-    """How many samples are trained on: all but the last `holdout_samples`; `source` is for messages.
-
-    Raises: DataError if nothing would be left to train on.
-    """
+    """All samples but the last `holdout_samples`; `source` is for messages. Raises: DataError if none is left to train on."""
     num_samples = max(0, (num_tokens - 1) // seq_len)
     if num_samples == 0:
         key = "train.seq_len"
@@ -89,8 +84,7 @@ def training_samples(num_tokens: int, *, seq_len: int, holdout_samples: int, sou
 
 
 def _in_place(index: TokenIndex, *, folder: Path) -> tuple[Path, ...]:
-    """The shards where they are; their sizes are checked, since reading a mapped file that is too short would kill the
-    process."""
+    """Paths of local shards. Sizes are checked, because reading a mapped file that is too short would kill the process."""
     for shard in index.shards:
         path = folder / shard.file
         try:
@@ -105,15 +99,15 @@ def _in_place(index: TokenIndex, *, folder: Path) -> tuple[Path, ...]:
 
 
 def library_folder() -> Path:
-    """Where the standard library of this Python is; also in a virtual environment."""
+    """The standard library of this Python, also in a virtual environment."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def belongs(name: str) -> bool:
-    """Whether the file `name` (relative to the library's folder, with '/') is part of the corpus.
+    """Whether the file `name` (relative to the library's folder, with '/') belongs to the corpus.
 
-    Tests and installed packages are not, nor are the files that a distributor generates or adds, so that two builds of one
-    Python version have the same corpus.
+    Tests, installed packages, and files that a distributor generates or adds do not: two builds of one Python version have the
+    same corpus.
     """
     *folders, file = name.split("/")
     if not file.endswith(".py") or _LEFT_OUT.intersection(folders):
@@ -140,7 +134,7 @@ def find_sources(library: Path) -> tuple[Document, ...]:
 
 
 def content_digest(documents: tuple[Document, ...]) -> str:
-    """Names the corpus by what it says: file names, sizes and bytes."""
+    """Identifies the corpus by file names, sizes and bytes."""
     digest = xxhash.xxh3_128()
     for document in documents:
         text = document.path.read_bytes()
@@ -150,16 +144,13 @@ def content_digest(documents: tuple[Document, ...]) -> str:
 
 
 def prepare_stdlib(cache: CacheFolder, *, library: Path) -> tuple[TokenIndex, Path, CacheLease]:
-    """The corpus as token files in the cache: its index, its folder, and the lease that keeps it there.
-
-    Safe to call from any number of processes at once: one prepares, the others wait and find it done.
-    """
+    """The corpus in the cache: index, folder, and the lease that keeps it there. One process prepares while others wait."""
     documents = find_sources(library)
     name = f"stdlib-{sysconfig.get_python_version()}-{content_digest(documents)}"
     size_bytes = 2 * (sum(document.size_bytes for document in documents) + len(documents))
     lease = cache.lease(name, size_bytes=size_bytes, source="the standard library corpus")
     with lease.filling():
-        # The name says what the text is; the files' times, which differ between installations, are no part of the plan.
+        # The name holds the text's digest; file times, which differ between installations, are no part of the plan.
         index, complete = prepare(documents, plan=name, store=open_store(str(lease.folder)), tokenizer=ByteTokenizer())
     if not complete:
         _logger.info("prepared the standard library corpus (%d tokens) in %s", index.num_tokens, lease.folder)

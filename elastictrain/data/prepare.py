@@ -1,4 +1,4 @@
-"""Text files to token files: streaming, resumable, complete only when the index is there."""
+"""Turns text files into token files: streaming, resumable, complete only once the index exists."""
 
 import glob
 import json
@@ -41,17 +41,15 @@ _WRITE_TOKENS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text file; `name` is its path relative to the input that it was found by."""
-
     path: Path
-    name: str
+    name: str  # path relative to the input that it was found by
     size_bytes: int
     modified_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the next token comes from: token `token` of the piece that starts at `offset_bytes` of a document."""
+    """The next token: token `token` of the piece that starts at `offset_bytes` of a document."""
 
     document: int
     offset_bytes: int
@@ -60,7 +58,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class PlanProgress:
-    """What is finished of the work that has the digest `plan`."""
+    """What is finished of the work with digest `plan`."""
 
     plan: str
     shards: tuple[Shard, ...]
@@ -68,7 +66,7 @@ class PlanProgress:
 
 
 def plan_digest(documents: Sequence[Document], *, tokenizer: TokenizerDescription, shard_tokens: int) -> str:
-    """Names the work: the same digest gives the same bytes."""
+    """Identifies the work: the same digest gives the same bytes."""
     plan = {
         "documents": [[document.name, document.size_bytes, document.modified_ns] for document in documents],
         "tokenizer": msgspec.to_builtins(tokenizer),
@@ -78,10 +76,9 @@ def plan_digest(documents: Sequence[Document], *, tokenizer: TokenizerDescriptio
 
 
 def discover(inputs: Sequence[str], *, patterns: Sequence[str]) -> tuple[Document, ...]:
-    """The documents that files, folders and globs name: in the order given, each folder's and glob's in name order; empty
-    files and repetitions are left out.
+    """The documents that files, folders and globs name, in the given order, those of each folder and glob in name order.
 
-    Raises: DataError naming the input that is missing or matches nothing.
+    Empty files and repetitions are left out. Raises: DataError naming the input that is missing or matches nothing.
     """
     found: dict[Path, Document] = {}
     for given in inputs:
@@ -112,7 +109,7 @@ def _expand(given: str, *, patterns: Sequence[str]) -> Iterator[tuple[Path, str]
         for name in names:
             yield path / name, name
     else:
-        # Path.glob takes no absolute pattern.
+        # Path.glob accepts no absolute pattern.
         matches = sorted(match for match in glob.glob(str(path), recursive=True) if Path(match).is_file())  # noqa: PTH207
         if not matches:
             raise DataError(
@@ -131,10 +128,10 @@ def prepare(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> tuple[TokenIndex, bool]:
-    """Write token files of `documents` to `store`: their index, and whether they were complete already.
+    """Write token files of `documents` to `store`; return their index, and whether they were complete before.
 
-    A call that was interrupted continues when it is made again. `plan` names the work (see `plan_digest`): what was begun under
-    another name is not continued. `on_bytes` is told how much text was read, what a resumed call skips included.
+    The same call resumes an interrupted one. `plan` identifies the work (see `plan_digest`): a folder with another plan is
+    refused. `on_bytes` gets the bytes of text read, including those that a resumed call skips.
     """
     start = _claim(store, plan=plan)
     if isinstance(start, TokenIndex):
@@ -156,10 +153,7 @@ def prepare(
 
 
 def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
-    """From where to go on, with the folder marked as ours; or the index, if all is done.
-
-    Raises: DataError if the folder holds, or is being filled with, something else.
-    """
+    """The progress to resume from, or the finished index. Raises: DataError if the folder holds or gets something else."""
     while True:
         begun: PlanProgress | None = None
         try:
@@ -174,7 +168,7 @@ def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
         finished = exists(store, INDEX_FILE)
         if begun is None and not finished:
             start = PlanProgress(plan, (), Position(0, 0, 0))
-            # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
+            # Of two different preparations of one empty folder one creates this; the other reads it in its next round.
             with suppress(ObjectExistsError):
                 store.create(PROGRESS_FILE, encode_record(start))
                 return start
@@ -204,8 +198,7 @@ def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int,
 def cut(data: bytes, *, final: bool) -> int:
     """Where the piece that begins with `data` ends: after the last line break, or else between two characters of UTF-8.
 
-    Long documents are encoded in pieces, so that memory stays bounded; a piece that ends at a line break hardly changes the
-    tokens.
+    Long documents are encoded in pieces to bound the memory; a cut at a line break hardly changes the tokens.
     """
     if final:
         return len(data)
@@ -239,12 +232,12 @@ class _TokenStream:
         self._first = True
 
     def exhausted(self) -> bool:
-        """Whether no token is left."""
+        """Load the next piece if the current one is used up; True if no token is left."""
         while self.position.token >= len(self._tokens):
             piece, tokens = next(self._encoded, (None, self._tokens))
             if piece is None:
                 return True
-            # The first piece is the one that the position points into.
+            # `position` points into the first piece.
             self.position = Position(piece.document, piece.offset_bytes, self.position.token if self._first else 0)
             self._first = False
             self._tokens = tokens
@@ -252,14 +245,14 @@ class _TokenStream:
         return False
 
     def take(self, count: int) -> npt.NDArray[np.uint32]:
-        """The next tokens, `count` at most."""
+        """The next tokens, at most `count`."""
         taken = self._tokens[self.position.token : self.position.token + count]
         self.position = replace(self.position, token=self.position.token + len(taken))
         return taken
 
 
 def _encode(pieces: Iterator[_TextPiece], *, tokenizer: Tokenizer) -> Iterator[tuple[_TextPiece, npt.NDArray[np.uint32]]]:
-    """Several small documents, or one large piece, at a time: what a tokenizer encodes in parallel, bounded in memory."""
+    """Encode several small documents, or one large piece, at a time: tokenizers work in parallel, and memory is bounded."""
     separator = np.array([tokenizer.description.separator], dtype=np.uint32)
     batch: list[_TextPiece] = []
     for piece in chain(pieces, (None,)):

@@ -23,25 +23,25 @@ _BAR = "\n\N{BOX DRAWINGS LIGHT HORIZONTAL}\n".encode()
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. The separator token belongs to no text: it stands between documents."""
+    """Text to tokens and back. No text contains the separator token: it stands between documents."""
 
     @property
     def description(self) -> TokenizerDescription:
-        """What is written to the index."""
+        """Goes into the index."""
 
     @property
     def file(self) -> bytes | None:
-        """The content of the `tokenizer.json` that is kept beside the index, if there is one."""
+        """The content of the `tokenizer.json` beside the index; None without one."""
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
         """The tokens of each text (UTF-8), without separators; each text on its own."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; what is no valid text is shown by replacement characters."""
+        """The text of `tokens`; invalid text becomes replacement characters."""
 
 
 class ByteTokenizer:
-    """Every byte is a token, and 256 separates documents: no training, no file, every text in every language."""
+    """Every byte is a token, and 256 separates documents: any language, without training and without a file."""
 
     description = TokenizerDescription(kind="bytes", vocab_size=257, separator=256, digest="")
     file = None
@@ -50,7 +50,7 @@ class ByteTokenizer:
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text, with a line with a bar for each separator."""
+        """A line with a bar stands for each separator."""
         return b"".join(bytes((token,)) if token < 256 else _BAR for token in tokens).decode(errors="replace")
 
 
@@ -74,10 +74,7 @@ class HuggingFaceTokenizer:
 
 
 def load_huggingface(path: str, *, separator: str | None = None) -> HuggingFaceTokenizer:
-    """A tokenizer from a `tokenizer.json`.
-
-    Args:
-        separator: the token that ends documents; None for the first of the usual end-of-text tokens that the vocabulary has.
+    """Load a `tokenizer.json`; `separator` ends documents, by default the first usual end-of-text token of the vocabulary.
 
     Raises: UsageError without the extra `hf` or without a separator; DataError if the file cannot be read or is no tokenizer.
     """
@@ -118,10 +115,7 @@ def _load_model(data: bytes, *, source: str) -> "HuggingFaceModel":
 
 
 def tokenizer_of(store: Store, index: TokenIndex) -> Tokenizer:
-    """The tokenizer that made a folder of token files.
-
-    Raises: DataError if its file is gone or another one; UsageError if it needs an extra that is not installed.
-    """
+    """The tokenizer of a data set. Raises: DataError if its file is missing or differs; UsageError without the extra `hf`."""
     if index.tokenizer.kind == "bytes":
         return ByteTokenizer()
     url = f"{store.url}/{TOKENIZER_FILE}"

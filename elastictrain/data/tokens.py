@@ -20,9 +20,9 @@ from elastictrain.storage.posix import Place, opened_folder
 class TokenDataset:
     """Samples [first_sample, first_sample + num_samples) of token files on a local disk.
 
-    Sample i is {"tokens": int64 [seq_len + 1]}, the tokens [i * seq_len, (i + 1) * seq_len] of all shards in a row: the last
-    token of one sample is the first of the next, so every token is a target once. Files are mapped when first read, and again
-    in every process that the data set is sent to.
+    Sample i is {"tokens": int64 [seq_len + 1]}, the tokens [i * seq_len, (i + 1) * seq_len] of the concatenated shards: the
+    last token of one sample is the first of the next, so every token is a target once. Each process maps a file when it first
+    reads it.
     """
 
     index: TokenIndex
@@ -31,7 +31,7 @@ class TokenDataset:
     seq_len: int
     first_sample: int
     num_samples: int
-    lease: object = None  # kept alive as long as the data set, so that the files are not removed from a cache meanwhile
+    lease: object = None  # held as long as the data set, so that the cache does not remove the files
 
     def __post_init__(self) -> None:
         self._dtype = stored_type(self.index.dtype)

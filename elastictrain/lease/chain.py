@@ -1,10 +1,10 @@
-"""The chain of generations in a run's storage, the signs of life of their owners, and the starts of the run.
+"""The chain of generations in a run's storage, the heartbeats of their owners, and the starts of the run.
 
-A generation is one object, created if it does not exist; the newest one names the owner. An owner shows that it lives by a
-number that grows in an object of its own. All observers use their own monotonic clock.
+A generation is one object, created if it does not exist; the newest one names the owner. An owner's heartbeat is a growing
+number in an object of its own. All observers use their own monotonic clock.
 
-Nothing has to be listed to find a generation or a start. Their records are kept for the last `KEPT` numbers: each start removes
-what falls behind. What happened before is in the events, whose journals are merged.
+Readers find a generation or a start by name, without a listing. Each start removes records older than the last `KEPT` numbers;
+the events, whose journals are merged, show what happened before.
 """
 
 import re
@@ -23,13 +23,11 @@ from elastictrain.storage.store import Store
 from elastictrain.storage.writers import is_dead, process_name
 
 LAUNCHER = "launch"  # the owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves
-BEAT_S = 5.0  # interval at which an owner shows that it lives
-
-STALE_S = 20.0
-"""How long an owner may be silent before another one may take over; a few of its beats, so that slow storage is survived."""
+BEAT_S = 5.0  # interval of an owner's heartbeats
+STALE_S = 20.0  # an owner silent for so long may be replaced; several beats, so that slow storage is survived
 
 HOSTS, GENERATIONS, LINEAGE = "launch/hosts", "launch/generations", "lineage"
-_NEWEST = "launch/newest.json"  # a hint: some generation that is there, and not far behind the newest
+_NEWEST = "launch/newest.json"  # a hint: a generation that exists, not far behind the newest
 _AHEAD = 4
 _DIGITS = 10
 _GENERATION = re.compile(rf"{GENERATIONS}/(\d{{9}})\.json")
@@ -37,31 +35,29 @@ _TRACE = re.compile(r"(?:events/(?:\d{6,}-to-)?|lineage/\d+-)(\d{6,})[-.]")
 
 STARTS = "launch/starts"
 KEPT = 1000
-_AT_ONCE = 16  # numbers that one start removes at most: a run that has many of them left is trimmed little by little
-_LINEAGE_EVERY = 16  # the lineage is named after incarnations, and has to be listed: not by each start
-LINEAGE_KEPT = 960  # with what comes until it is trimmed again, one page of a list of an object store
-_MERGE_EVERY = 16  # so are the events: not by each start, and by none before it trains
+_AT_ONCE = 16  # numbers that one start removes at most: a long backlog is trimmed by many starts
+_LINEAGE_EVERY = 16  # lineage objects are named after incarnations, so trimming lists them: not at each start
+LINEAGE_KEPT = 960  # with those added until the next trim: one page of an object store's listing
+_MERGE_EVERY = 16  # merging lists the events: not at each start, and never before training begins
 _NUMBER = re.compile(r"(\d{6,})-\w+")
 
 
 class Hold(StrEnum):
-    """What is known of an owner."""
-
     FREE = auto()
     HELD = auto()
-    UNKNOWN = auto()  # not looked at for long enough
+    UNKNOWN = auto()  # not observed for long enough
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """A generation, as far as its owner goes."""
+    """The owner of a generation."""
 
     number: int
-    owner: str  # empty where the record is damaged, or older than owners
+    owner: str  # empty if the record is damaged, or older than owners
     host: str = ""
     pid: int = 0
-    lines: tuple[str, ...] = ()  # names of the objects in which its owner shows that it lives
-    over: bool = False  # whether the run was over: nobody holds it
+    lines: tuple[str, ...] = ()  # names of the objects with the owner's heartbeats
+    over: bool = False  # the run has ended: no owner holds it
 
     def __str__(self) -> str:
         who = f"launcher(s) on {self.host}" if self.owner == LAUNCHER else f"process {self.pid} on {self.host}"
@@ -70,7 +66,7 @@ class LeaseClaim:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What an owner's object says; read from those of launchers, too."""
+    """The fields of an owner's object that show whether it lives; objects of launchers have them too."""
 
     beat: int
     state: str = ""
@@ -78,7 +74,7 @@ class Sign:
 
     @property
     def gone(self) -> bool:
-        """Whether it has left, or its processes are known to be dead."""
+        """Whether the owner has left, or its processes are known to be dead."""
         return self.state == "gone"
 
 
@@ -90,7 +86,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _LauncherGeneration:
-    """As launchers write it, as far as its owner goes."""
+    """The fields of a launchers' generation that describe its owner."""
 
     number: int
     outcome: str
@@ -99,7 +95,7 @@ class _LauncherGeneration:
 
 
 def parse_claim(number: int, data: bytes) -> LeaseClaim:
-    """From the record of a generation, also one that launchers made. What cannot be read has no owner, and is over."""
+    """Parse the record of a generation, also one of launchers. An unreadable one has no owner, and is over."""
     try:
         document = parse_json(data)
         if "outcome" in document:
@@ -125,31 +121,29 @@ def judge(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: flo
 
 
 class Chain:
-    """Of one run. Every method raises StorageError."""
+    """The generations of one run. Every method raises StorageError."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.volatile = without_sync(store)
-        """The same storage, for what need not outlast a loss of power."""
+        self.volatile = without_sync(store)  # for objects that need not survive a power loss
 
     def newest(self) -> LeaseClaim:
-        """The generation with the largest number; number 0 and over where there is none."""
+        """The generation with the largest number; number 0 and over if none exists."""
         number, data = newest_record(self._store)
         return parse_claim(number, data) if number else LeaseClaim(0, "", over=True)
 
     def read(self, number: int) -> LeaseClaim | None:
-        """One generation; None if it does not exist."""
         try:
             return parse_claim(number, read_record(self._store, generation_key(number)))
         except ObjectNotFoundError:
             return None
 
     def create(self, claim: LeaseClaim) -> bool:
-        """Whether this became the generation of its number; False if another was there before."""
+        """False if the generation exists already."""
         return create_record(self._store, claim.number, encode_record(claim))
 
     def signs(self, claim: LeaseClaim) -> Mapping[str, Sign]:
-        """What the owner of a generation says of itself, by object."""
+        """The heartbeats of a generation's owner, by name."""
         dead = partial(is_dead, here=process_name())
         read = read_all(self._store, map(_line, claim.lines))
         signs = {}
@@ -160,25 +154,25 @@ class Chain:
         return signs
 
     def write_sign(self, owner: str, *, beat: int, gone: bool, writers: tuple[str, ...]) -> None:
-        """Show that an owner lives, or has left."""
+        """Write the heartbeat of an owner that lives, or has left."""
         self.volatile.write(_line(owner), encode_record(Sign(beat, "gone" if gone else "busy", writers)))
 
     def remove_signs(self, claim: LeaseClaim) -> None:
-        """Of an owner whose place was taken."""
+        """Delete the heartbeats of a replaced owner."""
         for name in claim.lines:
             self._store.delete(_line(name))
 
     def created_s(self, number: int) -> float | None:
-        """When a generation was made, in unix seconds, for people; None if it is gone."""
+        """When a generation was created, in unix seconds, for messages; None if it was deleted."""
         try:
             return self._store.stat(generation_key(number)).modified
         except ObjectNotFoundError:
             return None
 
     def last_number(self, newest: LeaseClaim) -> int:
-        """The largest number in use: that of the newest generation, if all before it were numbered as it is.
+        """The largest number in use: the newest generation's, if that has an owner.
 
-        Before generations had owners, starts under a bare torchrun were numbered by their events alone.
+        Before generations had owners, events alone numbered the starts under a bare torchrun.
         """
         if newest.owner:
             return newest.number
@@ -186,7 +180,7 @@ class Chain:
         return max([newest.number, *(int(match[1]) for match in found if match)])
 
     def number_on(self, newest: LeaseClaim) -> int:
-        """Have generations of launchers follow upon all numbers in use, with a generation of nobody; the newest number."""
+        """Return the largest number in use; if it is no generation yet, create one that is over, for launchers to follow."""
         last = self.last_number(newest)
         if last > newest.number:
             self.create(LeaseClaim(last, LAUNCHER, over=True))
@@ -194,39 +188,39 @@ class Chain:
 
 
 def newest_record(store: Store) -> tuple[int, bytes]:
-    """The generation with the largest number, and its number; 0 where there is none.
+    """The newest generation's number and record; 0 and b"" if none exists.
 
-    Generations are numbered without gaps, but for one where numbers of earlier releases were passed over. So what follows a
-    hint is asked for by name; without one they are listed.
+    Generations have no gaps, except where numbers of earlier releases were skipped. So a reader asks by name for those after a
+    hint; without a hint it lists them.
     """
     hint = read_all(store, [_NEWEST]).get(_NEWEST, b"")
     number = int(hint) if hint.isdigit() and len(hint) < _DIGITS else 0
     found = _from(store, number) if number else None
     if found is None:
         numbers = [int(match[1]) for info in store.list(GENERATIONS) if (match := _GENERATION.fullmatch(info.key))]
-        # A list may lag behind, a read of a name does not.
+        # A listing may lag behind, a read by name does not.
         candidates = sorted(numbers, reverse=True) or [1]
         found = next((one for number in candidates if (one := _from(store, number)) is not None), None)
     return found or (0, b"")
 
 
 def create_record(store: Store, number: int, data: bytes) -> bool:
-    """Whether this became the record of a generation; False if another was there before."""
+    """False if the generation exists already with another record."""
     try:
         store.create(generation_key(number), data)
     except ObjectExistsError:
-        # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
+        # The answer to a successful create can be lost; its repetition then finds the object.
         return read_record(store, generation_key(number)) == data
     return True
 
 
 def point_at(store: Store, number: int) -> None:
-    """Whoever looks for the newest generation begins with this one."""
+    """Write the hint from which readers search for the newest generation."""
     store.write(_NEWEST, str(number).encode())
 
 
 def _from(store: Store, number: int) -> tuple[int, bytes] | None:
-    """The last of the generations that follow one another from this number on; None if there is none of this number."""
+    """The last of consecutive generations from this number on; None if this number does not exist."""
     newest: tuple[int, bytes] | None = None
     while True:
         read = read_all(store, [generation_key(number + ahead) for ahead in range(_AHEAD)])
@@ -238,7 +232,6 @@ def _from(store: Store, number: int) -> tuple[int, bytes] | None:
 
 
 def generation_key(number: int) -> str:
-    """Of the record of a generation."""
     return f"{GENERATIONS}/{number:09d}.json"
 
 
@@ -248,7 +241,7 @@ def _line(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """One incarnation of the run, from the moment that its ranks had met."""
+    """One incarnation of the run, recorded when its ranks had met."""
 
     number: int
     incarnation: str
@@ -256,22 +249,22 @@ class StartRecord:
 
 
 class Starts:
-    """Of one run. Every method raises StorageError."""
+    """The starts of one run. Every method raises StorageError."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def write(self, start: StartRecord) -> None:
-        """Note that a start's ranks have met."""
+        """Record that a start's ranks have met."""
         self._store.write(_start_key(start.number), encode_record(start))
 
     def last(self, before: int, *, count: int) -> list[StartRecord]:
-        """Those among the `count` numbers before `before` whose ranks had met, the newest last."""
+        """The starts among the `count` numbers before `before` whose ranks had met, newest last."""
         starts = self._read(range(max(1, before - count), before))
         return [starts[number] for number in sorted(starts)]
 
     def known(self, incarnations: Iterable[str]) -> list[str]:
-        """Those that belong to this run: they have left a trace in its folder, by whatever release."""
+        """The incarnations of this run: those that left a trace in its folder, whatever their release."""
         names = sorted(set(incarnations))
         traces = {key: name for name in names for key in _traces(name)}
         found = side_by_side([partial(exists, self._store, key) for key in traces])
@@ -292,7 +285,7 @@ class Starts:
         return starts
 
     def trim(self, newest: int) -> None:
-        """Remove what no start needs any more."""
+        """Delete the records that no start needs any more."""
         last = newest - KEPT
         if last < 1:
             return
@@ -303,11 +296,11 @@ class Starts:
         side_by_side([partial(self._store.delete, key) for key in keys])
 
     def merge_events(self, newest: int) -> None:
-        """Merge the journals of finished starts, now and then, for as long as this is the newest start."""
+        """Merge the journals of finished starts, every `_MERGE_EVERY` starts, while this start is the newest."""
         if newest % _MERGE_EVERY or newest <= KEPT_STARTS:
             return
         following = generation_key(newest + 1)
-        # By the clock that dates the journals: that of the storage.
+        # The storage's clock, which also dates the journals.
         now_s = self._store.stat(_start_key(newest)).modified
         merge_finished(self._store, newest=newest, now_s=now_s, goes_on=lambda: not exists(self._store, following))
 

@@ -1,4 +1,4 @@
-"""Takes the lease of a run, shows that this run lives, and notices when another one has taken over. Acts."""
+"""Takes the lease of a run, writes its heartbeats, and notices when another run has taken over. Acts."""
 
 import logging
 import threading
@@ -19,18 +19,14 @@ _GIVE_BACK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who wants to train in a folder."""
-
     name: str  # the same for all starts by one torchrun
     host: str = ""
     pid: int = 0
-    writers: tuple[str, ...] = ()  # its processes: it is dead where all of them are
+    writers: tuple[str, ...] = ()  # its processes; the owner is dead when all of them are
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """How somebody waits for a lease."""
-
     on_held: Literal["stop", "wait"]
     url: str
     tell: Callable[[str], None]
@@ -40,9 +36,9 @@ class Waiting:
 
 
 def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> LeaseClaim:
-    """The newest generation, when nobody but `owner` holds it any more.
+    """Wait until no owner but `owner` holds the newest generation; return that.
 
-    Raises: RunHeldError if another owner lives and this one is not to wait; StorageError; what `poll` raises.
+    Raises: RunHeldError if another owner lives and `on_held` is "stop"; StorageError; what `poll` raises.
     """
     claim = chain.newest()
     before, since_s, told = chain.signs(claim), waiting.clock(), False
@@ -80,11 +76,11 @@ def _sentence(chain: Chain, claim: LeaseClaim, url: str) -> str:
 
 
 def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str], None], used: int = 0) -> "Lease":
-    """Create the next generation with this owner, when nobody else holds the run. Raises as `wait_until_free`."""
+    """Create the next generation with this owner, once no other owner holds the run. Raises as `wait_until_free`."""
     while True:
         before = wait_until_free(chain, owner.name, waiting)
         lines = (owner.name,)
-        # Written first: an owner without a sign of life would be taken for one that is silent.
+        # Written first: an owner without a heartbeat would be taken for a silent one.
         chain.write_sign(owner.name, beat=0, gone=False, writers=owner.writers)
         claim = LeaseClaim(max(chain.last_number(before), used) + 1, owner.name, owner.host, owner.pid, lines)
         if chain.create(claim):
@@ -97,7 +93,7 @@ def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str
 
 
 def clean_up(chain: Chain, before: LeaseClaim) -> None:
-    """Remove the signs of life of an owner whose place was taken; launchers look after their own."""
+    """Delete the heartbeats of a replaced owner; launchers delete their own."""
     if before.owner in ("", LAUNCHER):
         return
     try:
@@ -123,11 +119,10 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def start(self) -> None:
-        """Begin to show signs of life."""
         self._thread.start()
 
     def close(self, *, give_back: bool) -> None:
-        """No more signs of life. `give_back`: this run has ended in an orderly way, and the next need not wait."""
+        """Stop the heartbeats. `give_back`: this run has ended in an orderly way, and the next start need not wait."""
         self._closed.set()
         self._thread.join(_GIVE_BACK_S)
         if not give_back or self._thread.is_alive():
@@ -146,7 +141,7 @@ class Lease:
             logger.info("the next start has to list the generations: %s", error)
         while not self._closed.wait(self._beat_s):
             try:
-                # In this order: one that was frozen must not show a sign of life after it has lost the lease.
+                # In this order: a process that was frozen must not write a heartbeat after it has lost the lease.
                 taken = self._taken_by()
                 if taken is not None:
                     self._on_lost(f"the lease of this run was lost: {taken} has taken over, and nothing more is saved here")
@@ -156,16 +151,16 @@ class Lease:
             except StorageError as error:
                 logger.warning("cannot store the heartbeat of the lease: %s", error)
             except Exception:
-                # The edge of the thread: without it this run would be taken for dead.
+                # The edge of the thread: without heartbeats this run would be taken for dead.
                 logger.exception("the lease cannot be kept up")
 
     def _show(self, *, gone: bool) -> None:
-        """Not in a folder that somebody has deleted: a write would make it again. Raises: StorageError."""
+        """Only if the generation still exists: a write would make a deleted folder again. Raises: StorageError."""
         if self._chain.read(self.number) is not None:
             self._chain.write_sign(self._owner.name, beat=self._beat, gone=gone, writers=self._owner.writers)
 
     def _taken_by(self) -> LeaseClaim | None:
-        """The newest generation, if it is another owner's. Raises: StorageError."""
+        """The newest generation, if another owner has it. Raises: StorageError."""
         while self._newest.owner == self._owner.name:
             following = self._chain.read(self._newest.number + 1)
             if following is None:

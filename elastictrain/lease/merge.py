@@ -1,13 +1,13 @@
-"""Journals of finished starts are merged: what `plan_merges` decides, `merge_finished` does.
+"""Merges the journals of finished starts: `plan_merges` decides, `merge_finished` acts.
 
-Each process of each start has a journal of its own. Those of finished starts are merged into few objects that hold the same
-lines in the same order: `events/000001-to-000064.part-00001-r00000.jsonl` what the first ranks of starts 1 to 64 wrote,
-`events/000001-to-000064.part-00001-others.jsonl` what all others wrote. Name order stays reading order. Launchers have journals
-of their own, `events/launcher-HOST.jsonl`, which belong to the generation that their first record names:
+Each process of each start has its own journal. Those of finished starts are merged into few objects with the same lines in the
+same order: `events/000001-to-000064.part-00001-r00000.jsonl` holds what the first ranks of starts 1 to 64 wrote,
+`events/000001-to-000064.part-00001-others.jsonl` what all others wrote. Name order stays reading order. A launcher's journal,
+`events/launcher-HOST.jsonl`, belongs to the generation of its first record:
 `events/000001-to-000064.part-00001-launchers.jsonl`.
 
-A merge may be cut short or done twice at any point: what it makes is created if it does not exist, and a journal is deleted
-only when every line of it is found there. A line that is in a journal and in a merged object is the same record.
+A merge may be interrupted or repeated at any point: its objects are created if they do not exist, and a journal is deleted only
+once they hold all its lines. A line that is in a journal and in a merged object is the same record.
 """
 
 import hashlib
@@ -30,12 +30,9 @@ EVENTS = "events"
 FIRST_RANK, OTHERS, LAUNCHERS = "r00000", "others", "launchers"
 
 BLOCK = 64  # starts whose journals are merged together
-KEPT_STARTS = 64  # the newest starts keep their journals: they are looked for by name
-
-FINISHED_S = 24 * 3600.0
-"""A journal that was not written to for so long has no writer any more; a saver holds state for half of this time at most."""
-
-LARGE_BYTES = 4 << 20  # a log of this size stays as it is
+KEPT_STARTS = 64  # the newest starts keep their journals: readers look for them by name
+FINISHED_S = 24 * 3600.0  # a journal silent for so long has no writer; a saver holds state for half of this time at most
+LARGE_BYTES = 4 << 20  # a journal of this size is not merged
 _JOURNAL = re.compile(rf"({EVENTS}/(\d{{6,}})-\w+-([a-z]\d{{5,}}))(?:\.part-\d+)?\.jsonl")
 _MERGED = re.compile(rf"{EVENTS}/(\d{{6,}})-to-(\d{{6,}})\.part-(\d{{5,}})-({FIRST_RANK}|{OTHERS}|{LAUNCHERS})\.jsonl")
 _LAUNCHER = re.compile(rf"({EVENTS}/launcher-[^/]+?)(?:\.part-\d+)?\.jsonl")
@@ -43,10 +40,9 @@ _HEAD_BYTES = 64 << 10
 _GENERATION = re.compile(r"generation-([1-9]\d{0,8})")
 _PART = re.compile(r"\.part-\d+\.jsonl$")
 
-MERGED_BYTES = 16 << 20  # what one merged object grows to, but for the last journal that goes into it
+MERGED_BYTES = 16 << 20  # size at which a merged object ends, with the journal that reaches it
 _READS = 16
-
-_MERGES = 64  # a run that has many journals left is merged little by little, as merging takes time of the process that trains
+_MERGES = 64  # many journals are merged by many starts, because merging takes time of the process that trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Journals to merge, and the objects that hold some of their lines already: an earlier merge may have been cut short."""
+    """Journals to merge, and objects that hold some of their lines already, from an earlier merge that was interrupted."""
 
     first: int
     last: int
@@ -81,18 +77,17 @@ class Merge:
     sources: tuple[str, ...]
 
     def key(self, part: int) -> str:
-        """Of one of the objects that it makes."""
         return f"{EVENTS}/{self.first:06d}-to-{self.last:06d}.part-{part:05d}-{self.writer}.jsonl"
 
 
 def _launcher_log(key: str) -> str | None:
-    """The same for all objects of a launcher's journal; None if this is none."""
+    """The name that all objects of a launcher's journal share; None for other keys."""
     match = _LAUNCHER.fullmatch(key)
     return match[1] if match is not None else None
 
 
 def _parse_journal(info: ObjectInfo, *, launchers: Mapping[str, int]) -> JournalObject | None:
-    """None if this is no journal. `launchers` are the generations with which logs of launchers begin."""
+    """None if this is no journal. `launchers`: the first generation of each launcher's journal."""
     if (log := _launcher_log(info.key)) is not None:
         return JournalObject(info, launchers[log], log, LAUNCHERS) if log in launchers else None
     match = _JOURNAL.fullmatch(info.key)
@@ -102,7 +97,7 @@ def _parse_journal(info: ObjectInfo, *, launchers: Mapping[str, int]) -> Journal
 
 
 def parse_merged(key: str) -> Merged | None:
-    """None if this is no merged object: those are of one block."""
+    """None if this is no merged object of one block."""
     match = _MERGED.fullmatch(key)
     if match is None or _block(int(match[1])) != _block(int(match[2])):
         return None
@@ -110,14 +105,13 @@ def parse_merged(key: str) -> Merged | None:
 
 
 def plan_merges(infos: Iterable[ObjectInfo], *, launchers: Mapping[str, int], newest: int, now_s: float) -> list[Merge]:
-    """What can be merged, oldest first. `newest` is the number of the newest start, `now_s` the time by the storage's clock.
+    """What can be merged, oldest first. `newest` is the newest start's number, `now_s` the time by the storage's clock.
 
-    `launchers` are the generations with which logs of launchers begin; one that is not there has no record yet.
-
+    `launchers`: the first generation of each launcher's journal; a journal without a record is missing there.
     A block of starts is merged when `KEPT_STARTS` others have followed it and none of its journals was written to for
-    `FINISHED_S`: until then it may still be appended to.
+    `FINISHED_S`: until then a process may still append.
     """
-    # A launcher may live long after the start that it began with: nobody else's journals wait for it.
+    # A launcher may live long after the start that it began with: journals of other processes do not wait for its journal.
     journals: dict[tuple[int, bool], list[JournalObject]] = defaultdict(list)
     merged: dict[tuple[int, bool], list[Merged]] = defaultdict(list)
     for info in infos:
@@ -154,11 +148,11 @@ def _plan_block(journals: Sequence[JournalObject], merged: Sequence[Merged]) -> 
 
 
 def _ranges(numbers: Iterable[int], *, large: set[int], merged: Sequence[Merged]) -> list[tuple[int, int]]:
-    """Those of earlier merges, and what lies between them and the starts with a large log, which are ranges of their own."""
+    """Ranges of earlier merges, those between them, and each start with a large journal as a range of its own."""
     ranges = {(one.first, one.last) for one in merged}
 
     def place(number: int) -> tuple[int, int] | int:
-        """The earlier range that it is in, itself if it is alone, or how many borders lie before it."""
+        """The earlier range that holds it, a range of its own if it is large, or how many borders lie before it."""
         earlier = next((one for one in sorted(ranges) if one[0] <= number <= one[1]), None)
         if earlier is not None:
             return earlier
@@ -174,10 +168,7 @@ def _ranges(numbers: Iterable[int], *, large: set[int], merged: Sequence[Merged]
 
 
 def merge_finished(store: Store, *, newest: int, now_s: float, goes_on: Callable[[], bool], most: int = _MERGES) -> None:
-    """Do at most `most` merges that `plan_merges` finds, as long as `goes_on` holds. Lists the events once.
-
-    Raises: StorageError.
-    """
+    """Do at most `most` merges of `plan_merges`, while `goes_on` returns true. Lists the events once. Raises: StorageError."""
     infos = list(store.list(EVENTS))
     launchers = _launchers(store, (info.key for info in infos))
     for merge in plan_merges(infos, launchers=launchers, newest=newest, now_s=now_s)[:most]:
@@ -188,7 +179,7 @@ def merge_finished(store: Store, *, newest: int, now_s: float, goes_on: Callable
         except ObjectTooLargeError as error:
             logger.warning("journals of starts %d to %d are not merged: %s", merge.first, merge.last, error)
         except ObjectExistsError:
-            # Another process merges: an older start that was frozen, or a newer one.
+            # Another process merges too: an older start that was frozen, or a newer one.
             continue
 
 
@@ -215,7 +206,7 @@ def _merge(store: Store, merge: Merge) -> None:
                 num_bytes = 0
     if pieces:
         create()
-    # Only when all is there: the beginning of a launcher's log tells where the log belongs, and goes last.
+    # Only when all lines are stored. The beginning of a launcher's journal shows where it belongs, and is deleted last.
     logs: dict[str, list[str]] = {}
     for key in merge.sources:
         logs.setdefault(_PART.sub("", key), []).insert(0, key)
@@ -223,7 +214,7 @@ def _merge(store: Store, merge: Merge) -> None:
 
 
 def _delete_merged(store: Store, log: Iterable[str], known: Set[bytes]) -> None:
-    """Looked at once more: a journal that has grown meanwhile stays, and is merged by a later start."""
+    """Read again before deleting: a journal that has grown meanwhile stays, and a later start merges it."""
     for key in log:
         if not all(_digest(line) in known for line in _read_lines(store, key)):
             return
@@ -234,7 +225,7 @@ def _read_lines(store: Store, key: str) -> list[bytes]:
     try:
         return _whole_lines(read_bounded(store, key, most_bytes=MERGED_BYTES + LARGE_BYTES))
     except ObjectNotFoundError:
-        # Whoever deleted it has merged it.
+        # The process that deleted it has merged it.
         return []
 
 
@@ -247,7 +238,7 @@ def _digest(line: bytes) -> bytes:
 
 
 def _launchers(store: Store, keys: Iterable[str]) -> dict[str, int]:
-    """The generation with which each log of a launcher begins; its first object has it."""
+    """The first generation of each launcher's journal, from the first object of the journal."""
     heads: dict[str, str] = {}
     for key in sorted(keys, reverse=True):
         if (log := _launcher_log(key)) is not None:

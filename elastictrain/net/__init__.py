@@ -1,1 +1,1 @@
-"""What the servers of a run have in common: who is let in, and how many that have not proven themselves are waited for."""
+"""Authenticated connections between hosts of a run, and limits on connections that are not authenticated yet."""

@@ -1,8 +1,9 @@
-"""One connection between hosts of a run: the handshake that lets it in, then frames of JSON or raw bytes over TCP.
+"""One connection between hosts of a run: the handshake, then frames of JSON or raw bytes over TCP.
 
 A frame is its kind (1 byte), the length of its body (8 bytes, little endian), the xxh3_128 of its body (16 bytes) and the body.
-The token keeps strangers and predecessors out, and digests find what is garbled on the way; nothing is encrypted, and whoever
-can change packets between two hosts is not held off. Whatever is not as it must be ends that connection, and nothing else.
+The token keeps out strangers and processes of an earlier run, and digests detect garbled data. Nothing is encrypted: an
+attacker who can change packets between two hosts is not stopped. A violation of the protocol ends its connection and nothing
+else.
 """
 
 import hmac
@@ -23,20 +24,18 @@ from elastictrain.errors import TransportError
 
 FRAME_BYTES = 1 << 20  # most bytes in one frame of raw bytes
 MOST_JSON_BYTES = 64 << 20
-
 SIGNATURE_BYTES = 16
-
 PROOF_BYTES = 32
 _HEAD = struct.Struct("<cQ16s")
 _JSON, _DATA = b"J", b"D"
 
 
 class ChannelError(TransportError):
-    """The connection broke, was too slow, or brought what the protocol does not allow; the message says which."""
+    """The connection broke, was too slow, or violated the protocol; the message names the cause."""
 
 
 class StrangerError(ChannelError):
-    """Whoever answers is not the host that was meant."""
+    """The other end is not the intended host."""
 
 
 class Channel:
@@ -54,7 +53,7 @@ class Channel:
         self.close()
 
     def send(self, data: bytes | memoryview, *, limit_s: float, flags: int = 0) -> None:
-        """All of it, outside of frames. Raises: ChannelError."""
+        """Send all of `data`, outside of frames. Raises: ChannelError."""
         try:
             self._socket.settimeout(max(limit_s, 0.001))
             self._socket.sendall(data, flags)
@@ -62,7 +61,7 @@ class Channel:
             raise _broken(error) from error
 
     def send_some(self, data: memoryview, *, limit_s: float) -> int:
-        """As many bytes as find room, outside of frames. Raises: ChannelError."""
+        """Send as many bytes as find room, outside of frames. Raises: ChannelError."""
         try:
             self._socket.settimeout(max(limit_s, 0.001))
             return self._socket.send(data)
@@ -70,20 +69,20 @@ class Channel:
             raise _broken(error) from error
 
     def end_sending(self) -> None:
-        """The other side reads the end. Raises: ChannelError."""
+        """Half-close: the other side reads the end. Raises: ChannelError."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError as error:
             raise _broken(error) from error
 
     def receive(self, count: int, *, limit_s: float) -> bytes:
-        """Exactly so many bytes, outside of frames. Raises: ChannelError."""
+        """Receive exactly `count` bytes, outside of frames. Raises: ChannelError."""
         buffer = bytearray(count)
         self._fill(memoryview(buffer), deadline=time.monotonic() + limit_s)
         return bytes(buffer)
 
     def receive_some(self, buffer: memoryview, *, limit_s: float) -> int:
-        """The bytes that have come, outside of frames; 0 at the end. Raises: ChannelError."""
+        """Receive the bytes that have arrived, outside of frames; 0 at the end. Raises: ChannelError."""
         try:
             self._socket.settimeout(max(limit_s, 0.001))
             return self._socket.recv_into(buffer)
@@ -102,7 +101,7 @@ class Channel:
         self._send_frame(_DATA, data, limit_s=limit_s)
 
     def receive_json(self, *, limit_s: float, idle_s: float = 0.0) -> dict[str, Any]:
-        """An object. It may be `idle_s` late in beginning, if that is longer. Raises: ChannelError."""
+        """Receive an object. It may begin up to `idle_s` late, if that is longer. Raises: ChannelError."""
         if idle_s > limit_s:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
@@ -110,7 +109,7 @@ class Channel:
                 raise ChannelError(f"nothing came for {idle_s:g} s")
         deadline = time.monotonic() + limit_s
         length, digest = self._receive_head(_JSON, most_bytes=MOST_JSON_BYTES, deadline=deadline)
-        # The memory grows with what has come, not with what was promised.
+        # Memory grows with the received bytes, not with the announced length.
         body = bytearray()
         while len(body) < length:
             part = memoryview(bytearray(min(FRAME_BYTES, length - len(body))))
@@ -127,7 +126,7 @@ class Channel:
         return value
 
     def receive_data(self, buffer: memoryview, *, limit_s: float) -> int:
-        """Fills the beginning of `buffer` from one frame; returns the bytes it had. Raises: ChannelError."""
+        """Fill the beginning of `buffer` from one frame; return the frame's size. Raises: ChannelError."""
         deadline = time.monotonic() + limit_s
         length, digest = self._receive_head(_DATA, most_bytes=min(len(buffer), FRAME_BYTES), deadline=deadline)
         if not length:
@@ -139,12 +138,12 @@ class Channel:
         return length
 
     def break_off(self) -> None:
-        """From another thread: whatever the owner waits for on this connection ends with a ChannelError."""
+        """From another thread: end whatever the owner waits for on this connection, with a ChannelError."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up. Only the owner does: a number that is free again could be another connection's before he notices."""
+        """Hang up. Owner only: the freed descriptor number could be another connection's before the owner notices."""
         self.break_off()
         self._socket.close()
 
@@ -176,7 +175,7 @@ class Channel:
 
 
 def connect(address: str, port: int, *, limit_s: float, source: str = "") -> Channel:
-    """A connection from our address `source`, or from any. Raises: ChannelError."""
+    """Connect, from the local address `source` if given. Raises: ChannelError."""
     try:
         found = socket.create_connection((address, port), timeout=limit_s, source_address=(source, 0) if source else None)
     except OSError as error:
@@ -196,7 +195,7 @@ def _broken(error: OSError) -> ChannelError:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What both sides know: the token, and their roles, which keep one side's proof from being sent back as the other's."""
+    """The token, and the two roles, which keep one side's proof from being sent back as the other's."""
 
     token: bytes
     client: bytes = b"client"
@@ -212,11 +211,11 @@ class Handshake:
     separator: bytes = b""
 
     def greeting(self) -> bytes:
-        """What the server sends first: the magic number, and a nonce."""
+        """A side's first message, the server's before the client's: the magic number and a nonce."""
         return self.magic + secrets.token_bytes(self.nonce_bytes)
 
     def introduce(self, channel: Channel, secret: Secret, *, limit_s: float) -> None:
-        """The client's side. Raises: ChannelError; StrangerError if the server does not know the secret."""
+        """Authenticate as the client. Raises: ChannelError; StrangerError if the server does not know the secret."""
         deadline, answer = time.monotonic() + limit_s, self.greeting()
         greeting = channel.receive(len(answer), limit_s=limit_s)
         if not greeting.startswith(self.magic):
@@ -232,7 +231,7 @@ class Handshake:
             raise StrangerError("another host answers at this address, which does not know the token")
 
     def prove(self, secret: Secret, *, greeting: bytes, received: bytes) -> bytes | None:
-        """The server's answer to a client that knows the secret; None to any other."""
+        """The server's answer to a client that knows the secret; None for any other client."""
         answer, proof = received[:-PROOF_BYTES], received[-PROOF_BYTES:]
         expected = self._proof(secret.token, secret.client, greeting, answer)
         if not answer.startswith(self.magic) or not hmac.compare_digest(proof, expected):
@@ -245,5 +244,5 @@ class Handshake:
 
 
 def signature(data: bytes, token: bytes) -> bytes:
-    """Of a datagram, `SIGNATURE_BYTES` long."""
+    """The signature of a datagram, `SIGNATURE_BYTES` long."""
     return hmac.digest(token, data, "sha256")[:SIGNATURE_BYTES]

@@ -1,7 +1,7 @@
-"""Listens, lets in whoever proves that it belongs to the run, and serves each connection in a thread of its own.
+"""Listens, authenticates connections, and serves each in a thread of its own.
 
-One thread does the handshakes of all. A connection that is silent costs one descriptor for two seconds at most, and no thread:
-thousands of them keep nobody out.
+One thread does all handshakes. A silent connection costs one descriptor for two seconds at most, and no thread: thousands of
+them keep no host out.
 """
 
 import errno
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 
-CONNECTIONS = 64  # served at once, by a thread each; more that have proven themselves wait for a place
-_ACCEPTED_AT_ONCE = 16  # between two looks at who has sent its proof: a flood of new connections must not be older than that
+CONNECTIONS = 64  # served at once, by a thread each; further authenticated ones wait for a place
+_ACCEPTED_AT_ONCE = 16  # accepted between two reads of proofs, so that a flood does not push out a connection with a proof
 _TURN_S = 0.25
 _FULL_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -35,12 +35,12 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingLimits:
-    """Those of connections that are not authenticated yet. `handshake_s`: from accepting a connection to its proof.
+    """Limits of connections that are not authenticated yet.
 
     Hosts of a run may share one address with strangers, behind a gateway.
     """
 
-    handshake_s: float = 2.0
+    handshake_s: float = 2.0  # from accepting a connection to its proof
     most: int = 256
     most_per_address: int = 128
 
@@ -48,8 +48,8 @@ class PendingLimits:
 class PendingConnections(Generic[K]):
     """Connections that are not authenticated yet, oldest first.
 
-    A new one is always taken in: strangers that stay silent cannot keep others out. Where there are too many the oldest one of
-    the address that has the most goes, so that few addresses with many connections harm themselves alone.
+    A new one is always accepted: silent strangers cannot keep others out. If there are too many, the oldest one of the address
+    that has the most is dropped, so that few addresses with many connections harm only themselves.
     """
 
     def __init__(self, limits: PendingLimits) -> None:
@@ -60,7 +60,7 @@ class PendingConnections(Generic[K]):
         return len(self._known)
 
     def add(self, connection: K, *, address: str, now_s: float) -> K | None:
-        """Take one in; returns the one that is given up for it, if there is one."""
+        """Accept a connection; return the one that is dropped for it, if there is one."""
         self._known[connection] = (address, now_s)
         counts = Counter(known for known, _ in self._known.values())
         if counts[address] > self._limits.most_per_address:
@@ -75,18 +75,18 @@ class PendingConnections(Generic[K]):
         return given_up
 
     def remove(self, connection: K) -> None:
-        """It is authenticated, or gone."""
+        """The connection is authenticated, or closed."""
         self._known.pop(connection, None)
 
     def give_up_oldest(self) -> K | None:
-        """Where there is room for none: the oldest one, which is no longer waited for."""
+        """Drop and return the oldest one, for a process without room for another connection."""
         oldest = next(iter(self._known), None)
         if oldest is not None:
             del self._known[oldest]
         return oldest
 
     def take_overdue(self, *, now_s: float) -> list[K]:
-        """Those whose time is over; they are no longer waited for."""
+        """Drop and return the connections that are older than `handshake_s`."""
         overdue = [one for one, (_, since_s) in self._known.items() if now_s - since_s > self._limits.handshake_s]
         for one in overdue:
             self.remove(one)
@@ -102,7 +102,7 @@ class _Pending:
 
 
 class ChannelServer:
-    """Serves authenticated connections until `close`. While there is no secret, proofs are kept."""
+    """Serves authenticated connections until `close`. Before the first `set_secret` it keeps proofs undecided."""
 
     def __init__(
         self,
@@ -115,8 +115,7 @@ class ChannelServer:
         limits: PendingLimits | None = None,
         name: str,
     ) -> None:
-        """`serve`: gets a connection in a thread of its own; a ChannelError ends it quietly. `place_s`: how long a connection
-        waits where `connections` others are served."""
+        """`serve` runs in a thread per connection; a ChannelError ends it quietly. `place_s`: longest wait for a free place."""
         self._listeners = tuple(listeners)
         self._handshake = handshake
         self._serve_one = serve
@@ -139,11 +138,10 @@ class ChannelServer:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
 
     def start(self) -> None:
-        """Begin to let in."""
         self._thread.start()
 
     def set_secret(self, secret: Secret) -> None:
-        """From any thread: only whoever knows this one is let in from now on; connections under another one end."""
+        """From any thread: admit only clients with this secret from now on, and end connections under another one."""
         with self._lock:
             outdated = list(self._channels) if secret != self._secret else []
             self._secret = secret
@@ -152,7 +150,7 @@ class ChannelServer:
         self._wake()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop listening and hang up on everybody; whether all threads ended within the time."""
+        """Stop listening and hang up on every client; whether all threads ended within the time."""
         deadline = time.monotonic() + timeout_s
         self._closing.set()
         self._wake()
@@ -186,13 +184,13 @@ class ChannelServer:
             try:
                 self._turn()
             except Exception:
-                # The edge of the thread: nothing that comes over the network may close the door.
+                # The edge of the thread: no input from the network may stop the server.
                 logger.exception("a turn of letting connections in fails")
                 self._closing.wait(_FULL_S)
 
     def _turn(self) -> None:
         events = [key for key, _ in self._selector.select(_TURN_S)]
-        # Proofs first: a flood of new connections must not give up one whose proof is here already.
+        # Proofs first: a flood of new connections must not push out one whose proof has arrived.
         for key in events:
             if isinstance(key.data, _Pending):
                 self._read(key.data)
@@ -205,7 +203,7 @@ class ChannelServer:
                     os.read(self._wake_reader, 4096)
             elif isinstance(key.fileobj, socket.socket) and key.data is None:
                 self._accept(key.fileobj)
-        # Last: whose proof came while this process was stopped has been read by now.
+        # Last: a proof that arrived while this process was stopped has been read by now.
         for one in self._pending.take_overdue(now_s=time.monotonic()):
             self._drop(one)
 
@@ -224,7 +222,7 @@ class ChannelServer:
             if (given_up := self._pending.add(one, address=one.address, now_s=time.monotonic())) is not None:
                 self._drop(given_up)
             try:
-                # All that a handshake sends fits into the buffer of a new connection.
+                # All bytes that a handshake sends fit into the buffer of a new connection.
                 connection.sendall(one.greeting)
                 self._selector.register(connection, selectors.EVENT_READ, one)
             except OSError:
@@ -232,7 +230,7 @@ class ChannelServer:
 
     def _make_room(self, error: OSError) -> None:
         if error.errno not in _NO_ROOM:
-            # A connection that was gone before it was accepted.
+            # The connection ended before it was accepted.
             return
         if (oldest := self._pending.give_up_oldest()) is not None:
             self._drop(oldest)
@@ -255,7 +253,7 @@ class ChannelServer:
             return
         one.received += data
         if len(data) == wanted:
-            # Nothing more is read: what it sends next is for whoever serves it.
+            # Read no further: the next bytes are for `serve`.
             self._selector.unregister(one.socket)
             self._complete.add(one)
 
@@ -269,7 +267,7 @@ class ChannelServer:
         self._complete.remove(one)
         channel = Channel(one.socket)
         with self._lock:
-            # The secret may have been replaced meanwhile, when `set_secret` broke off those that it knew.
+            # `set_secret` may have replaced the secret meanwhile, without knowing this channel.
             if secret != self._secret:
                 channel.close()
                 return
@@ -279,7 +277,7 @@ class ChannelServer:
             one.socket.setblocking(True)
             threading.Thread(target=self._serve, args=(channel, one.address), name=self._name, daemon=True).start()
         except (OSError, RuntimeError) as error:
-            # It has left, or there can be no more threads.
+            # The client hung up, or this process cannot start more threads.
             logger.debug("a connection from %s ended: %s", one.address, error)
             self._forget(channel)
 
@@ -291,7 +289,7 @@ class ChannelServer:
         except ChannelError as error:
             logger.debug("a connection from %s ended: %s", address, error)
         except Exception:
-            # The edge of the thread: nothing that comes over the network may end this process.
+            # The edge of the thread: no input from the network may end this process.
             logger.exception("a connection from %s is closed", address)
         finally:
             self._forget(channel)
