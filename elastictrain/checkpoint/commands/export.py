@@ -1,7 +1,6 @@
-"""`export`: writes a checkpoint in a format that other tools read.
+"""`export`: write a checkpoint in a format that other tools read.
 
-A task can write its weights as a Hugging Face folder if it defines the method of `ExportsHuggingFace`; like every ability of a
-task it inherits from nothing.
+A task with the method of `ExportsHuggingFace` can write its weights as a Hugging Face folder; it inherits from nothing.
 """
 
 import re
@@ -43,21 +42,21 @@ class StoredModel:
 
     url: str
     shapes: Mapping[str, tuple[int, ...]]
-    """By the model's own names, as in its `state_dict`."""
+    """By name, as in the model's `state_dict`."""
 
     read: Callable[[str], Tensor]
-    """Reads one whole tensor, in the element type that it was trained in, on the CPU; every byte is verified."""
+    """Read one whole tensor, in the element type of training, on the CPU; every byte is verified."""
 
 
 @runtime_checkable
 class ExportsHuggingFace(Protocol):
-    """The task knows what Hugging Face calls its tensors, and how its configuration is written there."""
+    """A task that knows the Hugging Face names of its tensors, and writes its configuration in that format."""
 
     def export_huggingface(self, model: StoredModel, *, store: Store, dtype: torch.dtype) -> None:
-        """Write a folder that `from_pretrained` reads to the root of `store`, which is empty: `config.json` last, so that a
-        part of an export is not taken for a whole one. Read one tensor at a time: the model may be larger than memory.
+        """Write a folder that `from_pretrained` reads to the root of the empty `store`. Write `config.json` last, so that no
+        reader takes a part of an export for all of it. Read one tensor at a time: the model may be larger than memory.
 
-        Raises: ConfigError naming a tensor if the checkpoint is of another model than the task's. What `read` raises must pass.
+        Raises: ConfigError naming a tensor if the checkpoint is of another model; whatever `read` raises.
         """
 
 
@@ -71,10 +70,10 @@ def export_checkpoint(
     task_target: str | None = None,
     key_env: str = "",
 ) -> int:
-    """Writes the newest valid checkpoint at `url`, or that of `step`, to `out`; goes back from one that turns out damaged.
+    """Write the newest valid checkpoint at `url`, or that of `step`, to `out`; if it is damaged, the one before it.
 
-    `to` is hf, torch, safetensors or dcp; `dtype` is one of `DTYPES` for the model's weights, None for the format's own choice.
-    `task_target` is the dotted path of the task's class, for hf alone: a module that the stored run names is not imported.
+    `to` is hf, torch, safetensors or dcp; `dtype` is one of `DTYPES` for the model's weights, None for the format's default.
+    `task_target` is the dotted path of the task's class, for hf alone: no module that the stored run names is imported.
 
     Raises: UsageError; ConfigError; HostUnfitError; NoValidCheckpointError; UnknownFormatError; StorageError.
     """
@@ -111,7 +110,6 @@ def export_checkpoint(
 
 
 def write_huggingface(task: ExportsHuggingFace, source: ExportSource, target: ExportTarget) -> None:
-    """A folder that `from_pretrained` reads, as the task writes it."""
     tensors = source.manifest.tensors
     model = StoredModel(
         url=source.checkpoint.url,
@@ -122,9 +120,9 @@ def write_huggingface(task: ExportsHuggingFace, source: ExportSource, target: Ex
 
 
 def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
-    """The task with the options in the run's configuration. Imports the module of `target`, and nothing that the run names.
+    """The task with the options of the run's configuration. Imports the module of `target`, and none that the run names.
 
-    Raises: UsageError if `target` is not given, or is no task that can export; ConfigError; StorageError.
+    Raises: UsageError if `target` is missing, or is no task that can export; ConfigError; StorageError.
     """
     tree = read_run_config(run)
     values, model = (value if isinstance(value := tree.get(name), dict) else {} for name in ("task", "model"))
@@ -153,7 +151,7 @@ def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
 
 
 def read_run_config(run: Store) -> dict[str, object]:
-    """The tree in the run's config.yaml. Raises: ConfigError; StorageError."""
+    """The run's config.yaml. Raises: ConfigError; StorageError."""
     tree = read_stored_config(run)
     if tree is None:
         raise ConfigError(f"{run.url} must be the folder of a run, but has no {CONFIG_NAME}")

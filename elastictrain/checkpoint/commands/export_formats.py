@@ -1,4 +1,4 @@
-"""What an export reads, where it writes, and the files of each format: safetensors, torch and DCP."""
+"""The source and target of an export, and the writers of safetensors, torch and DCP files."""
 
 import json
 import os
@@ -28,12 +28,12 @@ from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectWriter, Store
 
-MODEL = "model."  # how the names of the model's tensors begin
+MODEL = "model."  # prefix of the names of the model's tensors
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSource:
-    """One checkpoint. `dtype` is for the model's floating-point tensors; None leaves them as they are stored."""
+    """One checkpoint. `dtype` is for the model's floating-point tensors; None keeps the stored one."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype | None
@@ -50,14 +50,14 @@ class ExportSource:
         return tensor.to(dtype_named(self.dtype_of(name)))
 
     def dtype_of(self, name: str) -> str:
-        """The element type that `read` gives."""
+        """The element type of what `read` returns."""
         stored = self.manifest.tensors[name].dtype
         if self.dtype is None or not name.startswith(MODEL) or not dtype_named(stored).is_floating_point:
             return stored
         return dtype_name(self.dtype)
 
     def size_bytes_of(self, name: str) -> int:
-        """Bytes of what `read` gives."""
+        """Bytes of what `read` returns."""
         return torch.Size(self.manifest.tensors[name].shape).numel() * BY_NAME[self.dtype_of(name)].size_bytes
 
 
@@ -70,16 +70,15 @@ class ExportTarget:
     file: str = ""
 
     def clear(self) -> None:
-        """Deletes what an export has written so far. Raises: StorageError."""
+        """Delete what an export has written so far. Raises: StorageError."""
         for info in [] if self.file else list(self.store.list()):
             self.store.delete(info.key)
 
 
 def folder_target(url: str) -> ExportTarget:
-    """An empty folder.
+    """An empty folder: readers could take a file of an earlier export for a part of this one.
 
-    Raises: UsageError if anything is in it, as a file of an earlier export could be taken for a part of this one; ConfigError;
-        StorageError.
+    Raises: UsageError if it is not empty; ConfigError; StorageError.
     """
     store = open_store(url)
     if (present := next(iter(store.list()), None)) is not None:
@@ -102,7 +101,7 @@ def file_target(url: str) -> ExportTarget:
 
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # another file begins where this would be passed; a tensor is never cut
+SHARD_BYTES = 5 * 10**9  # most bytes of a file, unless one tensor is larger
 
 
 def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -110,7 +109,7 @@ def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes
     sizes = {name: source.size_bytes_of(name) for name in source.manifest.tensors}
     plan = plan_shards(sizes, shard_bytes=shard_bytes)
     for file, names in plan.items():
-        # Wide elements first: then all are aligned.
+        # Wide elements first, so that all are aligned.
         ordered = sorted(names, key=lambda name: (-BY_NAME[source.dtype_of(name)].size_bytes, name))
         with target.store.open_writer(file) as writer:
             entries = [(name, source.dtype_of(name), source.manifest.tensors[name].shape) for name in ordered]
@@ -124,7 +123,7 @@ def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes
 
 
 def plan_shards(sizes: Mapping[str, int], *, shard_bytes: int) -> dict[str, list[str]]:
-    """File -> names of its tensors, from the bytes of each tensor. Pure."""
+    """The names of the tensors in each file, from the bytes of each tensor. Pure."""
     groups = grouped(sizes.keys(), sizes.values(), most_bytes=shard_bytes) or [[]]
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
@@ -139,9 +138,9 @@ _PIECE_BYTES = 16 * 2**20
 def write_torch(source: ExportSource, target: ExportTarget) -> None:
     """One file that `torch.load` reads: `{"model": {name: tensor}, "optim": {...}, "elastictrain": {...}}`.
 
-    The file appears when it is whole. Raises: DamagedFileError; HostUnfitError; StorageError.
+    The file appears when it is complete. Raises: DamagedFileError; HostUnfitError; StorageError.
     """
-    # Opened first: a place that cannot be written to is better known before everything is read.
+    # Opened first: a target that refuses writes fails before everything is read.
     with target.store.open_writer(target.file) as writer:
         torch.save(nested_state(source), _Stream(writer))  # type: ignore[arg-type]
 
@@ -149,10 +148,8 @@ def write_torch(source: ExportSource, target: ExportTarget) -> None:
 def write_dcp(source: ExportSource, target: ExportTarget) -> None:
     """A folder that `dcp.load` reads with its `FileSystemReader`; names are those of `write_torch`, joined by dots.
 
-    `.metadata`, without which nobody reads it, is written last. A remote target needs room for all of it in the folder for
-    temporary files.
-
-    Raises: DamagedFileError; HostUnfitError; StorageError.
+    `.metadata`, which every reader needs, is written last. For a remote target the folder for temporary files needs room for
+    all of it. Raises: DamagedFileError; HostUnfitError; StorageError.
     """
     with ExitStack() as stack:
         store = target.store
@@ -171,7 +168,7 @@ def write_dcp(source: ExportSource, target: ExportTarget) -> None:
 
 
 def nested_state(source: ExportSource) -> dict[str, object]:
-    """All tensors by family and name, and the facts of the checkpoint. Raises: HostUnfitError if memory is too small."""
+    """All tensors by family and name, and `FACTS`. Raises: HostUnfitError if memory is too small."""
     manifest = source.manifest
     needed_bytes = sum(source.size_bytes_of(name) for name in manifest.tensors)
     available_bytes = psutil.virtual_memory().available
@@ -196,7 +193,7 @@ def nested_state(source: ExportSource) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """The part of a file that torch.save needs; it writes from the first byte to the last."""
+    """The part of a file that torch.save needs; torch writes it from the first byte to the last."""
 
     writer: ObjectWriter
 
@@ -205,12 +202,12 @@ class _Stream:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """What is written is with the writer already."""
+        """Nothing is buffered here."""
 
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """What the writer of DCP raises for a disk that is full or not ours, as an error of the store."""
+    """Turn an OSError inside DCP's writer (disk full, no permission) into a StorageError."""
     try:
         yield
     except (OSError, CheckpointException) as error:

@@ -1,4 +1,4 @@
-"""What the commands print: results on stdout, notes and progress on stderr, figures and tables as text."""
+"""Output of the commands: results on stdout, notes and progress on stderr, figures and tables as text."""
 
 import json
 import sys
@@ -7,21 +7,18 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Literal
 
-Advance = Callable[[int], None]  # so many units are done; from any thread
+Advance = Callable[[int], None]  # reports so many more units as done; any thread may call it
 
 
 def result(text: str) -> None:
-    """What the person asked for."""
     sys.stdout.write(f"{text}\n")
 
 
 def result_json(document: Mapping[str, object]) -> None:
-    """The same for a script."""
     result(json.dumps(document, indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """What happens meanwhile."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
@@ -38,7 +35,7 @@ def ask(question: str) -> bool:
 
 @contextmanager
 def progress(what: str, *, total: int, unit: Literal["B", "tensor", "folder"], lines: bool = False) -> Iterator[Advance]:
-    """A bar on a terminal; elsewhere nothing or, with `lines`, a line for every tenth."""
+    """A bar on a terminal; elsewhere nothing or, with `lines`, a line per tenth."""
     from tqdm import tqdm
 
     lock, done = Lock(), 0
@@ -70,7 +67,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """`42 s`, `17 min`, `5 h`, `3 d`; a time that lies ahead, by a clock that goes wrong, is `0 s`."""
+    """`42 s`, `17 min`, `5 h`, `3 d`; a time in the future, by a wrong clock, is `0 s`."""
     whole = max(0, int(seconds))
     for limit_s, unit_s, unit in ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
         if whole < limit_s:
@@ -84,8 +81,7 @@ def plural(count: int, one: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = (), indent: str = "  ") -> str:
-    """Aligned columns, two spaces apart; those named in `right` are numbers, and end at their right edge. A table of names
-    alone has an empty header."""
+    """Aligned columns, two spaces apart; those named in `right` are aligned to the right. An empty header leaves it out."""
     lines = [header, *rows] if header else rows
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     signs = [">" if name in right else "<" for name in header] or ["<"] * len(widths)

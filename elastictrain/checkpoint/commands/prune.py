@@ -1,4 +1,4 @@
-"""`prune`: deletes old checkpoints by the rules of retention, once the newest one has been read and is whole."""
+"""`prune`: delete old checkpoints by the rules of `retention`, after every byte of the newest one is verified."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _STATES_LEFT_ALONE = (CheckpointState.UNKNOWN, CheckpointState.UNTRUSTED)
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What would go, oldest first, and the checkpoint that supersedes it."""
+    """What is to be deleted, oldest first, and the checkpoint that supersedes it."""
 
     newest: Surveyed
     folders: dict[str, Surveyed]
     deletions: tuple[Deletion, ...]
-    off_line: frozenset[str]  # names of checkpoints that no start takes as long as there are others: see `lineage`
+    off_line: frozenset[str]  # checkpoints off the lineage of the run, which no start takes while others exist
 
     def bytes_of(self, name: str) -> int:
         return sum(self.folders[name].facts.files.values())
@@ -39,12 +39,12 @@ def prune_checkpoints(
     ask: Callable[[str], bool] | None = None,
     key_env: str = "",
 ) -> int:
-    """Deletes all but the `keep_last` newest and those at multiples of `keep_every` steps (0: none); returns the exit code.
+    """Delete all but the `keep_last` newest and those at multiples of `keep_every` steps (0: none); returns the exit code.
 
-    Unless `yes`, a person is asked before. `ask` puts the question, and says whether the answer is yes.
+    Unless `yes`, the user is asked before; `ask` asks the question and returns whether the answer is yes.
 
-    Raises: UsageError; NoValidCheckpointError or InvalidCheckpointError if the newest one is not whole, and nothing is then
-        deleted; StorageError, and what is then left half deleted is no checkpoint any more.
+    Raises: UsageError; NoValidCheckpointError or InvalidCheckpointError, with nothing deleted, if the newest one is not valid;
+        StorageError, and a half deleted folder is then no checkpoint any more.
     """
     if ask is None and not (yes or dry_run or can_ask()):
         raise UsageError("prune asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run")
@@ -59,7 +59,7 @@ def prune_checkpoints(
         note("nothing was deleted")
         return EXIT_OK
     _verify_newest(plan.newest)
-    # The run may have saved and pruned meanwhile; only what the person has seen goes, and only if it still is to go.
+    # The run may have saved and pruned meanwhile. Only what was shown is deleted, and only if the new plan has it, too.
     shown = {deletion.folder for deletion in plan.deletions}
     again = plan_deletions(location, keep_last=keep_last, keep_every=keep_every)
     newest = again.folders.get(plan.newest.name)
@@ -77,16 +77,13 @@ def prune_checkpoints(
 
 
 def plan_deletions(location: RunLocation, *, keep_last: int, keep_every: int) -> PrunePlan:
-    """What is to go now.
-
-    Raises: NoValidCheckpointError; InvalidCheckpointError if the newest is damaged; UnknownFormatError; StorageError.
-    """
+    """Raises: NoValidCheckpointError; InvalidCheckpointError if the newest is not valid; StorageError."""
     folders = survey(location, list_checkpoints(location.run).folders)
-    # A mark says that what a start would take is older.
+    # A start takes no quarantined one.
     committed = [one for one in folders if one.state not in (CheckpointState.UNCOMMITTED, CheckpointState.QUARANTINED)]
     _, off_line = Lineage(location.run).line_first(one.facts for one in committed)
     if len(off_line) == len(committed):
-        # Nothing else is left, so a start takes them.
+        # No others are left, so a start takes these.
         off_line = frozenset()
     newest = next((one for one in committed if one.name not in off_line), None)
     if newest is None:

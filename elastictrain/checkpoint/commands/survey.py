@@ -1,4 +1,4 @@
-"""What the commands find at a URL: the run, its checkpoints and the state of each, and the one to work on; and `ls`."""
+"""What a URL names: the run, its checkpoints with their states, and the one to work on. And `ls`, which lists them."""
 
 import os
 import time
@@ -34,7 +34,7 @@ from elastictrain.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class RunLocation:
-    """A run, and the name of the checkpoint folder that was asked for, if it was one."""
+    """A run, and the checkpoint folder in it if the URL names one."""
 
     run: Store
     folder: str | None = None
@@ -42,11 +42,11 @@ class RunLocation:
 
     @property
     def url(self) -> str:
-        """Of the folder of all checkpoints."""
+        """URL of the folder of all checkpoints."""
         return f"{self.run.url}/{ROOT}"
 
     def missing_message(self, step: int | None) -> str:
-        """That the checkpoint which was asked for is not there, and which ones are. Raises: StorageError."""
+        """The error for a checkpoint that does not exist, with the steps that do. Raises: StorageError."""
         which = "" if step is None else f" of step {step}"
         what = f"a checkpoint{which}" if self.folder is None else f"{self.folder} as a checkpoint{which}"
         steps = sorted({folder.step for folder in list_checkpoints(self.run).folders if folder.has_manifest})
@@ -55,7 +55,7 @@ class RunLocation:
 
 
 def locate(url: str, *, key_env: str = "") -> RunLocation:
-    """What `url` means: a run's folder, its folder `checkpoints`, or one checkpoint in that; with the key in `key_env`.
+    """Resolve `url`: a run's folder, its folder `checkpoints`, or one checkpoint in that. `key_env` names the key's variable.
 
     Raises: ObjectNotFoundError if there is no run; UsageError, also if `key_env` holds no key; ConfigError; StorageError.
     """
@@ -75,7 +75,7 @@ def locate(url: str, *, key_env: str = "") -> RunLocation:
     if not _has_checkpoints(run):
         if name == ROOT and _has_checkpoints(above_run := open_store(parent)):
             return RunLocation(above_run, None, signing)
-        # A run writes its configuration first, and a checkpoint much later.
+        # A run writes its configuration first, and checkpoints much later.
         if not is_there(run, CONFIG_NAME):
             raise ObjectNotFoundError(
                 f"{run.url} must be the folder of a run or a checkpoint in it, but holds neither {ROOT}/ nor {CONFIG_NAME}"
@@ -84,13 +84,13 @@ def locate(url: str, *, key_env: str = "") -> RunLocation:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The last part of a path or URL, and what is above it; nothing is above a bucket."""
+    """The last part of a path or URL, and its parent; a bucket has none."""
     protocol, separator, rest = url.rstrip("/").partition("://")
     if separator:
         above, _, name = rest.rpartition("/")
         return (name, f"{protocol}://{above}") if above else ("", url)
     path = os.path.expanduser(url)  # noqa: PTH111
-    # By name alone, not by links: what the person calls `checkpoints` counts.
+    # Links are not resolved: the name that the user gives counts.
     return os.path.basename(os.path.abspath(path)), os.path.normpath(f"{path}/..")  # noqa: PTH100, PTH119
 
 
@@ -99,7 +99,7 @@ def _has_checkpoints(run: Store) -> bool:
 
 
 class CheckpointState(StrEnum):
-    """What is known of a checkpoint without reading the bytes of its tensors."""
+    """The state of a checkpoint, as far as known without its tensors' bytes."""
 
     VALID = "valid"
     QUARANTINED = "quarantined"
@@ -116,22 +116,20 @@ _READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class BadFile:
-    """A file of a checkpoint, and all that is wrong with it."""
-
     name: str
     problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """One folder and what its manifest says, where it can be read."""
+    """One folder, and its manifest if that can be read."""
 
     run: Store
     facts: FolderFacts
     state: CheckpointState
-    reason: str  # why the state is not `valid`; empty if it is
+    reason: str  # why it is not valid
     manifest: Manifest | None
-    bad_files: tuple[BadFile, ...] = ()  # known once all bytes were read
+    bad_files: tuple[BadFile, ...] = ()  # set after all bytes were read
     gone: bool = False
 
     @property
@@ -144,12 +142,12 @@ class Surveyed:
 
     @property
     def shard_bytes(self) -> int:
-        """Of its shard files, as far as its manifest is known."""
+        """Bytes of the shard files; 0 without a manifest."""
         return 0 if self.manifest is None else self.manifest.size_bytes
 
 
 def survey(location: RunLocation, folders: Iterable[FolderFacts]) -> tuple[Surveyed, ...]:
-    """Reads manifests, some at once; leaves out folders that the run deletes meanwhile. Raises: StorageError."""
+    """Read the manifests, several at once; folders that the run deletes meanwhile are left out. Raises: StorageError."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="survey") as pool:
         found = pool.map(lambda facts: _look_at(location, facts), folders)
         return tuple(one for one in found if one is not None)
@@ -165,7 +163,7 @@ def _look_at(location: RunLocation, facts: FolderFacts) -> Surveyed | None:
         except ObjectNotFoundError:
             return None
         except UnknownFormatError as error:
-            # What to do about it is told where somebody wants to use it.
+            # The remedy, after the semicolon, is for those who use the checkpoint.
             state, reason = CheckpointState.UNKNOWN, str(error).partition(";")[0]
         else:
             manifest, state, reason = found.manifest, CheckpointState.VALID, ""
@@ -174,13 +172,13 @@ def _look_at(location: RunLocation, facts: FolderFacts) -> Surveyed | None:
                 reason = found.reject.reason
     if facts.quarantined:
         state, reason = CheckpointState.QUARANTINED, quarantine_reason(run, facts.name)
-    # The URL of the folder stands above.
+    # The output has the URL of the folder above.
     return Surveyed(run, facts, state, reason.replace(f"{run.url}/{key_of(facts.name, '')}", ""), manifest)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose manifest is valid and whose files are all there in their sizes; bytes are verified when read."""
+    """A checkpoint with a valid manifest and all files in their sizes; bytes are verified when they are read."""
 
     name: str
     folder: CheckpointFolder
@@ -195,7 +193,7 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
     """The newest that is valid and not `rejected`. Raises: NoValidCheckpointError; UnknownFormatError; StorageError."""
     run, rejects = location.run, {reject.folder: reject for reject in rejected}
     while True:
-        # Listed anew each time: a run that is still training saves and prunes meanwhile.
+        # Listed anew each time: a run that trains saves and prunes meanwhile.
         wanted = [
             folder
             for folder in list_checkpoints(run).folders
@@ -223,7 +221,7 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
 
 
 def note_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:
-    """That a signature is there, where nobody has given the key to check it."""
+    """Warn of a signature that is not checked because no key was given."""
     if manifest.signature and signing is None:
         note(f"{name} is signed, and nobody checks it: give --key-env NAME")
 
@@ -233,18 +231,18 @@ class CheckpointRow(msgspec.Struct, frozen=True, rename={"size_bytes": "bytes", 
 
     name: str
     step: int
-    tier: str  # `storage`, or where else it is held
+    tier: str  # `storage`, `memory` or `replica`
     state: CheckpointState
     reason: str
     modified: float
     size_bytes: int
     num_files: int
-    created: float | None = None  # this and what follows is unknown without a manifest
+    created: float | None = None  # this and the next two are unknown without a manifest
     world_size: int | None = None
     signed: bool | None = None
 
     def cells(self, *, now: float) -> tuple[str, ...]:
-        """As the table shows it, under `_HEADER` but for the first column."""
+        """The cells of its table row, without the first column."""
         return (
             self.name,
             str(self.step),
@@ -264,13 +262,13 @@ _FIGURES = ("step", "age", "size", "world", "files")
 def show_checkpoints(
     url: str, *, as_json: bool, memory_dir: str, clock: Callable[[], float] = time.time, key_env: str = ""
 ) -> int:
-    """`ls`: shows the checkpoints at `url`, and which one a start would take; returns the exit code.
+    """`ls`: show the checkpoints at `url`, and which one a start would take; returns the exit code.
 
     Raises: NoValidCheckpointError if `url` names a checkpoint that is not there; ObjectNotFoundError; StorageError.
     """
     location = locate(url, key_env=key_env)
     stored = [_stored_row(one) for one in survey(location, list_checkpoints(location.run).folders)]
-    # Newest first; at the same step snapshots come before what is stored.
+    # Newest first; at the same step snapshots come first.
     every = sorted([*_snapshot_rows(location.run.url, memory_dir=memory_dir), *stored], key=lambda row: -row.step)
     chosen = resume_choice(every)
     rows = [row for row in every if location.folder in (None, row.name)]
@@ -295,8 +293,8 @@ def show_checkpoints(
 
 
 def resume_choice(rows: Iterable[CheckpointRow]) -> CheckpointRow | None:
-    """The row, of all of a run's, newest first, that a start tries first; None if it would not resume."""
-    # At an unknown format a start stops rather than to lose what it cannot read.
+    """The row that a start tries first, of all rows of a run, newest first; None if it would not resume."""
+    # At an unknown format a start stops, rather than lose what it cannot read.
     deciding = (row for row in rows if row.state in (CheckpointState.UNKNOWN, CheckpointState.VALID))
     first = next(deciding, None)
     return None if first is None or first.state is CheckpointState.UNKNOWN else first
@@ -318,7 +316,7 @@ def _stored_row(one: Surveyed) -> CheckpointRow:
 
 
 def _snapshot_rows(run_url: str, *, memory_dir: str) -> list[CheckpointRow]:
-    """One row for each step that some rank's whole snapshot on this host is of, newest first. Reads headers only."""
+    """A row per step of which this host holds complete snapshots, newest first. Reads headers only."""
     folder = run_folder(memory_dir, run_url)
     steps: dict[tuple[int, str, int], list[Held]] = defaultdict(list)
     for one in look(folder, host=0) if is_private(folder) else ():

@@ -1,4 +1,4 @@
-"""`verify` and `sign`: read every byte of checkpoints, say which files are damaged, and sign manifests."""
+"""`verify` and `sign`: read every byte of checkpoints, report damaged files, and sign manifests."""
 
 import logging
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ _SHOWN_PER_FILE = 4
 
 
 def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int, as_json: bool, key_env: str = "") -> int:
-    """Verifies the newest checkpoint at `url`, that of `step` or `every` one; returns the exit code.
+    """Verify the newest checkpoint at `url`, that of `step`, or `every` one; returns the exit code.
 
     Raises: UsageError; NoValidCheckpointError if there is none; StorageError.
     """
@@ -78,7 +78,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
 def choose_folders(
     folders: Sequence[FolderFacts], *, every: bool, step: int | None, name: str | None
 ) -> tuple[FolderFacts, ...]:
-    """The committed folders that are asked for; without a wish the newest that a start would consider. Pure."""
+    """The committed folders that the options name; by default the newest that a start would consider. Pure."""
     committed = [one for one in folders if one.has_manifest]
     if every:
         return tuple(committed)
@@ -90,7 +90,7 @@ def choose_folders(
 
 
 def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[Surveyed]:
-    """Reads all files of the chosen ones, `threads` at once in the memory of a span or chunk each. Raises: StorageError."""
+    """Read all files of `chosen`, `threads` at once, each in the memory of a span or chunk. Raises: StorageError."""
     stopped = Event()
     jobs: list[tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]] = []
     for one in chosen:
@@ -107,18 +107,18 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
         try:
             found = list(pool.map(check, jobs))
         except BaseException:
-            # `map` gives up what has not begun; what has is told to end.
+            # `map` cancels the jobs that have not begun; the event ends the others.
             stopped.set()
             raise
     verdicts = []
     for one in chosen:
         bad_files = tuple(file for job, file in zip(jobs, found, strict=True) if job[0] is one and file.problems)
         verdict = replace(one, bad_files=bad_files)
-        # Retention of a run that is training takes the manifest first.
+        # A run that trains prunes: it deletes the manifest first.
         if bad_files and not is_there(one.run, key_of(one.name, MANIFEST_NAME)):
             verdict = replace(verdict, gone=True)
         elif bad_files and one.state in (CheckpointState.VALID, CheckpointState.DAMAGED):
-            # Files that are missing or too short were seen by the survey, too: what reading them tells is more.
+            # The survey has seen missing and short files, too, but reading them gives more details.
             verdict = replace(verdict, state=CheckpointState.DAMAGED, reason="")
         verdicts.append(verdict)
     return verdicts
@@ -127,11 +127,9 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
 def check_file(
     store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
 ) -> tuple[str, ...]:
-    """What is wrong with the file at `key`, a sentence each; it is read again before anything is.
+    """What is wrong with the file at `key`, a sentence each; only what two reads show counts.
 
-    `placed` is what the manifest has in the file, in the order of the bytes.
-
-    Raises: StorageError.
+    `placed` are the manifest's chunks in the file, in the order of their bytes. Raises: StorageError.
     """
     first = _problems(store, key, file=file, placed=placed, advance=advance, stopped=stopped)
     if not first:
@@ -141,7 +139,7 @@ def check_file(
         logger.warning("%s a second read returned the right bytes: %s", f"{store.url}/{key}", first[0])
         return ()
     lasting = tuple(problem for problem in second if problem in first)
-    # What is damaged in the store stays where it is.
+    # Damage in the store is the same at each read.
     return lasting or (f"reads differently each time, as if the way to this machine garbled it: {first[0]}, then {second[0]}",)
 
 
@@ -165,7 +163,7 @@ def _problems(
         size_bytes = store.stat(key).size_bytes
         if size_bytes != file.size_bytes:
             return (f"must have {file.size_bytes} bytes, but has {size_bytes}",)
-        # Only now: a manifest may claim any size.
+        # Allocated only now: a manifest may claim any size.
         buffer = memoryview(bytearray(max(file.header_bytes, *(span.end - span.start for span in spans), 0)))
         header = bytes(read(0, file.header_bytes))
         right = has_digest(header, file.header_digest, sha256=file.header_sha256)
@@ -183,7 +181,7 @@ def _problems(
     except (IrregularFileError, InvalidCheckpointError) as error:
         return (str(error),)
     if not wrong and whole.hexdigest() != file.digest:
-        # The spans fill the file, as its header is right.
+        # The header is right, so the spans fill the file.
         return ("does not have its digest, although its header and all tensors in it have theirs",)
     return tuple(wrong)
 
@@ -215,8 +213,8 @@ def _text(verdict: Surveyed) -> str:
 
 
 def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
-    """Signs the checkpoint of `step`, the one that `url` names, or all of a run, with the key in `key_env`; returns the exit
-    code. Whoever calls it vouches for what is there now.
+    """Sign the checkpoint of `step`, the one that `url` names, or all of a run, with the key in `key_env`; returns the exit
+    code. The caller vouches for the present content.
 
     Raises: UsageError; NoValidCheckpointError if there is none; StorageError.
     """
@@ -227,7 +225,7 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
         raise UsageError(f"--step must go with the folder of a run, but {url} is one checkpoint")
     every = step is None and location.folder is None
     folders = choose_folders(list_checkpoints(location.run).folders, every=every, step=step, name=location.folder)
-    # Without the key: what bears no signature, or another one, is to be signed.
+    # Surveyed without the key: checkpoints without its signature are to be signed.
     chosen = survey(replace(location, signing=None), folders)
     if not chosen:
         raise NoValidCheckpointError(f"{location.url} must hold a checkpoint to sign, but does not")
@@ -246,13 +244,13 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
 
 
 def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
-    """Replaces the manifest, at once. What is read for SHA-256 has the digests that were verified before."""
+    """Replace the manifest atomically. The bytes read for SHA-256 have the digests that were verified before."""
     folder = CheckpointFolder(one.run, f"{ROOT}/{one.name}/")
     chunks = {chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks}
     found = {chunk: sha256_of(b"") for chunk in chunks if not chunk.size_bytes}
 
     def take(chunk: ChunkRecord, data: memoryview) -> None:
-        # Threads may set items of a dict at once.
+        # Several threads may set items of a dict at once.
         found[chunk] = sha256_of(data)
 
     read_chunks(folder, chunks - found.keys(), take=take)
