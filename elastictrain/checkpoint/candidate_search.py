@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NoCandidate:
-    """No folder is left to try, for the reasons in `rejects`."""
-
     rejects: tuple[Reject, ...]
     fresh: bool  # whether the run may start at step 0; otherwise it had checkpoints, and none is valid
 
@@ -90,8 +88,6 @@ FRESH_START = b"\n"
 
 @dataclass
 class CandidateSearch:
-    """Proposes candidates, newest first."""
-
     store: Store
     _: KW_ONLY
     on_invalid: Literal["stop", "fresh"]

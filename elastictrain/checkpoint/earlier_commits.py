@@ -106,8 +106,6 @@ def step_of_mark(data: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """A commit or resume in a log."""
-
     event: Literal["checkpoint_saved", "resume"]
     step: Count
     incarnation: str = ""

@@ -85,7 +85,6 @@ def folder_name(step: int, *, attempt: int = 1) -> str:
 
 
 def key_of(folder: str, file: str) -> str:
-    """Key in the store of a run."""
     return f"{ROOT}/{folder}/{file}"
 
 

@@ -65,8 +65,6 @@ def is_on_line(incarnation: str, step: int, *, newest: ResumeOrigin | None, look
 
 
 class Lineage:
-    """The `ResumeOrigin` records of one run."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, ResumeOrigin | None] = {}

@@ -48,7 +48,7 @@ class _HostSnapshots:
 
 @dataclass
 class MemoryRestore:
-    """The memory tiers at the start of one incarnation. Methods are collective over `group` where they say so."""
+    """The memory tiers at the start of one incarnation. Methods marked as collective are so over `group`."""
 
     folder: str
     _: KW_ONLY

@@ -22,7 +22,6 @@ from elastictrain.torch_private import local_box
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 

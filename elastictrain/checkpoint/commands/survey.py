@@ -264,7 +264,7 @@ def show_checkpoints(
 ) -> int:
     """`ls`: show the checkpoints at `url`, and which one a start would take; returns the exit code.
 
-    Raises: NoValidCheckpointError if `url` names a checkpoint that is not there; ObjectNotFoundError; StorageError.
+    Raises: NoValidCheckpointError if `url` names a checkpoint that does not exist; ObjectNotFoundError; StorageError.
     """
     location = locate(url, key_env=key_env)
     stored = [_stored_row(one) for one in survey(location, list_checkpoints(location.run).folders)]

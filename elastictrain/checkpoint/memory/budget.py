@@ -15,8 +15,7 @@ REPLICATED_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """A host's memory for snapshots, in bytes. `held_bytes` are in slots of this run that are used again, `held_replica_bytes`
-    in replicas, if these are kept."""
+    """A host's memory for snapshots, in bytes; `held_bytes` are in slots and `held_replica_bytes` in replicas to be reused."""
 
     total_bytes: int
     available_bytes: int

@@ -47,7 +47,6 @@ class RankLayout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Offset of each file in the snapshot."""
         return self._places[:-1]
 
     @property

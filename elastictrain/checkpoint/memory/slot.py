@@ -46,8 +46,6 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFacts:
-    """What describes one rank's snapshot besides its bytes."""
-
     version: Literal[1]
     run: str
     incarnation: str
@@ -280,7 +278,6 @@ class SnapshotSource:
         return count
 
     def close(self) -> None:
-        """Close slots and connections."""
         self.resources.close()
 
     def _file(self, key: str) -> tuple[ReadSnapshot, int, int, bool]:
