@@ -1,1 +1,1 @@
-"""Where a launcher is: decided from the environment that Slurm, Kubernetes, RunAI, Vast or a person gave it. Pure; no torch."""
+"""Where a launcher runs, decided from the environment that Slurm, Kubernetes, RunAI, Vast or a person set. Pure; no torch."""

@@ -1,4 +1,4 @@
-"""Which of the clusters a launcher is on, where several have left their traces; and hosts that no cluster schedules.
+"""Decides which cluster a launcher runs on, where several have left variables; and reads lists of hosts without a cluster.
 
 Source, for an instance of Vast.ai, which is a container, alone or on an overlay network with others: docs.vast.ai, "Docker
 Environment" and "Multi-Node training using Torch + NCCL".
@@ -18,8 +18,7 @@ _HOSTS_KEY = "launch.hosts"
 _PODS = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE")
 _RANKS: tuple[str, ...] = ("RANK", "WORLD_SIZE")
 
-_DOCKER = ipaddress.ip_network("172.16.0.0/12")
-"""Docker's own range for the bridges through which a container reaches the public network."""
+_DOCKER = ipaddress.ip_network("172.16.0.0/12")  # Docker's range for bridges to the public network
 
 
 def detect(
@@ -30,15 +29,15 @@ def detect(
     interfaces: Mapping[str, Sequence[str]] = MappingProxyType({}),
     default_interface: str = "",
 ) -> ClusterPlace:
-    """Where this launcher is. `hosts` is the list that a person gave; it comes before every environment.
+    """Return where this launcher runs. `hosts` is a person's list; it overrides every environment.
 
-    No environment tells the rest, and what is left out counts as unknown: the host's own names and addresses, the addresses of
-    each of its interfaces, and the interface of the default route, by which the kernel sends to the public network.
+    The other arguments are not in any environment, and are unknown if left out: the host's own names and addresses, the
+    addresses of each interface, and the interface of the default route, through which the kernel reaches the public network.
 
-    Slurm comes before Kubernetes, because it runs inside of it and numbers its own hosts; RunAI before Kubernetes, which it is
-    made of; Kubernetes before Vast.
+    Slurm comes before Kubernetes, because it can run inside of it and numbers its own hosts; RunAI before Kubernetes, on which
+    it is built; Kubernetes before Vast.
 
-    Raises: ConfigError with every variable that is wrong or contradicts another; and if torchrun started this process.
+    Raises: ConfigError with every variable that is wrong or contradicts another; also if torchrun started this process.
     """
     _refuse_torchrun(environment)
     clusters = {
@@ -72,9 +71,9 @@ def detect(
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:
-    """A launcher for each worker would be the result.
+    """Otherwise each worker would start a launcher.
 
-    RunAI sets LOCAL_RANK=0 in each pod beside a RANK that numbers pods: that is a host, and no worker.
+    RunAI sets LOCAL_RANK=0 in each pod beside a RANK that numbers pods: such a process is a host, not a worker.
     """
     in_pod = is_kubernetes(environment) or is_runai(environment)
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
@@ -89,7 +88,7 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def _read_list(reader: EnvironmentReader, *, hosts: tuple[str, ...], names: Sequence[str]) -> ClusterPlace:
-    """Hosts that a person listed. It is a problem if this host is not in the list, or the list names one twice."""
+    """Hosts that a person listed. A list without this host or with a repeated host is a problem."""
     if len(set(hosts)) < len(hosts) or "" in hosts:
         reader.refuse(_HOSTS_KEY, f"must name each host once, but is {list(hosts)!r}")
     own = [number for number, host in enumerate(hosts) if host in names]
@@ -103,7 +102,7 @@ def _read_list(reader: EnvironmentReader, *, hosts: tuple[str, ...], names: Sequ
 
 
 def _read_vast(reader: EnvironmentReader, overlay: tuple[str, str] | None) -> ClusterPlace:
-    """The place of an instance; `overlay` is its interface to other instances, and its address there."""
+    """`overlay`: the instance's interface to other instances, and its address there."""
     label = reader.show("VAST_CONTAINERLABEL", "CONTAINER_ID")
     reader.conclusions.append(f"Vast ({label or 'VAST_TCP_PORT_*'})")
     torchrun_env = read_torchrun_environment(reader)
@@ -123,7 +122,7 @@ def _read_vast(reader: EnvironmentReader, overlay: tuple[str, str] | None) -> Cl
     return replace(
         torchrun_env,
         kind="vast",
-        # Without an overlay nobody else can come; but who is numbered is not alone.
+        # Without an overlay no other host can join; but a numbered instance is not alone.
         num_hosts=torchrun_env.num_hosts or (0 if overlay or torchrun_env.order >= 0 else 1),
         processes=processes,
         address=overlay[1] if overlay else "",
@@ -132,10 +131,10 @@ def _read_vast(reader: EnvironmentReader, overlay: tuple[str, str] | None) -> Cl
 
 
 def _choose_overlay(interfaces: Mapping[str, Sequence[str]], default_interface: str, *, asked: str) -> tuple[str, str] | None:
-    """Name and IPv4 address of the interface of the overlay network; None if there is none. `asked` names one beforehand.
+    """Name and IPv4 address of the overlay network's interface; None if there is none. A given name (`asked`) is preferred.
 
-    An instance has a bridge to the public network and, if it joined an overlay, an interface to that: eth0 where it was created
-    with it, a later one where it joined afterwards. The default route is never through the overlay.
+    An instance has a bridge to the public network and, on an overlay, an interface to that: eth0 if it was created with it,
+    a later one if it joined afterwards. The default route never goes through the overlay.
     """
     reachable = {name: next(filter(_is_reachable, addresses), "") for name, addresses in interfaces.items()}
     found = [(name, address) for name, address in reachable.items() if address]
@@ -144,7 +143,7 @@ def _choose_overlay(interfaces: Mapping[str, Sequence[str]], default_interface: 
             return name, address
     beside = [one for one in found if one[0] != default_interface]
     outside = [one for one in beside if ipaddress.ip_address(one[1]) not in _DOCKER]
-    # Where the default route is known, what is beside it counts even within Docker's range: a person may have chosen that.
+    # If the default route is known, another interface counts even within Docker's range: a person may have chosen that.
     candidates = outside or (beside if default_interface else [])
     return candidates[0] if candidates else None
 

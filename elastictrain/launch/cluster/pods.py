@@ -1,4 +1,4 @@
-"""A pod of Kubernetes (a PyTorchJob, a TrainJob, a JobSet or an Indexed Job), or of RunAI; and torchrun's own variables.
+"""A pod of Kubernetes (PyTorchJob, TrainJob, JobSet, Indexed Job) or RunAI; and torchrun's own variables.
 
 Source: the arguments of torch.distributed.run; the variables that Kubeflow's training operator 1.5 to 1.9 and trainer 2 set;
 the Kubernetes page about Indexed Jobs; NVIDIA Run:ai, "Environment Variables inside a Run:ai Workload"; the binder of
@@ -20,9 +20,9 @@ _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
 def read_torchrun_environment(reader: EnvironmentReader) -> ClusterPlace:
-    """What the variables `PET_*` say, which torchrun itself would read. Leaves conclusions and problems in `reader`.
+    """Read torchrun's own `PET_*` variables. Conclusions and problems go to `reader`.
 
-    Of several numbers of hosts it is the largest. The peer is torchrun's master, unless that is this host.
+    Of a range of hosts the largest number counts. The peer is torchrun's master, unless that is this host.
     """
     least, most = _range_of_hosts(reader)
     if most:
@@ -73,7 +73,6 @@ def _other_hosts(name: str) -> tuple[str, ...]:
 
 
 def is_kubernetes(environment: Mapping[str, str]) -> bool:
-    """Whether this is a container of a pod."""
     return EVIDENCE in environment
 
 
@@ -84,13 +83,11 @@ def is_runai(environment: Mapping[str, str]) -> bool:
 
 
 def read_kubernetes(reader: EnvironmentReader) -> ClusterPlace:
-    """The place of a pod; leaves conclusions, warnings and problems in `reader`."""
     reader.conclusions.append(f"Kubernetes ({EVIDENCE})")
     return _pod_place(reader, gpus=0)
 
 
 def read_runai(reader: EnvironmentReader) -> ClusterPlace:
-    """The same of a pod of RunAI."""
     reader.conclusions.append(f"RunAI ({EVIDENCE})")
     given = _gpus_of_pod(reader)
     gpus = max(1, int(given)) if given else 0
@@ -108,7 +105,7 @@ def read_runai(reader: EnvironmentReader) -> ClusterPlace:
 
 
 def _gpus_of_pod(reader: EnvironmentReader) -> float:
-    """The GPUs that RunAI gave this pod, or the part of one; 0 if nothing tells."""
+    """GPUs that RunAI gave this pod, or a fraction of one; 0 if unknown."""
     if not reader.first(_RUNAI_GPUS):
         return 0.0
     text = reader.text(_RUNAI_GPUS)
@@ -121,7 +118,7 @@ def _gpus_of_pod(reader: EnvironmentReader) -> float:
 
 
 def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
-    """`gpus` of each pod, as RunAI tells; 0 if unknown."""
+    """`gpus`: of each pod, from RunAI; 0 if unknown."""
     torchrun_env = read_torchrun_environment(reader)
     num_hosts, processes = _count_hosts(reader, torchrun_env, gpus=gpus)
     order, source = _order(reader, torchrun_env)
@@ -154,7 +151,7 @@ def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
 
 
 def _count_hosts(reader: EnvironmentReader, torchrun_env: ClusterPlace, *, gpus: int) -> tuple[int, int]:
-    """The hosts of the job, and the workers of each; 0 if nothing tells. Reconciles WORLD_SIZE with PET_NNODES.
+    """Number of hosts, and workers per host; 0 if unknown. Reconciles WORLD_SIZE with PET_NNODES.
 
     WORLD_SIZE counts pods under Kubeflow's operator up to 1.6. Later operators multiply them by PET_NPROC_PER_NODE, and RunAI
     by the GPUs of a pod.
@@ -183,8 +180,8 @@ def _count_hosts(reader: EnvironmentReader, torchrun_env: ClusterPlace, *, gpus:
 
 
 def _order(reader: EnvironmentReader, torchrun_env: ClusterPlace) -> tuple[int, str]:
-    """The pod's number (-1 if nothing tells), and the variable that told it."""
-    # RANK numbers the pods: the operator knows nothing of the processes in them.
+    """The pod's number (-1 if unknown), and the variable that holds it."""
+    # RANK numbers the pods: the operator does not know the processes in them.
     rank = reader.whole("RANK")
     if torchrun_env.order >= 0:
         if rank is not None and rank != torchrun_env.order:

@@ -16,14 +16,13 @@ from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, c
 T = TypeVar("T")
 
 _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
-# Those of the step come first: a step may have fewer hosts and other tasks than its job.
+# The step's variables come first: a step may have fewer hosts and other tasks than its job.
 _NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _NAMES = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 
-_SPECIAL_STEPS = range(2**32 - 16, 2**32)
-"""The numbers of batch scripts, interactive shells and the like; printed as negative numbers in places."""
+_SPECIAL_STEPS = range(2**32 - 16, 2**32)  # of batch scripts, interactive shells and the like; sometimes printed as negatives
 
 _STEP_ID = re.compile(r"-?[0-9]{1,10}")
 _REQUEST = re.compile(r"(?:[^,:\s]+:)?([0-9]{1,6})")
@@ -37,12 +36,10 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def is_slurm(environment: Mapping[str, str]) -> bool:
-    """Whether this is a process of a Slurm job."""
     return any(name in environment for name in _JOB)
 
 
 def read_slurm(reader: EnvironmentReader) -> ClusterPlace:
-    """The place of a task; leaves conclusions, warnings and problems in `reader`."""
     reader.conclusions.append(f"Slurm ({reader.show(*_JOB)})")
     place = _read_step(reader) if _is_step(reader) else _without_step(reader)
     deadline = _read_deadline(reader)
@@ -55,7 +52,7 @@ def read_slurm(reader: EnvironmentReader) -> ClusterPlace:
 
 
 def _is_step(reader: EnvironmentReader) -> bool:
-    """Whether srun started this process, in an ordinary step: one that has a task on each of its hosts."""
+    """Whether srun started this process, in an ordinary step: one with a task on each of its hosts."""
     name = reader.first("SLURM_STEP_ID", "SLURM_STEPID")
     if not name:
         return False
@@ -66,7 +63,7 @@ def _is_step(reader: EnvironmentReader) -> bool:
 
 
 def _without_step(reader: EnvironmentReader) -> ClusterPlace:
-    """A batch script or an interactive shell: on the first host of the job only, or on none."""
+    """A batch script or an interactive shell: it runs on the job's first host only, or on none of its hosts."""
     of_job = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     num_nodes = reader.whole(*of_job, least=1) or 1
     node_id = reader.whole("SLURM_NODEID")
@@ -86,7 +83,7 @@ def _without_step(reader: EnvironmentReader) -> ClusterPlace:
 
 
 def _read_step(reader: EnvironmentReader) -> ClusterPlace:
-    """One task among the hosts of a step, which is what one srun started."""
+    """One task of a step; a step is what one srun started."""
     names = _read_names(reader)
     order = reader.whole("SLURM_NODEID")
     if not reader.first("SLURM_NODEID"):
@@ -117,7 +114,7 @@ def _read_step(reader: EnvironmentReader) -> ClusterPlace:
 
 
 def _read_names(reader: EnvironmentReader) -> tuple[str, ...]:
-    """The hosts of the step; without a list of them as many nameless ones as the step has."""
+    """Hosts of the step; without a list, as many empty names as the step has hosts."""
     number = reader.whole(*_NUM_NODES, least=1)
     list_name = reader.first(*_NAMES)
     if not list_name:
@@ -132,7 +129,7 @@ def _read_names(reader: EnvironmentReader) -> tuple[str, ...]:
 
 
 def _read_local_tasks(reader: EnvironmentReader, *, num_nodes: int, order: int | None) -> tuple[int, str]:
-    """The tasks of the step on this host, and `NAME=value` of the variable that tells them."""
+    """Number of the step's tasks on this host, and `NAME=value` of its variable."""
     name = reader.first(*_TASKS)
     if not name:
         total = reader.whole(*_NUM_TASKS, least=1)
@@ -167,7 +164,7 @@ def _read_local_id(reader: EnvironmentReader, *, local_tasks: int) -> int:
 
 
 def _warn_of_idle_hosts(reader: EnvironmentReader, *, names: tuple[str, ...]) -> None:
-    """A step that is smaller than its job leaves hosts idle that are paid for."""
+    """A step with fewer hosts than its job leaves paid hosts idle."""
     components = reader.whole("SLURM_HET_SIZE", least=1) or 1
     if components > 1:
         parts = [
@@ -184,7 +181,7 @@ def _warn_of_idle_hosts(reader: EnvironmentReader, *, names: tuple[str, ...]) ->
 
 
 def _count_workers(reader: EnvironmentReader, tasks: int, tasks_source: str) -> int:
-    """0: the GPUs are to be asked. `tasks` are those of the step on this host."""
+    """0: count the GPUs instead. `tasks`: the step's tasks on this host."""
     gpus, source = _count_gpus(reader, local_tasks=tasks)
     if tasks == 1:
         workers = reader.workers_for(gpus, source=source) if gpus else 0
@@ -195,7 +192,7 @@ def _count_workers(reader: EnvironmentReader, tasks: int, tasks_source: str) -> 
         return workers
     mask = visible_gpus(reader.environment)
     if gpus and mask is not None and 0 < mask[1] < tasks <= gpus:
-        # Slurm gave each task its own GPUs, and the launcher's workers would see those of its task alone.
+        # Slurm bound GPUs to each task, so the launcher's workers would see only those of its task.
         message = (
             f"must show all GPUs to the launcher where {tasks} tasks are on a host, but shows {mask[1]}; start one task per"
             " host (--ntasks-per-node=1), or add --gpu-bind=none to srun"
@@ -211,7 +208,7 @@ def _count_workers(reader: EnvironmentReader, tasks: int, tasks_source: str) -> 
 
 
 def _count_gpus(reader: EnvironmentReader, *, local_tasks: int) -> tuple[int, str]:
-    """GPUs of this host (0: unknown or none), and `NAME=value` of the variable that said so."""
+    """GPUs of this host (0: unknown or none), and `NAME=value` of their variable."""
     if reader.first("SLURM_GPUS_ON_NODE"):
         return reader.whole("SLURM_GPUS_ON_NODE") or 0, reader.show("SLURM_GPUS_ON_NODE")
     name = reader.first("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
@@ -253,7 +250,7 @@ def _expand(reader: EnvironmentReader, name: str, expand: Callable[[str], tuple[
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The hosts in Slurm's order; the last group of brackets counts fastest, and the first number of a range gives the width.
+    """The hosts in Slurm's order: the last bracket varies fastest; the first number of a range sets the width.
 
     Raises: ValueError with what is wrong, to follow "must be a list of hosts like gpu[001-003,7],login1".
     """
@@ -268,7 +265,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def _choices_of_each(text: str) -> Iterator[list[tuple[str, ...]]]:
-    """For each expression between commas outside brackets: what each of its parts stands for."""
+    """For each expression between commas outside brackets: the alternatives of each of its parts."""
     choices: list[tuple[str, ...]] = []
     position = 0
     while position < len(text):
@@ -300,7 +297,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """One number for each host, as in `4(x2),3`.
+    """One number per host, from a text like `4(x2),3`.
 
     Raises: ValueError with what is wrong, to follow "must be numbers like 4(x2),3".
     """

@@ -1,7 +1,7 @@
-"""What a launcher does next, from what it knows. It is asked a few times a second, and may be asked again.
+"""Decides what a launcher does next, from what it knows; called a few times a second, idempotent.
 
-A host follows the newest generation that it can see, and runs nothing of an older one. Whoever sees that the newest one has
-ended may propose the next: storage takes the first proposal of each number and no other.
+A host follows the newest generation that it can see, and runs nothing of an older one. Each host that sees the end of the
+newest one may propose the next: storage accepts only the first proposal of each number.
 """
 
 from elastictrain.config.composed import LaunchGroup
@@ -30,18 +30,16 @@ from elastictrain.launch.membership.records import (
     Wait,
 )
 
-_TYPICAL_COST_S = 30.0  # what an interruption costs as long as none was measured
+_TYPICAL_COST_S = 30.0  # seconds that an interruption costs, before one was measured
 
-_PAYS_WITHIN_S = 1800.0
-"""An interruption must have paid for itself after that long: machines that are taken away do not stay for ever."""
+_PAYS_WITHIN_S = 1800.0  # an interruption must pay for itself within this time: preemptible machines do not stay for ever
 
 
 def decide(cluster: ClusterState, options: LaunchGroup) -> Decision:
-    """The next thing to do on this host."""
     if cluster.running is not None:
         return _while_running(cluster, cluster.running, options)
     newest, me = cluster.newest, cluster.me
-    # The end of a run that was there before this launcher began does not concern it.
+    # The end of a run from before this launcher's start does not concern it.
     is_new = cluster.newest_since_s > cluster.began_s + options.lost_s
     if newest is not None and newest.terminal and (is_new or newest.has(me.host)):
         return Leave(newest.exit_code, newest.reason)
@@ -49,7 +47,7 @@ def decide(cluster: ClusterState, options: LaunchGroup) -> Decision:
         return Leave(EXIT_STOPPED, "asked to leave")
     if newest is not None and me.ended < newest.number:
         if newest.has(me.host) and not cluster.ends:
-            # One that cannot take part keeps silent, and the others go on without it.
+            # A host that cannot take part stays silent, and the others continue without it.
             return Join(newest) if me.state is HostState.READY else Wait()
         if me.host in newest.excluded and not newest.terminal:
             reason = f"generation {newest.number} leaves this host out: {newest.reason}"
@@ -67,15 +65,15 @@ def decide(cluster: ClusterState, options: LaunchGroup) -> Decision:
 def _while_running(cluster: ClusterState, running: Generation, options: LaunchGroup) -> Decision:
     newest, me = cluster.newest, cluster.me
     if newest is not None and newest.number > running.number:
-        # Frozen or cut off, it was given up by the others: nothing that it could still write counts.
+        # The others gave up this host while it was frozen or cut off: nothing that it could still write counts.
         reason = f"generation {newest.number} has begun without this host's part of generation {running.number}"
         return _finish_lost(running, me, reason, lost=me.host)
     known = next((member.address for member in running.members if member.host == me.host), me.address)
     if len(running.members) > 1 and known != me.address:
-        # Connections to the address that it had are dead.
+        # Connections to the old address are dead.
         reason = f"the address of {me.name} has changed from {known} to {me.address}"
         return _finish_lost(running, me, reason, lost=me.host)
-    # A reading that is older than what this host takes part in says nothing.
+    # Ends that were read before this host joined its generation are not evidence.
     others = [end for host, end in cluster.ends.items() if host != me.host and end.generation == running.number]
     if cluster.wants_to_leave:
         leaving = _end(running, me, EndKind.LEAVING, EXIT_STOPPED, "asked to leave")
@@ -91,9 +89,9 @@ def _while_running(cluster: ClusterState, running: Generation, options: LaunchGr
 
 
 def _to_follow(cluster: ClusterState, others: list[End]) -> End | None:
-    """The end of another host that ends this one's part, too: one after which nothing can be saved, before any other.
+    """Return the other host's end that ends this host's part, too; an end after which nothing can be saved comes first.
 
-    Hosts reach the last step together, but not at the same moment: one that has is no reason to stop the others.
+    Hosts reach the last step together, but not at the same moment: DONE on one host does not stop the others at once.
     """
     done = [end for end in others if end.kind is EndKind.DONE]
     rest = [end for end in others if end.kind is not EndKind.DONE]
@@ -112,10 +110,10 @@ def _end(running: Generation, me: HostRecord, kind: EndKind, exit_code: int, rea
 
 
 def worth_growing(cluster: ClusterState, running: Generation, options: LaunchGroup) -> str | None:
-    """Why the first member should end the generation in order to start again with more hosts; None if it should not.
+    """Return why the first member should end the generation to restart with more hosts; None if it should not.
 
-    An interruption costs each worker the time of a restart. The new ones win that back in proportion to how many they are: one
-    host more among a hundred has to stay for a hundred times as long as one among one.
+    A restart costs every worker its duration. The new hosts win that back in proportion to their number: one more host among
+    a hundred must stay a hundred times as long as one more beside a single one.
     """
     if not options.grow or cluster.now_s - cluster.newest_since_s < options.grow_every_s:
         return None
@@ -134,7 +132,7 @@ def worth_growing(cluster: ClusterState, running: Generation, options: LaunchGro
 def _newcomers_that_fit(cluster: ClusterState, running: Generation, options: LaunchGroup) -> list[HostRecord]:
     """Hosts that have been ready for long enough, the oldest first.
 
-    As far as `launch.max_hosts` and the global batch leave room for them, and all the others are connected with them.
+    Limited by `launch.max_hosts` and the global batch; each must be connected with all the others.
     """
     observed = [
         one

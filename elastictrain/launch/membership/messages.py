@@ -8,7 +8,7 @@ _LISTED = 8
 
 
 def listed(names: Iterable[str]) -> str:
-    """`a, b and c`; of many only the first ones."""
+    """`a, b and c`; of many names only the first 8."""
     all_names = list(names)
     if len(all_names) > _LISTED:
         return f"{', '.join(all_names[:_LISTED])} and {len(all_names) - _LISTED} more"
@@ -16,7 +16,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def headline(reason: str) -> str:
-    """The first line of a reason; whoever it happened to has printed all of it."""
+    """First line of a reason; the host where it happened has printed all of it."""
     return next(iter(reason.splitlines()), "").rstrip(":")
 
 
@@ -32,7 +32,7 @@ def too_few(
     min_hosts: int,
     unconnected_pairs: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """What a group below its minimum waits for. `others` are alive and cannot take part for now."""
+    """What a group below its minimum waits for. `others` are alive but cannot take part for now."""
     here = f"ready: {listed(record.name for record in ready)}" if ready else "none is ready"
     because = [f"{record.name} is {record.state}{f' ({record.reason})' if record.reason else ''}" for record in others]
     missing = f"; {listed(because)}" if because else ""
@@ -43,7 +43,7 @@ def too_few(
 
 
 def give_up(failures: Sequence[GenerationFailure]) -> str:
-    """Why no further start is tried: what happened, and what the failures have in common."""
+    """Why no further start is tried: the failures, and what they have in common."""
     times = "once" if len(failures) == 1 else f"{len(failures)} times in a row"
     lines = [f"failed {times} without a newly committed step:"]
     for one in failures:

@@ -1,9 +1,9 @@
-"""What a host knows when it decides: who counts as alive, silent or gone, and which hosts reach each other.
+"""What a host knows when it decides: which hosts are alive, silent or have left, and which reach each other.
 
-All times are on its own monotonic clock; none is compared with another host's. Two things tell who lives: heartbeats, within
-seconds, and the `beat` of each host's record in storage, which is slow and may be unreachable: silence there is counted only up
-to the last time that records were read. Only heartbeats tell who reaches whom: two hosts are connected if the records of both
-say that they receive the other's.
+All times are on its own monotonic clock; none is compared with another host's. There are two signs of life: heartbeats, within
+seconds, and the `beat` in each host's record in storage, which is slow and may be unreachable: silence there counts only up
+to the last read of the records. Only heartbeats prove reachability: two hosts are connected if each one's record contains
+the other in `hears`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,61 +16,54 @@ from elastictrain.launch.membership.records import End, Generation, GenerationMe
 _REMEMBERED_S = 3600.0
 _GONE_KEPT_S, _LEFTOVER_KEPT_S = 120.0, 1800.0
 
-_MOST_EXACT = 12  # hosts up to which every set is looked at; the number of sets grows exponentially
+_MOST_EXACT = 12  # hosts up to which every set is tried; the number of sets grows exponentially
 
-_MOST_TRIES = 16
-"""Sets that are tried of more hosts than that: network partitions are found, the largest of any sets may not be."""
+_MOST_TRIES = 16  # sets tried for more hosts than that: network partitions are found, the largest set may be missed
 
 
 @dataclass(frozen=True, slots=True)
 class HostObservation:
-    """Another host's record."""
-
     record: HostRecord
-    changed_s: float  # when its beat was last seen to change, on the reader's monotonic clock; at first sight, when that was
-    fresh: bool  # whether it was ever seen to change: a record that was only read once may be a leftover
-    since_s: float  # since when it has said the same of itself: the same state, and the same generation that it is done with
+    changed_s: float  # when a change of its beat was last seen, or the record was first read
+    fresh: bool  # whether a change was ever seen: a record that was only read once may be a leftover
+    since_s: float  # since when its state and the generation that it has finished are the same
     hears_since_s: float  # since when it has received heartbeats of the same hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """One look around. The launcher's threads for storage fill in what storage says, its loop the rest before it decides."""
+    """All inputs of one decision. The launcher's storage threads fill in the fields from storage, its loop the others."""
 
     me: HostRecord
     now_s: float = 0.0
-    reads: int = 0  # how often storage has been read, generations and records; 0: nothing is known yet
-    began_s: float = 0.0
-    """When this launcher had read storage for the first time: a generation that was over by then is none of its own."""
-
-    running: Generation | None = None  # what runs here, or is being stopped here; None if nothing does
+    reads: int = 0  # reads of storage (generations and records) so far; 0: nothing is known yet
+    began_s: float = 0.0  # end of this launcher's first read of storage: a generation that was over by then is none of its own
+    running: Generation | None = None  # what runs or is being stopped here; None: nothing
     newest: Generation | None = None
     newest_since_s: float = 0.0
     follows_another: bool = False  # whether the generation before the newest one was not the last of a launch
     created: frozenset[int] = frozenset()  # numbers of generations that this host has tried to create
-    ends: Mapping[str, End] = field(default_factory=dict)  # those of `newest`, by host; read before `observed` was
+    ends: Mapping[str, End] = field(default_factory=dict)  # ends of `newest`, by host; read before `observed`
     ended_since_s: float | None = None
     observed: Mapping[str, HostObservation] = field(default_factory=dict)
     read_s: float = -inf
-    """When `observed` was read last, in a turn in which this host's own record could be written as well. Nobody has become
-    silent while storage could not be reached: silence is counted up to here."""
+    """Last read of `observed`, in a turn in which this host's record could be written as well. Silence counts up to here: no
+    host becomes silent while storage cannot be reached."""
 
-    trouble: str = ""  # why storage could not be read the last time; empty if it could
-    silent: frozenset[str] = frozenset()
-    """Members of the generation in which this host takes part, or last did, whose heartbeats have not come for long."""
-
+    trouble: str = ""  # why the last access to storage failed; empty if it did not
+    silent: frozenset[str] = frozenset()  # members of this host's current or last generation whose heartbeats have stopped
     heard: frozenset[str] = frozenset()  # hosts whose heartbeats arrive now, members or not
-    heard_since_s: float = 0.0  # since when those are the same
-    expected_hosts: int = 0  # what the cluster promised; 0 if unknown
+    heard_since_s: float = 0.0  # since when `heard` is the same
+    expected_hosts: int = 0  # that the cluster promised; 0 if unknown
     restart_cost_s: float = 0.0  # as measured, from an end to the next step; 0 if unknown
-    most_processes: int = 0  # Workers above which there is nothing more to do: samples of a global batch. 0 if unknown.
+    most_processes: int = 0  # samples of a global batch: more workers than that have nothing to do; 0 if unknown
     left_s: float = inf  # until the run's time limit
-    stop_limit_s: float = 920.0  # how long an orderly end may take on a host: a save, and the shutdown
+    stop_limit_s: float = 920.0  # limit of an orderly end on a host: a save and the shutdown
     wants_to_leave: bool = False
 
 
 def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[str]:
-    """Hosts whose records nobody needs any more: each start of a launcher leaves one."""
+    """Hosts whose records may be deleted: each start of a launcher leaves one."""
     return [
         host
         for host, one in observed.items()
@@ -81,10 +74,10 @@ def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[s
 def observe(
     before: Mapping[str, HostObservation], records: Iterable[HostRecord], *, own: str, now_s: float
 ) -> dict[str, HostObservation]:
-    """All records but the own one, as they are now.
+    """Return the state of all records but the host's own.
 
-    A record that cannot be read this time, or is an older one than before, is left as it was: stores may answer late. It is
-    forgotten when it has not changed for very long.
+    A record that is missing this time, or older than before, stays as it was: reads may lag. It is dropped after an hour
+    without a change.
     """
     observed = {host: known for host, known in before.items() if now_s - known.changed_s < _REMEMBERED_S}
     for record in records:
@@ -106,9 +99,9 @@ def observe(
 def observe_datagrams(
     before: Mapping[str, HostObservation], records: Iterable[HostRecord], *, own: str, now_s: float
 ) -> dict[str, HostObservation]:
-    """What hosts have said by datagram, before storage shows it; of hosts whose record was never read there, nothing.
+    """Merge records from datagrams, before storage shows them; only of hosts whose record was read from storage before.
 
-    A datagram leaves out what takes room: whom a host hears stays as it was.
+    A datagram leaves out `hears` and `writers`, which take room: they stay as they were.
     """
     complete = (
         replace(one, hears=before[one.host].record.hears, writers=before[one.host].record.writers)
@@ -125,7 +118,7 @@ def patience_s(state: HostState, options: LaunchGroup) -> float:
 
 
 def takeover_s(options: LaunchGroup) -> float:
-    """How long all members of a generation must be silent before a host that is none of them takes over."""
+    """How long all members of a generation must be silent before another host takes over."""
     return max(4 * options.lost_s, 2 * patience_s(HostState.BUSY, options))
 
 
@@ -135,20 +128,20 @@ def quiet_s(observed: HostObservation, cluster: ClusterState) -> float:
 
 
 def is_alive(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
-    """Whether its beat was seen to change, not long ago."""
+    """Whether its beat was seen to change recently."""
     return observed.fresh and may_be_alive(observed, cluster, options)
 
 
 def may_be_alive(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
-    """The same of one that was not looked at for long enough to know."""
+    """As `is_alive`, also true for a host that was not watched for long enough to know."""
     state = observed.record.state
     return state is not HostState.GONE and quiet_s(observed, cluster) <= patience_s(state, options)
 
 
 def missing_member(cluster: ClusterState, running: Generation, options: LaunchGroup) -> tuple[GenerationMember, str] | None:
-    """A member without which the generation cannot go on, and what is known of it; None if all seem to be there.
+    """A member without which the generation cannot continue, and why; None if all seem to be alive.
 
-    The heartbeat begins when a host adopts a generation, and another one may do so later: at first it has more patience.
+    Heartbeats begin when a host joins a generation, which hosts do at different times: at first the limit is longer.
     """
     for member in running.members:
         if member.host in cluster.silent and cluster.now_s > cluster.newest_since_s + options.lost_s:
@@ -157,10 +150,10 @@ def missing_member(cluster: ClusterState, running: Generation, options: LaunchGr
         if observed is None:
             continue
         if observed.record.ended >= running.number:
-            # It writes why before it says that it has ended: a moment later the reason is there, or was lost.
+            # It publishes the reason before it reports its end: after a moment the reason has arrived, or was lost.
             if cluster.read_s - observed.since_s > options.lost_s:
                 return member, "has ended its part without a word"
-        # What it said before this generation was there is no longer true: whoever proposed it has read a newer record.
+        # States from before this generation are outdated: its proposer has read a newer record.
         elif observed.since_s > cluster.newest_since_s:
             if observed.record.state is HostState.GONE:
                 return member, "has left"
@@ -170,7 +163,7 @@ def missing_member(cluster: ClusterState, running: Generation, options: LaunchGr
 
 
 def abandoned_since_s(cluster: ClusterState, newest: Generation, options: LaunchGroup) -> float | None:
-    """Since when no member can be running this generation any more, in the eyes of another host; None if one may."""
+    """Since when no member can run this generation any more, in the eyes of another host; None if one may."""
     since_s = cluster.newest_since_s
     for member in newest.members:
         observed = cluster.observed.get(member.host)
@@ -191,7 +184,7 @@ def connections(cluster: ClusterState) -> Mapping[str, frozenset[str]]:
 
 
 def is_connected(one: str, other: str, heard: Mapping[str, frozenset[str]]) -> bool:
-    """Whether two hosts receive each other's heartbeats. Of a host without a record, only what the other one says is known."""
+    """Whether two hosts receive each other's heartbeats. Of a host without a record only the other direction is known."""
     return all(host not in heard or whom in heard[host] for host, whom in ((one, other), (other, one)))
 
 
@@ -213,9 +206,9 @@ def unconnected_pairs(ready: Sequence[HostRecord], cluster: ClusterState) -> lis
 
 
 def settles_s(ready: Sequence[HostRecord], cluster: ClusterState, options: LaunchGroup, *, since_s: float) -> float:
-    """When it counts that some of these hosts are not connected: what each of them receives must be the same for a while.
+    """From when on a missing connection counts: what each host receives must have been the same for a while.
 
-    Hosts that a network brings together again do not hear each other all at the same moment.
+    After a network heals, hosts do not hear each other all at the same moment.
     """
     observed = [cluster.observed[one.host] for one in ready if one.host in cluster.observed]
     changes_s = [time_s for one in observed for time_s in (one.hears_since_s, one.since_s)]
@@ -225,7 +218,7 @@ def settles_s(ready: Sequence[HostRecord], cluster: ClusterState, options: Launc
 def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[HostRecord]:
     """The largest set of `ready` hosts that are all connected, in their order; of equal ones that of the foremost host.
 
-    It is the same on every host that asks.
+    The result is the same on every host that calls it.
     """
     heard = connections(cluster)
     hosts = {one.host for one in ready}
@@ -240,7 +233,7 @@ def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[Ho
 
 
 def _largest(near: Sequence[frozenset[int]]) -> tuple[int, ...]:
-    """The largest set of places that are all near each other, the first one in the order of places among equals."""
+    """Largest clique of the graph `near` (place -> its neighbours); of equal ones the first in order."""
     best: tuple[int, ...] = ()
 
     def extend(chosen: tuple[int, ...], left: list[int]) -> None:
@@ -257,7 +250,7 @@ def _largest(near: Sequence[frozenset[int]]) -> tuple[int, ...]:
 
 
 def _large(near: Sequence[frozenset[int]]) -> tuple[int, ...]:
-    """A large set of places that are all near each other: from some that have most others near them, the same in turn."""
+    """A large clique of `near`: greedy, from the 16 places with the most neighbours."""
     by_degree = sorted(range(len(near)), key=lambda place: (-len(near[place]), place))
     tries = [_grow(first, by_degree, near) for first in by_degree[:_MOST_TRIES]]
     return min(tries, key=lambda places: (-len(places), places))

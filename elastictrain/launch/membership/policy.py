@@ -1,4 +1,4 @@
-"""What follows the end of a generation: the next one, or the end of the run. The same on every host that asks."""
+"""Decides what follows the end of a generation: the next one, or the end of the run. The same result on every host."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -10,12 +10,10 @@ from elastictrain.launch.membership import messages
 from elastictrain.launch.membership.records import DRAFT, End, EndKind, Generation, GenerationFailure, GenerationOutcome
 
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
-_OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)  # what workers say where the network or another host is the cause
+_OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)  # exit codes of workers where the network or another host is the cause
 
-_MAY_BE_NOTICED = (EXIT_STORAGE, *_OTHER_HOST)
-"""What the workers of a host may say because of what happened on another one, the likelier cause first."""
-
-_BLAMED_TIMES = 3  # so many failures in a row that one host is to blame for, and it is left out for a while
+_MAY_BE_NOTICED = (EXIT_STORAGE, *_OTHER_HOST)  # codes that may be effects of another host's failure, the likelier cause first
+_BLAMED_TIMES = 3  # a host to blame for so many failures in a row is left out for a while
 
 
 def judge(
@@ -28,16 +26,15 @@ def judge(
     unheard: Set[str] = frozenset(),
     committed_step: int = 0,
 ) -> Generation:
-    """What follows a generation that has ended, once nobody is waited for: its purpose, what it remembers of failures, and
-    whom it leaves out; without its members.
+    """Return the draft that follows an ended generation, without its members: outcome, failures and excluded hosts.
 
-    `ready` are the hosts that can take part, members or not, of which those in `unheard` are not connected with all of the
-    others. `unaware` are hosts that `generation` had excluded, and that have not read so yet. `committed_step` is the newest of
-    any member's record: an end that was written while workers still ran knows less.
+    Called once no end is waited for. `ready` hosts can take part, members or not; those in `unheard` are not connected with all
+    the others. `unaware` hosts were excluded by `generation` and have not read that yet. `committed_step` is the newest in
+    any member's record: an end that was written while workers still ran may be older.
     """
     number, failures, excluded = generation.number + 1, generation.failures, tuple(sorted(unaware))
     names = {member.host: member.name for member in generation.members}
-    # In the order of ranks: whoever asks gets the same answer.
+    # In the order of ranks, so that every host gets the same result.
     ends = {host: ends[host] for host in names if host in ends}
     if names and len(ends) == len(names) and all(end.kind is EndKind.DONE for end in ends.values()):
         return replace(DRAFT, number=number, reason="the last step is done", outcome=GenerationOutcome.DONE)
@@ -65,7 +62,7 @@ def judge(
     if culprit is not None and culprit in ready and len(others) >= options.min_hosts:
         who, excluded = names.get(culprit, culprit), tuple(sorted(unaware | {culprit}))
         reason = f"{who} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: {failure.reason}"
-        # One is remembered: if the same goes on without this host, it was not to blame.
+        # One failure is kept: if the next generation fails the same way without this host, it was not to blame.
         return replace(DRAFT, number=number, reason=reason, failures=(failure,), excluded=excluded)
     return _try_again(number, (*failures, failure), excluded, options)
 
@@ -73,25 +70,25 @@ def judge(
 def _try_again(
     number: int, failures: tuple[GenerationFailure, ...], excluded: tuple[str, ...], options: LaunchGroup
 ) -> Generation:
-    """After a failure, unless there were too many without progress."""
+    """The next draft after a failure; the run is given up after too many without progress."""
     only_storage = all(failure.exit_code == EXIT_STORAGE for failure in failures)
     if len(failures) >= options.max_failures:
         code, why = EXIT_STORAGE if only_storage else EXIT_BUG, messages.give_up(failures)
         return replace(DRAFT, number=number, reason=why, outcome=GenerationOutcome.GIVE_UP, failures=failures, exit_code=code)
-    # Storage that fails is given time even before the first try.
+    # Failing storage gets a pause even before the first retry.
     times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
     until_next_s = pause_s(times, options=options)
     return replace(DRAFT, number=number, reason=failures[-1].reason, failures=failures, excluded=excluded, pause_s=until_next_s)
 
 
 def is_network_suspected(generation: Generation, ends: Mapping[str, End]) -> bool:
-    """Whether all that is known of a generation's end is that connections broke: hosts may not hear each other any more."""
+    """Whether broken connections are all that is known of a generation's end: hosts may not hear each other any more."""
     cause = find_cause([ends[member.host] for member in generation.members if member.host in ends])
     return len(generation.members) > 1 and cause is not None and cause.exit_code in _OTHER_HOST and not cause.blames
 
 
 def pause_s(times: int, *, options: LaunchGroup) -> float:
-    """Before the next start, after `times` failures without progress: none after the first, then longer and longer."""
+    """Seconds before the next start, after `times` failures without progress: 0 after the first, then exponential."""
     if times <= 1:
         return 0.0
     return min(options.backoff_limit_s, options.backoff_s * 2.0 ** min(times - 2, 60))
@@ -100,13 +97,13 @@ def pause_s(times: int, *, options: LaunchGroup) -> float:
 def _harmless_reason(
     ends: Mapping[str, End], cause: End | None, names: Mapping[str, str], *, ready: Set[str], unheard: Set[str]
 ) -> str | None:
-    """Why this end counts as nobody's failure; None if it does not.
+    """Why this end is no host's failure; None if it is one.
 
-    Where a host has left or is lost, the others' workers fail: whatever they say is only what they noticed.
+    If a host has left or is lost, the others' workers fail: their reasons are only effects.
     """
     if leaving := [host for host, end in ends.items() if end.kind is EndKind.LEAVING]:
         return f"{messages.listed(names[host] for host in leaving)} left: {ends[leaving[0]].reason}"
-    # A host that is not there any more says nothing of its own end, but at most that another one is silent.
+    # A host that has vanished reports no end of its own, at most that another host is silent.
     away = [host for host in names if host not in ready and (host not in ends or ends[host].kind is EndKind.LOST)]
     if away:
         return f"{messages.listed(names[host] for host in away)} {'is' if len(away) == 1 else 'are'} lost"
@@ -125,7 +122,7 @@ def _harmless_reason(
 
 
 def _always_to_blame(failures: Sequence[GenerationFailure]) -> str | None:
-    """The host that each of the last failures has among its culprits."""
+    """The host that is to blame for each of the last 3 failures."""
     last = failures[-_BLAMED_TIMES:]
     if len(last) < _BLAMED_TIMES:
         return None
@@ -139,7 +136,7 @@ def find_cause(ends: Sequence[End]) -> End | None:
 
 
 def to_blame(cause: End, ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[str, ...]:
-    """The hosts that a failure is to be blamed on; none where all of them failed alike, or they accuse each other."""
+    """The hosts to blame for a failure; none if all failed alike, or they accuse each other."""
     if cause.exit_code in _OTHER_HOST:
         return most_accused(ends, members=members)
     alike = [
@@ -150,7 +147,7 @@ def to_blame(cause: End, ends: Mapping[str, End], *, members: Sequence[str]) -> 
 
 
 def most_accused(ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[str, ...]:
-    """The host that more of the others accuse than any other; none in a tie."""
+    """The host that most others accuse; none in a tie."""
     accused: Counter[str] = Counter()
     for end in ends.values():
         accused.update({*end.blames, end.lost}.intersection(members) - {end.host})
@@ -160,7 +157,7 @@ def most_accused(ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[st
 
 
 def _rank(exit_code: int) -> int:
-    """The smaller, the more it explains. A crash of any kind comes between what is clear and what may only be noticed."""
+    """Lower explains more. Crashes come between clear causes and codes that may be effects."""
     if exit_code in _CLEAREST_FIRST:
         return _CLEAREST_FIRST.index(exit_code)
     crash = len(_CLEAREST_FIRST)

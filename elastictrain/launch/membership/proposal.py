@@ -1,4 +1,4 @@
-"""Forms the next generation: who is waited for, who takes part and in which order, and who proposes it."""
+"""Forms the next generation: which hosts are waited for, which take part in which order, and which one proposes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,19 +32,19 @@ from elastictrain.launch.membership.records import (
     Wait,
 )
 
-_KILL_S = 30.0  # how long the launcher of a host may take to end workers that have nothing to save any more
+_KILL_S = 30.0  # how long a launcher may take to end workers that have nothing to save
 
+# The first of an unknown number of hosts reads the records so often before it starts alone: hosts are often started together,
+# and torch is being imported meanwhile anyway.
 _OTHERS_POLLS = 2
-"""Hosts of unknown number are often started at once: the first one looks around so often, while torch is imported anyway."""
 
-_STAGGER_S = 1.0
-"""Each host leaves the one before it that much time to make its proposal, as slow as storage may be: it may be gone by now."""
+_STAGGER_S = 1.0  # head start of each host to propose before the next one does: storage may be slow, and the host may have died
 
 
 def propose_generation(cluster: ClusterState, options: LaunchGroup) -> Decision | None:
-    """What a host that runs nothing does about the next generation; None while the newest one may be running somewhere.
+    """Decide about the next generation on a host that runs nothing; None while the newest one may be running elsewhere.
 
-    The host must be able to take part in the next one itself.
+    The host itself must be able to take part.
     """
     newest = cluster.newest
     if newest is None or newest.terminal:
@@ -56,7 +56,7 @@ def propose_generation(cluster: ClusterState, options: LaunchGroup) -> Decision 
 def _ended_since_s(cluster: ClusterState, newest: Generation, options: LaunchGroup) -> float | None:
     if cluster.ended_since_s is not None and cluster.ends:
         return cluster.ended_since_s
-    # The reason is written before a host says that it has ended, and reads may be late, or it was lost.
+    # A host publishes the reason before its end; a late read may miss it, or it was lost.
     ended = [one for one in cluster.observed.values() if newest.has(one.record.host) and one.record.ended >= newest.number]
     first_s = min((one.since_s for one in ended), default=cluster.read_s)
     if cluster.read_s - first_s > options.lost_s:
@@ -68,8 +68,8 @@ def _ended_since_s(cluster: ClusterState, newest: Generation, options: LaunchGro
 class _GenerationProposal:
     cluster: ClusterState
     options: LaunchGroup
-    previous: Generation | None  # the generation that has ended; None where a run begins, for the first time or anew
-    since_s: float  # when it was known here that a next one is due; not before this launcher began
+    previous: Generation | None  # the ended generation; None where a run begins, for the first time or anew
+    since_s: float  # when this launcher knew that a next one is due; not before its start
 
     def decide(self) -> Decision:
         cluster = self.cluster
@@ -80,7 +80,7 @@ class _GenerationProposal:
         ready = [cluster.me, *(one.record for one in cluster.observed.values() if self._can_take_part(one))]
         if not self._complete(ready) and (wait := self._wait_for_unknown()) is not None:
             return wait
-        # Members come first, as they were: they have in memory what a restart needs, and keep their ranks.
+        # Members come first, in their order: they have in memory what a restart needs, and keep their ranks.
         places = {member.host: number for number, member in enumerate(self.previous.members if self.previous else ())}
         ready.sort(key=lambda record: (places.get(record.host, len(places)), *_by_number(record)))
         group = largest_group(ready, cluster)
@@ -88,7 +88,7 @@ class _GenerationProposal:
             return wait
         following = self._judge(ready, group)
         if following.outcome is not GenerationOutcome.RUN:
-            # It concerns all who took part, and those who would have.
+            # It concerns all members of the previous generation, and those of the next.
             members = () if self.previous is None else self.previous.members
             others = (_member(record) for record in ready if self.previous is None or not self.previous.has(record.host))
             return self._create(following, members=(*members, *others), queue=ready)
@@ -103,14 +103,14 @@ class _GenerationProposal:
             return wait
         chosen = allowed[: self.options.max_hosts] if self.options.max_hosts else allowed
         if all(record.order >= 0 for record in chosen):
-            # As the cluster numbers them.
+            # In the cluster's order.
             chosen = sorted(chosen, key=_by_number)
         return self._create(following, members=[_member(one) for one in chosen], queue=list(dict.fromkeys([*chosen, *group])))
 
     def _all_members_told(self) -> bool:
-        """Whether no reading of storage can show more: all members are ready, told so by themselves, and nobody else is there.
+        """Whether another read can show nothing new: all members reported that they are ready, and no other host is alive.
 
-        Whoever is to be taken in, and who is connected with whom, is known from storage alone.
+        Newcomers and connections are known from storage alone, so ends that involve them need a read.
         """
         cluster, previous = self.cluster, self.previous
         if previous is None or is_network_suspected(previous, cluster.ends):
@@ -123,7 +123,7 @@ class _GenerationProposal:
         return {record.host for record in ready} == told == {member.host for member in previous.members}
 
     def _wait_for_members(self) -> Wait | None:
-        """Members of the generation that has ended which are still at it, or have not said why it ended."""
+        """Wait for members of the ended generation that still run it, or have not reported why it ended."""
         if self.previous is None:
             return None
         others = [member for member in self.previous.members if member.host != self.cluster.me.host]
@@ -134,21 +134,21 @@ class _GenerationProposal:
         return Wait(f"{messages.listed(names)} to end generation {self.previous.number}", max(limits_s))
 
     def _waited_until_s(self, host: str, number: int) -> float:
-        """Until when one member is waited for; the past if it is not."""
+        """Until when one member is waited for; a time in the past if it is not."""
         cluster, options = self.cluster, self.options
         observed = cluster.observed.get(host)
         if observed is None or self._is_leaving(host):
             return self.since_s
         state = observed.record.state
         if state is HostState.GONE or observed.record.ended >= number:
-            # The same record tells why, unless this host ended for another one's reason.
+            # The same record has the reason, unless that host ended for another one's.
             return self.since_s
-        # One that has said why it ends is about to be ready, however little is heard of it.
+        # A host that published its end will be ready soon, even if its heartbeats are late.
         silent = host not in cluster.ends and (host in cluster.silent or any(one.lost == host for one in cluster.ends.values()))
         if silent or not is_alive(observed, cluster, options):
             return self.since_s + (0.0 if quiet_s(observed, cluster) > 2 * options.lost_s else options.lost_s)
         if state is not HostState.BUSY:
-            # It has not begun, or says so a little later.
+            # It has not started the generation, or its record is a little late.
             return self.since_s + options.lost_s
         nothing_to_save = any(end.loses_state for end in cluster.ends.values())
         return self.since_s + (_KILL_S if nothing_to_save else max(_KILL_S, cluster.stop_limit_s))
@@ -158,7 +158,7 @@ class _GenerationProposal:
         return end is not None and end.kind is EndKind.LEAVING
 
     def _wait_for_unknown(self) -> Wait | None:
-        """Records that were read for the first time a moment ago: leftovers, or hosts that are there."""
+        """Wait for records that were first read a moment ago: they may be leftovers, or of live hosts."""
         cluster, options = self.cluster, self.options
         until_s = self.since_s + max(options.lost_s, 3 * options.poll_s)
         observed = cluster.observed.values()
@@ -174,13 +174,13 @@ class _GenerationProposal:
         if newest is None:
             return True
         if newest.terminal:
-            # Its members leave, and may only not have read it yet.
+            # Its members leave, and may not have read that yet.
             return not newest.has(record.host)
-        # A member whose record is older than its end was waited for until that cannot be any more.
+        # A member whose record is older than its end was already waited for, up to the limit.
         return record.host not in self._unaware() and not self._is_leaving(record.host)
 
     def _unaware(self) -> frozenset[str]:
-        """Hosts that the newest generation leaves out, and that have not acted upon it yet."""
+        """Hosts that the newest generation leaves out, and that have not reacted yet."""
         if self.previous is None:
             return frozenset()
         excluded, observed = self.previous.excluded, self.cluster.observed
@@ -193,7 +193,7 @@ class _GenerationProposal:
         return len(ready) >= options.min_hosts and (full or 1 < expected <= len(ready))
 
     def _wait_to_connect(self, ready: Sequence[HostRecord], group: Sequence[HostRecord]) -> Wait | None:
-        """Until it is certain who is connected with whom."""
+        """Wait until it is certain which hosts are connected."""
         cluster, options = self.cluster, self.options
         if len(group) < len(ready) and not 0 < options.max_hosts <= len(group):
             until_s = settles_s(ready, cluster, options, since_s=self.since_s)
@@ -201,12 +201,12 @@ class _GenerationProposal:
             return Wait(f"all hosts to hear {missing}", until_s) if cluster.now_s < until_s else None
         if self.previous is None or not is_network_suspected(self.previous, cluster.ends):
             return None
-        # Connections may break some time before the heartbeat can know that the network is out.
+        # Connections may break some time before heartbeats can show that the network is down.
         until_s = self.since_s + options.lost_s * 3 / 4
         return Wait("", until_s) if cluster.now_s < until_s else None
 
     def _wait_to_join(self, ready: Sequence[HostRecord]) -> Wait | None:
-        """A group of which nobody was there before waits for more than the minimum, unless this host seems to be alone."""
+        """A group of new hosts only waits for more than the minimum, unless this host seems to be alone."""
         cluster, options = self.cluster, self.options
         goes_on = self.previous is not None and any(self.previous.has(record.host) for record in ready)
         if goes_on or self._complete(ready):
@@ -216,7 +216,7 @@ class _GenerationProposal:
             return None
         look_s = cluster.began_s + _OTHERS_POLLS * options.poll_s
         if not alive and cluster.expected_hosts == 0:
-            # Over so soon that nobody needs to know, unless another one begins meanwhile.
+            # Too short to be printed, unless another host starts meanwhile.
             return Wait("", look_s) if cluster.now_s < look_s else None
         others_s = [cluster.observed[record.host].since_s for record in ready if record.host in cluster.observed]
         came_s = sorted([cluster.began_s, *(max(cluster.began_s, since_s) for since_s in others_s)])
@@ -231,7 +231,7 @@ class _GenerationProposal:
         if previous is None:
             return replace(DRAFT, number=1 if cluster.newest is None else cluster.newest.number + 1, reason="")
         hosts = frozenset(record.host for record in ready)
-        # Records of other launchers may be of an earlier run in the same folder.
+        # Records of other launchers may be from an earlier run in the same folder.
         records = [cluster.me, *(one.record for one in cluster.observed.values())]
         following = judge(
             previous,
@@ -245,7 +245,7 @@ class _GenerationProposal:
         witnessed = any(map(previous.has, hosts)) or self.since_s > cluster.began_s + self.options.lost_s
         if following.outcome is GenerationOutcome.RUN or witnessed:
             return following
-        # All who took part have left without drawing the conclusion, and whoever comes now was started to go on.
+        # All members have left before they gave up the run, and this launcher was started to resume it.
         return replace(DRAFT, number=following.number, reason=f"started again after: {following.reason}")
 
     def _too_few(self, ready: Sequence[HostRecord]) -> Decision:
@@ -261,7 +261,7 @@ class _GenerationProposal:
         return Leave(EXIT_STOPPED, f"waited {options.wait_s:g} s (`launch.wait_s`) for {sentence}")
 
     def _create(self, following: Generation, *, members: Sequence[GenerationMember], queue: Sequence[HostRecord]) -> Decision:
-        """The proposal, once it is this host's turn in the queue to make it."""
+        """The proposal, once it is this host's turn in the queue."""
         cluster = self.cluster
         came_s = [cluster.observed[record.host].since_s for record in queue if record.host in cluster.observed]
         place = [record.host for record in queue].index(cluster.me.host)

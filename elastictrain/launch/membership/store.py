@@ -24,24 +24,22 @@ _MOST_TOKEN_BYTES = 4096
 
 
 class MembershipStore:
-    """What hosts tell each other, through the run's storage. Every method raises StorageError."""
+    """The hosts' shared state in the run's storage. Every method raises StorageError."""
 
     def __init__(self, store: Store, *, volatile: Store | None = None) -> None:
-        """`volatile` leads to the same objects; what is written through it may be lost with a loss of power."""
+        """`volatile` writes the same objects without a sync: a power loss may lose them."""
         self._store = store
         self._volatile = volatile or store
         self._unsettled: list[tuple[str, bytes]] = []
         self._newest: Generation | None = None
         self._listed = False
-        self._created = 0
-        """The last one that this host has created, which whoever looks for the newest is not pointed at yet."""
-
+        self._created = 0  # last generation that this host created, and that the hint for readers does not name yet
         self._known_keys: frozenset[str] = frozenset()
 
     def token(self) -> bytes:
-        """The run's secret, known to whoever may read its storage; made by whoever comes first.
+        """Return the run's secret, known to all that can read its storage; the first caller creates it.
 
-        Raises: PermanentStorageError, AccessDeniedError if what is there can be no secret of this run.
+        Raises: PermanentStorageError, AccessDeniedError if the stored object can be no secret of this run.
         """
         with suppress(ObjectExistsError):
             create_secret(self._store, _TOKEN, secrets.token_bytes(_TOKEN_BYTES))
@@ -54,12 +52,10 @@ class MembershipStore:
         return token
 
     def write_record(self, record: HostRecord) -> None:
-        """Replace a host's record."""
         self._volatile.write(_host_key(record.host), encode_record(record))
 
     def records(self) -> list[HostRecord]:
-        """All records that can be read."""
-        # Records that were there the last time are read while others are listed.
+        # Records that existed the last time are read while the others are listed.
         calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
             lambda: [info.key for info in self._store.list(HOSTS)],
             *(partial(read_all, self._store, [key]) for key in sorted(self._known_keys)),
@@ -72,11 +68,10 @@ class MembershipStore:
         return [record for key, record in records if record is not None and key == _host_key(record.host)]
 
     def remove(self, host: str) -> None:
-        """Remove a host's record."""
         self._store.delete(_host_key(host))
 
     def mark_dead(self, host: str) -> None:
-        """Say of a launcher that is known to be dead that it is gone, if it did not do so itself."""
+        """Publish that a dead launcher has left, unless it did so itself."""
         try:
             record = decode(HostRecord, read_record(self._store, _host_key(host)))
         except ObjectNotFoundError:
@@ -85,12 +80,12 @@ class MembershipStore:
             self.write_record(replace(record, state=HostState.GONE, reason="its launcher was ended", beat=record.beat + 1))
 
     def newest(self) -> Generation | None:
-        """The generation with the largest number; None if there is none."""
+        """Return the generation with the largest number; None if there is none."""
         if not self._listed:
             number, data = newest_record(self._store)
             self._newest, self._listed = self._parse(number, data) if number else None, True
             return self._newest
-        # A list may lag behind, a read of a name does not. Two at a time: one round trip tells that no other follows, too.
+        # A list may lag behind, a read of a name does not. Two reads at a time: one round trip also shows that none follows.
         while True:
             first = self._newest.number + 1 if self._newest else 1
             found = read_all(self._store, [generation_key(number) for number in (first, first + 1)])
@@ -109,7 +104,7 @@ class MembershipStore:
             return False
 
     def create(self, generation: Generation) -> bool:
-        """Whether this became the generation of its number; False if another was there before."""
+        """Create the generation; False if another host was first."""
         data = encode_record(generation)
         if not create_record(self._volatile, generation.number, data):
             return False
@@ -120,7 +115,7 @@ class MembershipStore:
         return True
 
     def settle(self) -> None:
-        """Have the generations that this host has created outlast a loss of power: commits carry their numbers.
+        """Make the generations that this host created durable against power loss: commits carry their numbers.
 
         Apart from their creation, for which all hosts wait each time.
         """
@@ -132,7 +127,7 @@ class MembershipStore:
             self._created = 0
 
     def _advance(self, generation: Generation) -> None:
-        # One thread looks for what another one may have created meanwhile.
+        # One thread creates generations while another one reads them.
         if self._newest is None or self._newest.number < generation.number:
             self._newest = generation
 
