@@ -168,11 +168,7 @@ def check_and_test(folder: Path) -> None:
     assert all((REPOSITORY / name).exists() for name in folders)
     assert all(words[-2:] == ["-k", "nothing"] for words in suites)
     run(["bash", SCRIPTS / "check.sh"], folder=folder, extra_environment=variables)
-    calls = [line.split()[2:] for line in noted(folder, "python") if line.startswith("-m pytest tests/unit")]
-    (rest,) = [words for words in calls if words[0] == "tests/unit"]
-    parts = [word for words in calls for word in words if word.startswith("tests/unit/")]
-    assert sorted(parts) == sorted(word.removeprefix("--ignore=") for word in rest if word.startswith("--ignore="))
-    assert all((REPOSITORY / part).is_dir() for part in parts)
+    assert sum(line.startswith("-m pytest tests/unit") for line in noted(folder, "python")) == 1
 
 
 def demo(folder: Path) -> None:
