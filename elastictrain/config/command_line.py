@@ -33,31 +33,22 @@ _EXPLAINED = " (--help explains the command line)"
 class CommandLine:
     """What a person typed, taken apart."""
 
-    overrides: tuple[str, ...]
-    """`recipe=X`, `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`, unread."""
-
-    config_dirs: tuple[str, ...]
-    """Folders of the person's own with recipes, models and so on."""
+    overrides: tuple[str, ...]  # `recipe=X`, `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`, unread
+    config_dirs: tuple[str, ...]  # folders of the person's own with recipes, models and so on
 
     action: Literal["run", "help", "show"]
     """Train; or only explain the keys (`--help`); or only show the resolved configuration (`--cfg job`)."""
 
-    topic: str
-    """Of `--help TOPIC`: a group or key, "" for all."""
+    topic: str  # of `--help TOPIC`: a group or key, "" for all
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
     """What the overrides ask for, in their order."""
 
-    choices: Mapping[str, str | None]
-    """Group -> choice; None leaves the group out."""
-
-    values: tuple[Override, ...]
-    """Those of keys: one value or deletion for each."""
-
-    problems: tuple[Problem, ...]
-    """Choices that there are not."""
+    choices: Mapping[str, str | None]  # group -> choice; None leaves the group out
+    values: tuple[Override, ...]  # those of keys: one value or deletion for each
+    problems: tuple[Problem, ...]  # choices that there are not
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:

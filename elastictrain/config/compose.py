@@ -31,9 +31,7 @@ class Composed:
     problems: tuple[Problem, ...]
     """What could not be read or resolved; to be reported together with what the values are found guilty of."""
 
-    partial: bool
-    """Whether a group's choice could not be taken: keys that are missing then mean nothing."""
-
+    partial: bool  # whether a group's choice could not be taken: keys that are missing then mean nothing
     recipes: tuple[str, ...]
     recipe: str | None
 

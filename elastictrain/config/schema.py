@@ -29,8 +29,7 @@ class Key:
 
     path: str
     must_be: str
-    default: str | None
-    """As one would write it; None if the key must be given."""
+    default: str | None  # as one would write it; None if the key must be given
     doc: str
 
 

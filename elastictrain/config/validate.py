@@ -11,12 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from elastictrain.config.constraints import NonEmpty, Range, describe, show
 from elastictrain.errors import ConfigError, Problem
 
-NOT_GIVEN = "???"
-"""How YAML writes a key that must be given."""
-
-_LARGEST = 2**63 - 1
-"""Tensors and files count in 64 bits."""
-
+NOT_GIVEN = "???"  # how YAML writes a key that must be given
+_LARGEST = 2**63 - 1  # tensors and files count in 64 bits
 T = TypeVar("T")
 Checked = tuple[object, list[Problem]]
 

@@ -31,15 +31,12 @@ from elastictrain.identity import Identity
 _ROOT = "elastictrain"
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
-_PATIENCE_S = 5.0
-"""Ranks of one torchrun start within a few seconds of each other."""
-
+_PATIENCE_S = 5.0  # ranks of one torchrun start within a few seconds of each other
 _SHOWN_PROBLEMS = 8
 
 _WAITING = f"{_ROOT}/waiting"
 _LOOK_BEFORE_S = 1.0
-_WAITS_ON_S = 10.0
-"""How long a word of rank 0 that it still waits for the run's lease is good for."""
+_WAITS_ON_S = 10.0  # how long a word of rank 0 that it still waits for the run's lease is good for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,7 @@ class Introduction:
     host: str
     local_world_size: int
     backend: str
-    digest: str
-    """Of configuration and data: ranks that differ must not train together."""
+    digest: str  # of configuration and data: ranks that differ must not train together
 
 
 @dataclass(frozen=True, slots=True)

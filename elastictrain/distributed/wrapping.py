@@ -62,8 +62,7 @@ class Wrapped:
     module: nn.Module
     bare: nn.Module
     shape: MeshShape
-    precision_context: Callable[[], AbstractContextManager[object]]
-    """Entered around each forward pass and loss."""
+    precision_context: Callable[[], AbstractContextManager[object]]  # entered around each forward pass and loss
 
     groups: tuple[dist.ProcessGroup, ...] = ()
     """The groups that the model communicates through, where they are not the default one alone."""

@@ -17,8 +17,7 @@ class LogPrefix:
 
     rank: int
     incarnation: str = "-"
-    step: Callable[[], int] = int
-    """The step that is being worked on; 0, for none, is not shown."""
+    step: Callable[[], int] = int  # the step that is being worked on; 0, for none, is not shown
 
     def text(self) -> str:
         """`[incarnation rank 0 step 12]`"""

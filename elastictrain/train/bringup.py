@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 _DIGITS = 16
 _OWNER_KEY = "elastictrain/owner"
-_MEET_SHARE = 0.9
-"""Of the time in which the store must answer: how long ranks wait for each other."""
+_MEET_SHARE = 0.9  # of the time in which the store must answer: how long ranks wait for each other
 
 
 def meet_ranks(

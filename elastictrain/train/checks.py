@@ -38,9 +38,7 @@ from elastictrain.train.task import BringsDatasets, ChecksTokens, HasBlocks, Has
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 10**14
-"""More than any machine has."""
-
+_MOST_BYTES = 10**14  # more than any machine has
 _TIGHT = 0.8
 _MOMENTS = 2
 

@@ -36,8 +36,7 @@ class Samples:
 
     train: Dataset
     held_out: Dataset | None
-    digest: str
-    """Names the content of token files; empty for a task's own datasets."""
+    digest: str  # names the content of token files; empty for a task's own datasets
 
 
 def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:
@@ -61,20 +60,14 @@ class TrainContext:
     task: Task
     samples: Samples
     store: Store
-    seconds: dict[str, float] = field(default_factory=dict, init=False)
-    """Of each part of the start, by name."""
-
-    rendezvous: BoundedStore = field(init=False)
-    """The store that the ranks meet through."""
-
+    seconds: dict[str, float] = field(default_factory=dict, init=False)  # of each part of the start, by name
+    rendezvous: BoundedStore = field(init=False)  # the store that the ranks meet through
     job: JobNotes = field(init=False)
     lease: Lease | None = field(default=None, init=False)
     """Of rank 0, unless a launcher has started it: those have a lease of their own."""
 
     generation: AgreedGeneration = field(init=False)
-    shared: dist.Store = field(init=False)
-    """The store that the ranks meet through, under this generation's prefix."""
-
+    shared: dist.Store = field(init=False)  # the store that the ranks meet through, under this generation's prefix
     heartbeats: HeartbeatStore = field(init=False)
     journal: Journal = field(init=False)
     unwritable: StorageError | None = field(default=None, init=False)

@@ -49,9 +49,7 @@ class ExitReport:
     tracker: ProgressTracker
     hangs: HangWatch
     stop_request: StopRequested
-    context: TrainContext | None = None
-    """What is recorded through, from the moment on that the ranks have met."""
-
+    context: TrainContext | None = None  # what is recorded through, from the moment on that the ranks have met
     loop: Loop | None = None
     _began_s: float = field(default_factory=time.monotonic, init=False)
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)

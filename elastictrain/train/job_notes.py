@@ -13,8 +13,7 @@ from elastictrain.identity import Identity
 
 _KEY = "elastictrain/job"
 _LIMIT_S = 5.0
-_INCARNATIONS = 64
-"""More are not kept: snapshots in host memory are of the last few."""
+_INCARNATIONS = 64  # more are not kept: snapshots in host memory are of the last few
 
 
 class JobNotes:

@@ -36,13 +36,9 @@ class Loop:
     ledger: Ledger | None
     observer: Observer
     tokens_per_sample: int
-    in_storage: bool
-    """Whether the state that was restored is there, or there is none."""
-
+    in_storage: bool  # whether the state that was restored is there, or there is none
     clock: Callable[[], float] = time.monotonic
-    reached: Reached = field(init=False)
-    """What a next start can go on from."""
-
+    reached: Reached = field(init=False)  # what a next start can go on from
     _passes: int = field(init=False)
     _first_step: int = field(init=False)
     _last_save_s: float = field(init=False)

@@ -45,11 +45,8 @@ _NCCL_NETWORKS: dict[Rdma, Planned] = {
 }
 _WIDTH = 120
 _READ_S = 5.0
-_READ_AT_MOST = 64
-"""Records of the last incarnation: in a large group those of the first ranks tell enough."""
-
-_READ_BYTES = 256 << 10
-"""Of each log: its last record names where all ranks were, and a long run's log is long."""
+_READ_AT_MOST = 64  # records of the last incarnation: in a large group those of the first ranks tell enough
+_READ_BYTES = 256 << 10  # of each log: its last record names where all ranks were, and a long run's log is long
 
 
 class RunPreflight:

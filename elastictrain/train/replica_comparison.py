@@ -84,11 +84,8 @@ def _row_sums(content: Tensor) -> Tensor:
 class Divergence:
     """Replicas do not hold the same state."""
 
-    wrong: tuple[int, ...] = ()
-    """Ranks that differ from the majority of their replicas."""
-
-    disputed: tuple[int, ...] = ()
-    """Ranks whose replicas have no majority, so that any of them may be the wrong one."""
+    wrong: tuple[int, ...] = ()  # ranks that differ from the majority of their replicas
+    disputed: tuple[int, ...] = ()  # ranks whose replicas have no majority, so that any of them may be the wrong one
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -36,24 +36,13 @@ class Reached:
 class SaveStatus:
     """What one rank says while all wait for one save. All decide by what all say, and so alike."""
 
-    left_s: float | None
-    """Until it has to go; None: nobody asked it to, or nobody said by when."""
-
-    sending: bool = False
-    """Whether its host still sends replicas."""
-
-    unsent: bool = False
-    """Whether they did not arrive."""
-
-    saved: bool = False
-    """Whether the saver has committed the step; rank 0 alone knows."""
-
-    error: str = ""
-    """Why the save comes to nothing."""
-
+    left_s: float | None  # until it has to go; None: nobody asked it to, or nobody said by when
+    sending: bool = False  # whether its host still sends replicas
+    unsent: bool = False  # whether they did not arrive
+    saved: bool = False  # whether the saver has committed the step; rank 0 alone knows
+    error: str = ""  # why the save comes to nothing
     busy: tuple[bool, ...] = ()
-    torn: tuple[bool, ...] = ()
-    """Of its slots, as in `StepFlags`."""
+    torn: tuple[bool, ...] = ()  # of its slots, as in `StepFlags`
 
 
 def least(times_s: Sequence[float | None]) -> float | None:
@@ -70,14 +59,9 @@ def copy_limit_s(left: float | None, *, most_s: float) -> float:
 class LeaveDecision:
     """Waiting for the save of one step is over, on all ranks alike."""
 
-    tier: Tier
-    """The safest place that has the step by now."""
-
-    limited: bool
-    """Whether this run has to go by some time."""
-
-    error: str = ""
-    """Why the save came to nothing, while there is time to try it again."""
+    tier: Tier  # the safest place that has the step by now
+    limited: bool  # whether this run has to go by some time
+    error: str = ""  # why the save came to nothing, while there is time to try it again
 
 
 def judge(told: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | None:
@@ -122,14 +106,12 @@ class SynchronousSaving:
     comparison: ReplicaComparison
     ledger: Ledger | None
     observer: Observer
-    requires_finished_step: ClassVar[bool] = True
-    """Whether a step has to be finished before it can be saved."""
+    requires_finished_step: ClassVar[bool] = True  # whether a step has to be finished before it can be saved
 
     save_pending: ClassVar[bool] = False
     """Whether a save that was due before has to follow the next step that is finished; the same on all ranks."""
 
-    _failed_saves: int = field(default=0, init=False)
-    """In a row."""
+    _failed_saves: int = field(default=0, init=False)  # in a row
 
     def first_step_done(self) -> None:
         """Start-up is over."""

@@ -57,14 +57,12 @@ class SnapshotMemory:
 
     link: SaverLink | None
     restore: MemoryRestore
-    others: OtherHosts | None = None
-    """The way to other hosts' memory, where there are others."""
+    others: OtherHosts | None = None  # the way to other hosts' memory, where there are others
 
     trouble: str = ""
     """Why no snapshots can be taken, though those that are there can be read: a host has no saver. The same on all ranks."""
 
-    kept: tuple[int, ...] = ()
-    """The ranks of other hosts whose replicas this host keeps."""
+    kept: tuple[int, ...] = ()  # the ranks of other hosts whose replicas this host keeps
 
     @property
     def folder(self) -> str:

@@ -27,11 +27,8 @@ from elastictrain.train.step import SaveReason, StepFlags
 
 _PAUSE_S = 0.02
 _ROUND_S = 0.1
-_SHARE = 0.9
-"""Of the limit of a phase: what is waited for in it gives up before the watchdog does."""
-
-_NOW = 1 << 62
-"""Newer than any step: what ranks tell while training waits is true of all of them."""
+_SHARE = 0.9  # of the limit of a phase: what is waited for in it gives up before the watchdog does
+_NOW = 1 << 62  # newer than any step: what ranks tell while training waits is true of all of them
 
 
 class SnapshotSaving:
@@ -369,5 +366,4 @@ class SnapshotSaving:
         self._snapshots.let_go()
 
 
-Saving = SynchronousSaving | SnapshotSaving
-"""How the loop saves."""
+Saving = SynchronousSaving | SnapshotSaving  # how the loop saves

@@ -35,15 +35,12 @@ class TrainState:
     """Model, optimizer and the counters. Sample order and randomness are functions of (seed, step, position), so `step` says
     it all: there is no loader state and no generator state to keep."""
 
-    model: nn.Module
-    """The model under its own parameter names (not the DDP wrapper)."""
-
+    model: nn.Module  # the model under its own parameter names (not the DDP wrapper)
     optimizer: AdamW
     counters: StateCounters = field(default_factory=lambda: StateCounters(0))
     """Of the steps that are finished, and the digest of the data; their step and positions are given when they are saved."""
 
-    step: int = 0
-    """Optimizer steps committed."""
+    step: int = 0  # optimizer steps committed
 
     def tensors(self) -> dict[str, Tensor]:
         """Handles to all live tensors by their name in a checkpoint; loading into them restores the state."""

@@ -27,29 +27,14 @@ class StepFlags:
     """What a rank wants, or knows of its saves, when it begins a step; and summed over all ranks, what any of them does."""
 
     stop: bool = False
-    save: bool = False
-    """A save is due by the clock of rank 0."""
-
-    unsaved: bool = False
-    """A save is on its way to storage; rank 0 alone knows."""
-
-    unusable: bool = False
-    """The rank can take no snapshots."""
-
-    sending: bool = False
-    """Its host still sends replicas."""
-
-    unsent: bool = False
-    """They did not arrive."""
-
-    failed_saves: int = 0
-    """How many saves in a row have failed; rank 0 alone knows."""
-
-    busy: tuple[bool, ...] = ()
-    """Of each slot for snapshots: it cannot be written now."""
-
-    torn: tuple[bool, ...] = ()
-    """Of each slot: its snapshot is not whole."""
+    save: bool = False  # a save is due by the clock of rank 0
+    unsaved: bool = False  # a save is on its way to storage; rank 0 alone knows
+    unusable: bool = False  # the rank can take no snapshots
+    sending: bool = False  # its host still sends replicas
+    unsent: bool = False  # they did not arrive
+    failed_saves: int = 0  # how many saves in a row have failed; rank 0 alone knows
+    busy: tuple[bool, ...] = ()  # of each slot for snapshots: it cannot be written now
+    torn: tuple[bool, ...] = ()  # of each slot: its snapshot is not whole
 
     def encode(self) -> list[float]:
         """Numbers that ranks can sum, in the order of the fields; as many on all ranks."""
@@ -111,8 +96,7 @@ class Stepper:
     context: TrainContext
     wrapped: Wrapped
     optimizer: AdamW
-    before_update: Callable[[], None] = lambda: None
-    """Called when all of a step's work but the update is under way."""
+    before_update: Callable[[], None] = lambda: None  # called when all of a step's work but the update is under way
 
     def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
         """Take `passes` micro-batches and commit the step `step` (from 1). Collective: yes."""
