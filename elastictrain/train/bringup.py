@@ -1,4 +1,4 @@
-"""Bring-up of one generation: what each rank checks alone, the agreement of the ranks, and the process group."""
+"""Bring-up of one generation: each rank checks alone, the ranks agree, and the process group is made."""
 
 import hashlib
 import logging
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _DIGITS = 16
 _OWNER_KEY = "elastictrain/owner"
-_MEET_SHARE = 0.9  # of the time in which the store must answer: how long ranks wait for each other
+_MEET_SHARE = 0.9  # share of the time in which the store must answer: how long ranks wait for each other
 
 
 def meet_ranks(
@@ -49,24 +49,24 @@ def meet_ranks(
     parent: int = 0,
     on_lost: Callable[[str], None] = lambda _: None,
 ) -> TrainContext:
-    """Check everything that can be checked alone, then agree with the other ranks. Collective: yes.
+    """Check what a rank can check alone, then agree with the other ranks. Collective: yes.
 
-    `parent` is the process that started this one. `on_lost` is called by a thread of rank 0 when another run has taken over.
+    `parent` is the process that started this one. A thread of rank 0 calls `on_lost` when another run has taken the lease.
     """
     began = time.monotonic()
     context = check_alone(config, identity, tracker=tracker, stop_request=stop_request)
     context.seconds["checks"] = round(time.monotonic() - began, 4)
     with context.timed("predecessors", Phase.RENDEZVOUS):
-        # Before the ranks meet: from then on, others wait for this one.
+        # Before the ranks meet: from then on, the other ranks wait for this one.
         left = wait_for_previous_workers(identity, poll=context.leave_if_asked)
         if left and identity.local_rank == 0:
             message = "process(es) %s of the generation before are not gone; they may hold devices that this one needs"
             logger.warning(message, ", ".join(map(str, left)))
     with context.timed("memory"):
-        # Only now: the workers of the generation before have given theirs back.
+        # Only now: the workers of the previous generation have released their memory.
         if identity.local_rank == 0:
             check_memory(context)
-    # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
+    # The limit of this phase starts with the first request to the store: the agreement itself names the missing ranks.
     with context.timed("rendezvous", Phase.RENDEZVOUS):
         _meet(context, parent=parent, on_lost=on_lost)
     return context
@@ -78,7 +78,7 @@ def form_group(context: TrainContext) -> None:
     check_alike(context.generation)
 
     def begin_part(_: str) -> None:
-        # Marked anew with each part, so that a report tells how long the one that hangs has taken.
+        # Each part starts its own phase, so that the report of a hang gives the time of that part alone.
         context.tracker.set_phase(Phase.PREFLIGHT)
         context.leave_if_asked()
 
@@ -117,7 +117,7 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
         identity,
         Introduction(identity.host, identity.local_world_size, context.backend, digest),
         number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
-        # Who is missing is said while the store can still be asked.
+        # The rank names the missing ranks while the store still answers.
         timeout_s=_MEET_SHARE * rendezvous.left_s,
         poll=context.leave_if_asked,
         put_off=lambda seconds: _put_off(context, seconds / _MEET_SHARE),
@@ -141,7 +141,10 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
 
 
 def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> Lease:
-    """As rank 0 of a group that no launcher started. Raises: RunHeldError, StorageError, StopRequestedError, TransportError."""
+    """Take the lease as rank 0 of a group without a launcher.
+
+    Raises: RunHeldError, StorageError, StopRequestedError, TransportError.
+    """
     run, rendezvous = context.config.run, context.rendezvous
 
     def wait_on() -> None:
@@ -149,7 +152,7 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
         _put_off(context, context.config.fault.rendezvous_timeout_s)
         context.leave_if_asked()
 
-    # Also where the run folder was deleted under a job that lives, the numbers go on.
+    # Numbers keep rising even where the run folder was deleted during the job.
     used = max(map(number_of, context.job.read().incarnations), default=0)
     waiting = Waiting(on_held=run.on_held, url=run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on)
     owner = _owner(context.identity, rendezvous, parent)
@@ -157,25 +160,25 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
 
 
 def _put_off(context: TrainContext, seconds: float) -> None:
-    # As long as another run trains here there is no progress to be made.
+    # While another run trains here, this one makes no progress.
     context.tracker.set_phase(Phase.RENDEZVOUS)
     context.rendezvous.put_off(seconds)
 
 
 def _owner(identity: Identity, shared: BoundedStore, parent: int) -> Owner:
-    """A torchrun is the same owner after each restart of its workers; a world of one is as old as its process."""
+    """A torchrun stays the same owner when its workers restart; a world of one is a new owner with each process."""
     writers = tuple(filter(None, [process_name(parent) if identity.launched else "", process_name()]))
     pid = parent if identity.launched else os.getpid()
     seed = writers[0] if writers else os.urandom(_DIGITS).hex()
     name = f"{'torchrun' if identity.launched else 'alone'}-{hashlib.sha256(seed.encode()).hexdigest()[:_DIGITS]}"
     if identity.launched:
-        # The agent's store outlives its workers, and is the same where another host's rank becomes rank 0.
+        # The agent's store outlives its workers, and is the same one where a rank of another host becomes rank 0.
         name = shared.compare_set(_OWNER_KEY, "", name).decode()
     return Owner(name, identity.host, pid, writers)
 
 
 def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
-    """As rank 0, in a thread of its own: later starts find this one, and events of starts that are finished are merged."""
+    """As rank 0, in a thread: record this start for later starts, and merge the events of finished starts."""
     number = number_of(incarnation)
 
     def note() -> None:
@@ -187,7 +190,7 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
             logger.warning("cannot record this start: %s", error)
             return
         try:
-            # Synced: what is merged is deleted.
+            # Synced: the merge deletes its sources.
             Starts(store).merge_events(number)
         except StorageError as error:
             logger.info("events of earlier starts are merged by a later start: %s", error)

@@ -1,4 +1,4 @@
-"""The only place where parts are put together: from a group of ranks to a loop that is ready to run."""
+"""Builds everything between a process group and a loop that is ready to run. Parts are put together only here."""
 
 import platform
 import sys
@@ -43,7 +43,7 @@ _MUCH_FOR_A_CPU = 200_000_000
 
 
 def build(context: TrainContext, link: SaverLink | None) -> Loop:
-    """Model, state, loader and loop; the state is restored. `link` leads to this host's saver. Collective: yes."""
+    """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver. Collective: yes."""
     config, identity = context.config, context.identity
     with context.timed("build", Phase.BUILD):
         wrapped, state = _build_state(context)
@@ -83,7 +83,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
 
 
 def make_checkpointer(context: TrainContext) -> Checkpointer:
-    """The checkpointer of this rank. Collective: yes. Raises: ConfigError if ranks have no key, or not all the same one."""
+    """Collective: yes. Raises: ConfigError if some rank has no key, or a different one."""
     config, identity, incarnation = context.config, context.identity, context.generation.name
     return Checkpointer(
         context.store,
@@ -101,7 +101,6 @@ def make_checkpointer(context: TrainContext) -> Checkpointer:
 
 
 def _agreed_key(context: TrainContext) -> SigningKey | None:
-    """The key that signs checkpoints, where all ranks have the same one. Collective: yes. Raises: ConfigError on all if not."""
     key = signing_key(context.config)
     if key is None:
         return None
@@ -116,9 +115,9 @@ def _agreed_key(context: TrainContext) -> SigningKey | None:
 def _restore(
     context: TrainContext, checkpointer: Checkpointer, state: TrainState, *, wrapped: Wrapped, memory: SnapshotMemory | None
 ) -> Resume:
-    """Load the newest state in any tier; with run.on_change=stop it must have been trained on the same data. Records it.
+    """Load the newest state of any tier, and record it. Collective: yes.
 
-    Collective: yes. Raises: CheckpointError, ConfigError, StorageError; DataError if the data is not the same.
+    Raises: CheckpointError, ConfigError, StorageError; with run.on_change=stop, DataError if it was trained on other data.
     """
     config, identity = context.config, context.identity
 
@@ -148,7 +147,7 @@ def _restore(
         seconds = {"total": round(time.monotonic() - began, 4)}
         resume = Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
     else:
-        # The restore has taken no state whose counters are not sound.
+        # The restore has refused states whose counters are not sound.
         counters = counters_of(result.state, step=result.step)
         state.adopt(counters)
         before, now = counters.data_digest, state.counters.data_digest
@@ -186,7 +185,7 @@ def _build_state(context: TrainContext) -> tuple[Wrapped, TrainState]:
 
 
 def too_slow(num_parameters: int, *, device: torch.device) -> str:
-    """Said before a person waits for something that will take hours; empty if it will not."""
+    """A warning for a model that trains for hours on a CPU; empty if it does not."""
     if device.type != "cpu" or num_parameters < _MUCH_FOR_A_CPU:
         return ""
     return f"no GPU is used: a model of {num_parameters / 1e6:,.0f} M parameters takes minutes to make, and minutes a step"
@@ -207,7 +206,7 @@ def _make_loader(context: TrainContext, *, first_step: int) -> Loader:
 
 
 def _arithmetic(context: TrainContext, model: nn.Module) -> tuple[int, float | None]:
-    """Tokens and floating-point operations per sample; a sample counts as one token if the task does not know."""
+    """Tokens and floating-point operations per sample; one token per sample if the task does not count them."""
     if not isinstance(context.task, CountsFlops):
         return 1, None
     sample = context.samples.train[0]

@@ -1,4 +1,4 @@
-"""What a rank checks alone, before others wait for it: task, samples, the run's folder, devices and memory."""
+"""Checks that a rank makes alone before others wait for it: task, samples, run folder, devices and memory."""
 
 import logging
 import os
@@ -46,12 +46,12 @@ _MOMENTS = 2
 def check_alone(
     config: RunConfig, identity: Identity, *, tracker: ProgressTracker, stop_request: StopRequested
 ) -> TrainContext:
-    """What can be checked without another rank; sets the environment of torch, too. Raises: ElasticTrainError."""
+    """Check what needs no other rank, and set torch's environment. Raises: ElasticTrainError."""
     signing_key(config)
     backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
     if why_cpu and identity.local_rank == 0:
         logger.warning("training on the CPU, not on a GPU: %s", why_cpu)
-    # torch opens it without a look at what is there.
+    # torch opens this path without checking what is there.
     dump_prefix = f"{temporary_folder()}/flight-r"
     os.environ.update(plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ))
     task = cast(Task, build_task(config))
@@ -60,7 +60,7 @@ def check_alone(
         raise ConfigError([Problem("train.activation_checkpointing", message)])
     store = open_store(config.run.dir)
     if identity.local_rank == 0:
-        # Of several hosts the preflight tells which one cannot write; who left before would only be missed.
+        # With several hosts the preflight names the one that cannot write; a rank that left earlier would only be missing.
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
     samples = open_samples(task, config)
@@ -68,7 +68,7 @@ def check_alone(
 
 
 def signing_key(config: RunConfig) -> SigningKey | None:
-    """The key in the environment that signs checkpoints; None if none is asked for. Raises: ConfigError if it is none."""
+    """The key in the environment that signs checkpoints; None if none is configured. Raises: ConfigError if it is invalid."""
     try:
         return load_key(config.checkpoint.key_env)
     except ValueError as error:
@@ -76,7 +76,7 @@ def signing_key(config: RunConfig) -> SigningKey | None:
 
 
 def open_samples(task: Task, config: RunConfig) -> Samples:
-    """Training samples and, if there are any, held-out ones. Raises: DataError, StorageError."""
+    """Training samples and held-out samples. Raises: DataError, StorageError, ConfigError."""
     digest = ""
     if isinstance(task, BringsDatasets):
         train, held_out = task.train_dataset(), task.eval_dataset()
@@ -98,8 +98,10 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
-    """The folder takes writes, if that is to be tried, and this configuration continues what is in it. Raises: StorageError;
-    ConfigError that names the keys which would change the answer."""
+    """Check that the folder takes writes (`try_writing`) and that this configuration continues the run in it.
+
+    Raises: StorageError; ConfigError that names the keys which would change the answer.
+    """
     try:
         if try_writing:
             check_writable(store)
@@ -112,7 +114,7 @@ def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing
         return
     neutral = task.neutral_options if isinstance(task, HasNeutralOptions) else ()
     changes = changed_answers(stored, now=config, neutral=neutral)
-    # Listed only here: an ordinary start has changed nothing.
+    # Checkpoints are listed only after a change: an ordinary start has none.
     if changes and any(info.key.startswith("checkpoints/step-") for info in store.list("checkpoints")):
         advice = "the run in `run.dir` has checkpoints; put it back, choose another run.dir, or set run.on_change=continue"
         raise ConfigError(
@@ -121,7 +123,6 @@ def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing
 
 
 def store_config(store: Store, config: RunConfig) -> None:
-    """Keep the resolved configuration with the run, if it is not there already."""
     data = to_yaml(config).encode()
     try:
         there = store.read(CONFIG_NAME, end=len(data) + 1) == data
@@ -133,7 +134,7 @@ def store_config(store: Store, config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """Bytes of a whole model, of the gradients and moments of what is trained, and of its largest parameter."""
+    """Bytes of a whole model, of the gradients and moments of its trained parameters, and of its largest parameter."""
 
     parameters: int
     gradients: int
@@ -142,7 +143,7 @@ class StateSize:
     largest: int
 
     def of_rank(self, *, shards: int) -> int:
-        """The least that a rank holds when its copy is spread over `shards` ranks. Activations come on top of it."""
+        """The least memory of a rank in bytes when `shards` ranks share the state; activations come on top."""
         state = self.parameters + self.gradients + self.optimizer
         # First values are made one whole parameter at a time.
         filling = _share(self.parameters, shards) + self.largest if shards > 1 else 0
@@ -151,7 +152,7 @@ class StateSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How the state is spread over ranks. `snapshots`: how many of them each rank keeps in host memory."""
+    """How ranks share the state. `snapshots`: how many each rank keeps in host memory."""
 
     kind: Literal["ddp", "fsdp", "hsdp"]
     shards: int
@@ -162,7 +163,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class MemorySize:
-    """Of one GPU, or of this host."""
+    """The memory of one GPU, or of this host."""
 
     name: str
     total_bytes: int
@@ -170,15 +171,17 @@ class MemorySize:
 
 
 def measure_state(task: Task) -> StateSize | None:
-    """The size of what the task trains; None if its model cannot be built without memory. Raises: ConfigError if it cannot be
-    built at all."""
+    """The size of what the task trains; None if its model cannot be built without memory.
+
+    Raises: ConfigError if the model cannot be built at all.
+    """
     try:
         with torch.device("meta"):
             model = task.build_model()
     except ElasticTrainError:
         raise
     except Exception as error:
-        # Sizes beyond 64 bits are refused by torch itself.
+        # torch itself refuses sizes beyond 64 bits.
         if isinstance(task, InitializesParameters) or "overflow" in str(error):
             first_line = str(error).strip().partition("\n")[0]
             message = f"must describe a model that can be built, but torch says {type(error).__name__}: {first_line}"
@@ -188,7 +191,7 @@ def measure_state(task: Task) -> StateSize | None:
 
 
 def size_of(model: nn.Module) -> StateSize:
-    """Of a model on any device, under AdamW."""
+    """The size of a model on any device, trained with AdamW."""
     parameters = list(model.parameters())
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return StateSize(
@@ -203,7 +206,7 @@ def size_of(model: nn.Module) -> StateSize:
 def judge_fit(size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize) -> str:
     """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU.
 
-    Returns what to warn of, empty if there is room. Raises: HostUnfitError if it does not fit; ConfigError if it fits nowhere.
+    Returns a warning; empty if there is room. Raises: HostUnfitError if it does not fit here; ConfigError if it fits nowhere.
     """
     memory, ranks = device or host, 1 if device is not None else spread.local_world_size
     needed = ranks * size.of_rank(shards=spread.shards)
@@ -256,7 +259,7 @@ def check_memory(context: TrainContext) -> None:
         total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
         device = MemorySize(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
     memory = psutil.virtual_memory()
-    # Of a control group only the limit counts: what its files take is given back, and it does not tell how much that is.
+    # A control group counts by its limit: its usage includes file caches that the kernel would free, of unknown size.
     total_bytes = min([int(memory.total), *(group.limit_bytes for group in memory_groups())])
     host = MemorySize("this host", total_bytes, min(total_bytes, int(memory.available)))
     if warning := judge_fit(size, spread, device=device, host=host):

@@ -32,25 +32,23 @@ _SHARE_OF_THE_END = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What is trained on and what is evaluated."""
-
     train: Dataset
     held_out: Dataset | None
     digest: str  # names the content of token files; empty for a task's own datasets
 
 
 def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:
-    """How long a save may be waited for, less what the end of a run needs; None: as long as it takes. Times are monotonic."""
+    """Seconds left to wait for a save, less the time that the end of a run needs; None: no limit. Times are monotonic."""
     if request is None or request.deadline_s is None:
         return None
-    # A notice that is short leaves the end a part of it instead of the grace.
+    # A short notice leaves the end of the run a part of it instead of the whole grace.
     margin_s = min(grace_s, _SHARE_OF_THE_END * max(0.0, request.deadline_s - request.since_s))
     return request.deadline_s - margin_s - now_s
 
 
 @dataclass(slots=True)
 class TrainContext:
-    """Begun by what a rank checks alone. With the meeting of the ranks comes what is recorded and heard, then the group."""
+    """The state of one start: made by the checks of a rank alone, completed when the ranks meet and when the group is made."""
 
     config: RunConfig
     identity: Identity
@@ -63,21 +61,18 @@ class TrainContext:
     seconds: dict[str, float] = field(default_factory=dict, init=False)  # of each part of the start, by name
     rendezvous: BoundedStore = field(init=False)  # the store that the ranks meet through
     job: JobNotes = field(init=False)
-    lease: Lease | None = field(default=None, init=False)
-    """Of rank 0, unless a launcher has started it: those have a lease of their own."""
-
+    lease: Lease | None = field(default=None, init=False)  # rank 0's, where no launcher runs: launchers hold their own
     generation: AgreedGeneration = field(init=False)
     shared: dist.Store = field(init=False)  # the store that the ranks meet through, under this generation's prefix
     heartbeats: HeartbeatStore = field(init=False)
     journal: Journal = field(init=False)
+    # why this rank's records cannot be stored; ends the rank, but only after the others know its host
     unwritable: StorageError | None = field(default=None, init=False)
-    """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
-
     group: Group = field(init=False)
 
     @contextmanager
     def timed(self, name: str, phase: Phase | None = None) -> Iterator[None]:
-        """Enter `phase`, and note how long what is inside takes."""
+        """Enter `phase`, and note in `seconds` how long the block takes."""
         if phase is not None:
             self.tracker.set_phase(phase)
         began = time.monotonic()
@@ -90,11 +85,11 @@ class TrainContext:
             raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
 
     def left_s(self) -> float | None:
-        """How long this rank may still wait for a save; None: as long as it takes."""
+        """Seconds for which this rank may still wait for a save; None: no limit."""
         return left_s(self.stop_request(), now_s=time.monotonic(), grace_s=self.config.fault.shutdown_grace_s)
 
     def any_stop_reason(self) -> str:
-        """The first reason to stop that a rank has; empty: none. Collective: yes."""
+        """The first rank's reason to stop; empty if no rank has one. Collective: yes."""
         request = self.stop_request()
         reasons = gather_json(request.reason if request is not None else "", group=self.group.control)
         return next((str(reason) for reason in reasons if reason), "")

@@ -18,7 +18,7 @@ from elastictrain.train.task import ShowsSample
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates the first samples of a held-out dataset, spread over the ranks as a step's global batch is."""
+    """Evaluates the first samples of a held-out dataset, spread over the ranks like the global batch of a step."""
 
     context: TrainContext
     wrapped: Wrapped
@@ -26,12 +26,11 @@ class Evaluator:
 
     @property
     def num_samples(self) -> int:
-        """Of one evaluation."""
         return min(self.context.config.train.eval_samples, len(self.dataset))
 
     @torch.no_grad()
     def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> float | None:
-        """The mean loss after step `step`; None if `leave`, which all ranks answer alike, broke it off. Collective: yes."""
+        """The mean loss after step `step`; None if `leave`, which answers alike on all ranks, stopped it. Collective: yes."""
         module, device, identity = self.wrapped.module, self.context.group.device, self.context.identity
         micro_batch = self.context.config.train.micro_batch
         portions = Share(self.num_samples, micro_batch, identity.world_size, identity.rank).portions(0)
@@ -56,7 +55,7 @@ class Evaluator:
 
 
 def show_sample(context: TrainContext, wrapped: Wrapped, *, print_line: Callable[[str], None]) -> None:
-    """Let the task show what the model has learnt, if it can; a failure is shown too, and raises nothing. Collective: yes."""
+    """Let the task show what the model has learnt, if it can. A failure is shown, not raised. Collective: yes."""
     if not isinstance(context.task, ShowsSample):
         return
     try:

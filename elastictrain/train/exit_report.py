@@ -1,4 +1,4 @@
-"""How a worker ends: what it tells a person, its launcher, the other ranks and the run's folder, in a bounded time."""
+"""How a worker ends: its bounded report to the terminal, its launcher, the other ranks and the run folder."""
 
 import faulthandler
 import os
@@ -42,25 +42,25 @@ _LEAST_END_S = 1.0
 
 @dataclass(slots=True)
 class ExitReport:
-    """One worker's, told once: the main thread, the watchdog's and the lease's may all find a reason to end."""
+    """A worker's report, written once: the main thread, the watchdog and the lease thread may each find a reason to end."""
 
     config: RunConfig
     identity: Identity
     tracker: ProgressTracker
     hangs: HangWatch
     stop_request: StopRequested
-    context: TrainContext | None = None  # what is recorded through, from the moment on that the ranks have met
+    context: TrainContext | None = None  # records go through it, once the ranks have met
     loop: Loop | None = None
     _began_s: float = field(default_factory=time.monotonic, init=False)
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def in_order(self, context: TrainContext, loop: Loop, *, code: int, reason: str) -> None:
-        """The run is complete, or was stopped and has saved what it could."""
+        """Report a run that is complete, or that was stopped and has saved what it could."""
         step, reached, request = loop.state.step, loop.reached, self.stop_request()
-        # Told before anything is closed: storage that is slow may keep us from coming back.
+        # The launcher is informed before anything is closed: slow storage may keep this process from returning.
         self._tell_launcher(code, reason, step=reached.step if reached.tier != "nothing" else 0)
         if code == EXIT_STOPPED and request is not None and request.deadline_s is not None:
-            # What is left to do is not worth being killed over.
+            # The rest of the work is not worth a kill.
             left_s = min(self.config.fault.shutdown_grace_s, request.deadline_s - time.monotonic())
             limit_the_end(max(_LEAST_END_S, left_s), exit_code=EXIT_STOPPED)
         if self.identity.is_log_rank:
@@ -70,17 +70,17 @@ class ExitReport:
             )
         if self.identity.is_log_rank and code == EXIT_STOPPED:
             where = describe(reached, step=step, run_dir=self.config.run.dir, several_hosts=not self.identity.only_host)
-            # Through the observer: on a terminal there is a bar to keep whole.
+            # The observer prints it without tearing the progress bar.
             loop.observer.print_line(
                 f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there"
             )
         loop.close(finished=code == EXIT_OK)
         context.heartbeats.close()
-        # Closed only after the last meeting of the ranks, which may fail and has to be recorded then.
+        # Closed only after the last collective of the ranks, which may fail and must be recorded then.
         context.journal.flush()
 
     def failed(self, error: BaseException) -> int:
-        """Because of an exception; returns the exit code."""
+        """Report an exception; returns the exit code."""
         mark = self.tracker.mark
         classify = partial(classify_exit, error, where=str(mark), in_collective=mark.in_collective)
         self._begin(classify(last_heard={}).exit_code)
@@ -92,7 +92,7 @@ class ExitReport:
         return what.exit_code
 
     def overdue(self, overdue: Overdue) -> None:
-        """From the watchdog's thread, while the main thread is stuck: say why, and end the process."""
+        """Called by the watchdog's thread while the main thread is stuck: report, and end the process."""
         self._begin(overdue.exit_code)
         try:
             accusation = self.hangs.accuse(overdue)
@@ -101,14 +101,14 @@ class ExitReport:
             heard = self._last_heard()
             sentence = f"{overdue.reason}{accusation}{describe_heard(heard)}"
             what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
-            # Without stacks: another rank is gone, or training had not begun. Nothing is to be learnt here.
+            # Another rank was lost, or training had not begun: the stacks of this rank would show nothing new.
             brief = not overdue.show_stacks
             self.write(what, heard=heard, stack="" if brief else _all_stacks(), brief=brief)
         finally:
             os._exit(overdue.exit_code)
 
     def lease_lost(self, sentence: str) -> None:
-        """From the lease's thread: another run trains here, so that nothing that is done from now on counts."""
+        """Called by the lease thread: another run trains here, so this run's further work does not count."""
         self._begin(EXIT_STOPPED)
         try:
             self.write(ExitClassification(EXIT_STOPPED, sentence, show_stack=False), heard={}, brief=True)
@@ -116,14 +116,14 @@ class ExitReport:
             os._exit(EXIT_STOPPED)
 
     def write(self, what: ExitClassification, *, heard: Mapping[str, str], stack: str = "", brief: bool = False) -> None:
-        """Say why this rank ends. `brief`: what ended it is told elsewhere, and others wait for its end. Then nothing waits for
-        a disk or asks a device whose peer is being torn down, and which may not answer any more."""
+        """Report why this rank ends. `brief`: another rank reports the cause, and others wait for this rank's end. Then the
+        report does not wait for a disk, nor ask a device whose peer is being torn down: it may not answer any more."""
         with self._ending:
             if self._is_reporter(what):
                 sys.stderr.write(f"elastictrain: rank {self.identity.rank} on {self.identity.host}: {what.sentence}\n{stack}")
                 sys.stderr.flush()
             mark = self.tracker.mark
-            # A stop is told with what was saved, which the launcher stays for; who reports it here has saved nothing.
+            # The launcher waits for the saved step of a stop; a rank that reports the stop here has saved nothing.
             step = 0 if what.exit_code == EXIT_STOPPED else mark.step
             self._tell_launcher(what.exit_code, what.sentence, step=step, missing=what.missing)
             context, limit_s = self.context, self.config.fault.shutdown_grace_s / 2
@@ -152,13 +152,13 @@ class ExitReport:
             self.hangs.keep_record()
             # The main thread may hang in this very journal, since storage does.
             within(limit_s, lambda: record_last(journal.close))
-            # In a hang the library may not answer any more: then what it said before is what there is.
+            # In a hang the library may not answer any more; then the earlier trace is used.
             _store_trace(store, key, trace or within(_FLIGHT_RECORDER_LIMIT_S / 2, flight_recorder))
             if self.loop is not None:
                 within(limit_s, self.loop.abandon)
 
     def _begin(self, exit_code: int) -> None:
-        """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
+        """Limit the report: it uses stores and devices that may have failed, and must not keep a dead worker alive."""
         limit_the_end(self.config.fault.shutdown_grace_s, exit_code=exit_code)
         self.hangs.announce_ending()
 
@@ -168,7 +168,7 @@ class ExitReport:
             leave_reason(launcher.folder, Reason(self.identity.rank, exit_code, phase, step, sentence, missing=missing))
 
     def _is_reporter(self, what: ExitClassification) -> bool:
-        """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
+        """One rank per host reports an error that all ranks share; an error of one rank is reported by that rank."""
         local_rank = self.identity.local_rank
         if what.exit_code == EXIT_STOPPED:
             return local_rank == 0
@@ -187,8 +187,7 @@ def _store_trace(store: Store, key: str, trace: str | None) -> None:
 
 
 def _all_stacks() -> str:
-    """The Python stacks of all threads."""
-    # faulthandler writes to a descriptor only, so a file has to stand in between.
+    # faulthandler writes to a file descriptor only, hence the file.
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

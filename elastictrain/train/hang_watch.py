@@ -1,4 +1,4 @@
-"""Everything that a worker does about hangs: it shows where it is, looks at the others, and says whose fault a hang is."""
+"""A worker's hang handling: it publishes its progress, watches its peers, and diagnoses which rank hangs."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ _STORE_LIMIT_S = 3.0
 
 
 class HangWatch:
-    """Complete from the moment on that the ranks have met; before that it knows of nothing."""
+    """Works from the moment the ranks have met; before that it observes nothing."""
 
     def __init__(self, config: RunConfig, identity: Identity, tracker: ProgressTracker) -> None:
         self._config = config
@@ -38,11 +38,10 @@ class HangWatch:
         self._peer_monitor: PeerMonitor | None = None
         self._sees_compiler = False
         self._traced: tuple[ProgressMark, str] | None = None
-        self._hang: tuple[Hang, str] | None = None
-        """The record of the hang that ends this rank, and the stacks of all ranks of this host, where this rank keeps them."""
+        self._hang: tuple[Hang, str] | None = None  # the hang that ends this rank, and the stacks of this host's ranks
 
     def begin(self, context: TrainContext) -> None:
-        """The ranks have met. Where nobody starts this process again, nobody ends it from outside either."""
+        """Start after the ranks have met. A process that no one would restart is not monitored."""
         self._context = context
         if not self._identity.launched:
             return
@@ -56,45 +55,45 @@ class HangWatch:
         self._tracker.follow(self._on_mark)
 
     def group_formed(self, backend: str, link: SaverLink | None) -> None:
-        """From now on collectives of `backend` may notice a lost rank, and this host's saver tells of those of this host."""
+        """From now on collectives of `backend` may notice a lost rank, and the saver reports lost ranks of this host."""
         self._grouped_by, self._link = backend, link
 
     def beat(self) -> None:
-        """Threads of this process can run."""
+        """Show that threads of this process can run."""
         if self._monitor_client is not None:
             self._monitor_client.progress.beat()
 
     def others(self) -> Others:
-        """Another rank that is gone, and whether a silence beyond this rank's bound will not end by itself."""
+        """A lost rank, and whether a silence beyond this rank's bound will not end by itself."""
         peers = self._peer_monitor
         lost = peers.failed_peer if peers is not None else None
         if self._link is not None and self._link.lost is not None:
             rank, since_s = self._link.lost
             lost = LostPeer(f"rank {rank} of this host", since_s)
         if lost is not None:
-            # NCCL never notices.
+            # NCCL never notices a lost rank.
             lost = replace(lost, noticed=self._grouped_by != "nccl")
         return Others(lost, in_vain=peers is not None and peers.in_vain)
 
     @property
     def trace(self) -> str | None:
-        """The last collectives of this rank as JSON, as they were when it began to be silent for long, if it is."""
+        """This rank's last collectives as JSON, taken when its present long silence began; None if it is not silent."""
         traced = self._traced
         return traced[1] if traced is not None and traced[0] is self._tracker.mark else None
 
     def announce_ending(self) -> None:
-        """This rank ends because of an error, and is left the time to say so."""
+        """This rank ends because of an error; the rank monitor leaves it time to report."""
         if self._monitor_client is not None:
             self._monitor_client.progress.announce_ending()
 
     def tell_others(self) -> None:
-        """This rank ends because of an error, which a collective of the others may never notice."""
-        # Before the first step ranks find the same faults at different times, and each host is to say its own.
+        """Announce the end of this rank: a collective of the other ranks may never notice it."""
+        # Before the first step ranks find the same faults at different times, and each host must report its own.
         if self._context is not None and self._tracker.mark.first_step_done:
             self._context.heartbeats.announce_failure()
 
     def accuse(self, overdue: Overdue) -> str:
-        """What there is to say of a hang, as the end of a sentence; takes a bounded time."""
+        """Diagnose a hang, as the end of a sentence; takes a bounded time."""
         found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
         mark, rank = self._tracker.mark, self._identity.rank
         if found is None and self._identity.world_size == 1:
@@ -104,7 +103,7 @@ class HangWatch:
         if found is None or not overdue.hangs:
             return ""
         text = paragraph(found)
-        # One record of one hang: the guilty rank's, as long as it can write one.
+        # One record per hang: the guilty rank writes it, as long as it can.
         if found.is_guilty(rank) or rank == min((one.rank for one in found.waiting), default=rank):
             key, stacks = None, ""
             if self._monitor_client is not None and self._context is not None:
@@ -114,7 +113,7 @@ class HangWatch:
         return f"\n{text}"
 
     def keep_record(self) -> None:
-        """Record a hang in the run's folder. Storage may be what hangs: it is not waited for long."""
+        """Record a hang in the run folder. The wait is short, since storage itself may hang."""
         if self._context is None or self._hang is None:
             return
         journal, store, (hang, stacks) = self._context.journal, self._context.store, self._hang
@@ -123,14 +122,14 @@ class HangWatch:
             within(_STORE_LIMIT_S, lambda: store.write(key, stacks.encode()))
 
     def close(self) -> None:
-        """The run ends as it should; from the main thread."""
+        """Close from the main thread when the run ends without an error."""
         if self._peer_monitor is not None:
             self._peer_monitor.close()
         if self._monitor_client is not None:
             self._monitor_client.close()
 
     def entered(self) -> Entered:
-        """The last collectives that this rank has entered; kept as `trace` while its silence lasts."""
+        """The last collectives that this rank has entered; `trace` keeps them while the silence lasts."""
         mark, trace = self._tracker.mark, flight_recorder()
         if trace is None:
             return Entered()

@@ -1,4 +1,4 @@
-"""What a job remembers of its run where deleting the run folder does not reach: in torchrun's store, beside a launcher."""
+"""Notes of a job that survive the deletion of the run folder: in torchrun's store, or in a file beside the launcher."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,34 +13,33 @@ from elastictrain.identity import Identity
 
 _KEY = "elastictrain/job"
 _LIMIT_S = 5.0
-_INCARNATIONS = 64  # more are not kept: snapshots in host memory are of the last few
+_INCARNATIONS = 64  # snapshots in host memory are of the last few generations
 
 
 class JobNotes:
-    """Of this rank's job. Nothing here raises, or waits long: notes are of use only where the run folder was deleted."""
+    """Nothing here raises or waits long: the notes matter only where the run folder was deleted."""
 
     def __init__(self, store: dist.Store, identity: Identity) -> None:
         self._store = store
         self._identity = identity
         launcher = identity.launcher
-        # The folder of a generation lies in the launcher's own.
         self._file = Path(launcher.folder).parent / JOB_NAME if launcher is not None else None
         self._memory = JobMemory()
 
     def read(self) -> JobMemory:
-        """What earlier generations of this job noted; empty if nothing can be read."""
+        """The notes of earlier generations of this job; empty if they cannot be read."""
         text = within(_LIMIT_S, self._read) if self._identity.launched else None
         return job_from_json(text or "")
 
     def begin(self, incarnation: str, *, step: int) -> None:
-        """This generation goes on from `step`. On step 0 the run begins anew, and what was before is forgotten."""
+        """Note that this generation resumes from `step`. Step 0 begins the run anew and deletes earlier notes."""
         before = self.read() if step else JobMemory()
         names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
         self._memory = JobMemory(names, max(step, before.step))
         self._write()
 
     def committed(self, step: int) -> None:
-        """A step is in storage."""
+        """Note that `step` is in storage."""
         self._memory = replace(self._memory, step=max(self._memory.step, step))
         self._write()
 
@@ -51,7 +50,7 @@ class JobNotes:
         if self._identity.rank == 0:
             within(_LIMIT_S, lambda: self._store.set(_KEY, text))
         if self._file is not None and self._identity.local_rank == 0:
-            # The first rank may be on another host next time.
+            # Rank 0 may be on another host in the next generation.
             leave_text(self._file, text)
 
     def _read(self) -> str:
@@ -61,7 +60,6 @@ class JobNotes:
 
 
 def job_from_json(text: str) -> JobMemory:
-    """Nothing, if it cannot be read."""
     try:
         memory = parse_record(text, JobMemory)
     except ValueError:

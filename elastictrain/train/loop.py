@@ -1,4 +1,4 @@
-"""The loop: steps, and what follows each of them."""
+"""The training loop: steps, and the actions that follow each of them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -36,9 +36,9 @@ class Loop:
     ledger: Ledger | None
     observer: Observer
     tokens_per_sample: int
-    in_storage: bool  # whether the state that was restored is there, or there is none
+    in_storage: bool  # whether storage has the restored state, or nothing was restored
     clock: Callable[[], float] = time.monotonic
-    reached: Reached = field(init=False)  # what a next start can go on from
+    reached: Reached = field(init=False)  # what the next start can resume from
     _passes: int = field(init=False)
     _first_step: int = field(init=False)
     _last_save_s: float = field(init=False)
@@ -55,7 +55,7 @@ class Loop:
         self._last_save_s = self._last_finished_s = self.clock()
 
     def run(self) -> None:
-        """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
+        """Train. Collective: yes. Raises: StopRequestedError once state is saved; any error that ends a run."""
         state, total_steps = self.state, self.context.config.train.steps
         done = state.step >= total_steps
         if done:
@@ -63,7 +63,7 @@ class Loop:
         # Restoring took time, and compiling will.
         asked = self.context.any_stop_reason()
         if (done or asked) and not self.in_storage:
-            # It was restored from memory, which is given back when the run is done, or may be gone with its host.
+            # The state was restored from memory, which is released at the end of the run and lost with its host.
             self.saving.first_step_done()
             self._save_and_leave(state.step, "end" if done else "stop", reason=asked)
         elif asked and not done:
@@ -71,12 +71,12 @@ class Loop:
         self._train()
 
     def close(self, *, finished: bool) -> None:
-        """End the loader's workers and everything that writes. `finished`: the run is complete."""
+        """End the loader's workers and all writers. `finished`: the run is complete."""
         self.saving.close(finished=finished)
         self.abandon()
 
     def abandon(self) -> None:
-        """The same after a failure: the saver finds out by itself that this worker is gone, and tells the others."""
+        """The same after a failure: the saver notices the death of this worker by itself, and informs the others."""
         self.loader.close()
         if self.ledger is not None:
             self.ledger.log.close()
@@ -85,14 +85,14 @@ class Loop:
     def _train(self) -> None:
         config, state, saving = self.context.config, self.state, self.saving
         pending: PendingStep | None = None
-        # What the ranks agreed on in a step that was finished at once; it is acted upon after the next, like any other.
+        # Agreed flags of a step that was finished at once; they take effect after the next step, as after any other.
         deferred = StepFlags()
         while state.step < config.train.steps:
             step = state.step + 1
             launched = self._launch(step)
             state.step = step
             self.comparison.step_launched(step)
-            # The figures of the step before are on the host by now, or soon: reading them late keeps the device busy.
+            # The previous step's figures are on the host by now, or soon: reading them late keeps the device busy.
             agreed = self._finish(pending) if pending else deferred
             pending, deferred = launched, StepFlags()
             save_agreed = agreed.save or saving.save_pending
@@ -116,7 +116,7 @@ class Loop:
         flags = replace(
             self.saving.flags(step),
             stop=self.context.stop_request() is not None,
-            # One rank's clock decides, and the reduction tells the others.
+            # One rank's clock decides, and the reduction sends it to the others.
             save=self.context.identity.rank == 0 and overdue_s > 0 and self.clock() - self._last_save_s >= overdue_s,
         )
         rate = learning_rate(step, config.optim, total_steps=config.train.steps)
@@ -128,7 +128,7 @@ class Loop:
         return pending
 
     def _finish(self, pending: PendingStep) -> StepFlags:
-        """Take a step's figures: events, skip counts, and what the ranks agreed on."""
+        """Take a step's figures: write events, count skips, return the agreed flags."""
         config, record = self.context.config, self.context.journal.record
         is_log_rank = self.context.identity.is_log_rank
         result = pending.result()
@@ -163,15 +163,15 @@ class Loop:
         in_a_row, max_skipped = counters.skipped_in_a_row, config.train.max_skipped
         check_skips(in_a_row, max_skipped=max_skipped, step=step.step, loss=step.loss)
         self.observer.on_step(step, step_s=step_s, skipped_total=counters.skipped_total)
-        # Before saving counts the step as whole.
+        # Before the saver counts the step as whole.
         self.comparison.check(step.step)
         self.saving.step_finished(step.step)
         self.saving.on_flags(step.step, result.flags)
-        # Whoever asked before the last save began has been served by it.
+        # The last save has served every request from before it began.
         return replace(result.flags, save=result.flags.save and step.step > self._last_save_step)
 
     def _on_first_step(self) -> None:
-        """Compilation and other things that are done once are over: from now on limits are tight."""
+        """Compilation and other one-time work is over: from now on limits are tight."""
         context = self.context
         context.tracker.first_step_done()
         groups, timeout_s = self.stepper.wrapped.groups, context.config.fault.step_timeout_s
@@ -181,9 +181,9 @@ class Loop:
         self.saving.first_step_done()
 
     def _follow(self, step: int, actions: StepActions, *, saved: bool) -> None:
-        """`saved`: what is to be saved is on its way already. Raises: StopRequestedError."""
+        """`saved`: the save of this step is already under way. Raises: StopRequestedError."""
         if actions.evaluate and not self._evaluate(step):
-            # Asked to stop while it ran: nothing is under way, so this is the step.
+            # A stop request interrupted the evaluation. No step is in flight, so the run stops at this one.
             actions = after_step(step, self.context.config, stop_agreed=True, save_agreed=False)
         if actions.leave and actions.save:
             self._save_and_leave(step, actions.save, reason=self.context.any_stop_reason())
@@ -194,7 +194,7 @@ class Loop:
 
     def _save(self, step: int, actions: StepActions) -> None:
         if actions.save:
-            # Of the attempt, not of success: a store that fails is not asked again at each step.
+            # The time of the attempt, not of its success: a failing store is not tried again at each step.
             self._last_save_s, self._last_save_step = self.clock(), step
         self.saving.snapshot(step, reason=actions.save)
 
@@ -205,7 +205,7 @@ class Loop:
             raise StopRequestedError(reason or self.context.any_stop_reason() or "another rank was asked to stop")
 
     def _evaluate(self, step: int) -> bool:
-        """Whether it ran to its end; else all ranks know that they are asked to stop."""
+        """Whether the evaluation completed; if not, all ranks know of a stop request."""
         if self.evaluator is None:
             return True
         began = self.clock()

@@ -15,26 +15,25 @@ from elastictrain.train.step import is_logged
 
 
 class Observer:
-    """Shows nothing: what the ranks have that do not speak."""
+    """The observer of all ranks but rank 0: it shows nothing."""
 
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
-        """A step is finished. `skipped_total`: steps of the run so far whose update was left out."""
+        """Called after each step. `skipped_total`: steps of the run so far whose update was left out."""
 
     def on_eval(self, step: int, loss: float) -> None:
-        """An evaluation is done."""
+        """Called after each evaluation."""
 
     def print_line(self, text: str) -> None:
         """Show a line of text without tearing the progress bar."""
 
     def close(self) -> None:
-        """Leave the terminal in order and write what is waiting."""
+        """Finish the progress bar and write pending figures."""
 
 
 class SpeakingObserver(Observer):
-    """Averages speeds between logged steps, and shows what was logged."""
+    """Averages speeds between logged steps, and shows the logged steps."""
 
     def __init__(self, context: TrainContext, resume: Resume, *, flops_per_token: float | None) -> None:
-        """`flops_per_token`: the model's arithmetic, if it is known."""
         config, device = context.config, context.group.device
         self._config = config
         self._first_step = resume.step + 1
@@ -50,9 +49,9 @@ class SpeakingObserver(Observer):
         if config.telemetry.tensorboard:
             flush_s, close_s = config.telemetry.flush_s, config.fault.close_s
             self._scalars = ScalarWriter(context.store, purge_step=self._first_step, flush_s=flush_s, close_s=close_s)
-            # What it measures is since the call before.
+            # The first call starts the interval that the next one measures.
             host_scalars(device)
-        # Times tokens/s this is the MFU; None if the peak or the model's arithmetic is not known. Source: PaLM, appendix B.
+        # Times tokens/s this is the MFU; None without a known device peak and model FLOPs. Source: PaLM, appendix B.
         self._utilisation_per_token: float | None = None
         peak = _peak_flops(context)
         if peak is not None and flops_per_token is not None:
@@ -109,7 +108,6 @@ def _where(resume: Resume, store: Store) -> str:
 
 
 def _peak_flops(context: TrainContext) -> float | None:
-    """Of one device, dense; None if it is not known."""
     config, device = context.config, context.group.device
     if config.telemetry.peak_tflops is not None:
         return config.telemetry.peak_tflops * 1e12

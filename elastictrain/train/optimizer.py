@@ -1,4 +1,4 @@
-"""The learning rate of a step, and AdamW, whose state is made up front so that a checkpoint can be read straight into it."""
+"""The learning rate, and AdamW with its state allocated up front, so that a checkpoint is read straight into it."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from elastictrain.config.composed import OptimGroup
 
 
 def learning_rate(step: int, options: OptimGroup, *, total_steps: int) -> float:
-    """For the optimizer step `step`, counted from 1.
+    """The rate of the optimizer step `step`, counted from 1.
 
     Rises linearly to `lr` over the warm-up, then follows the schedule to `final_lr_ratio * lr` at step `total_steps`.
     Source: Loshchilov and Hutter 2017 (cosine).
@@ -28,12 +28,12 @@ def learning_rate(step: int, options: OptimGroup, *, total_steps: int) -> float:
 
 
 def effective_warmup(options: OptimGroup, *, total_steps: int) -> int:
-    """Steps of warm-up: at most those of the run, unless its schedule is constant: such a run may be made longer later."""
+    """Steps of warm-up: no more than the run has, unless the schedule is constant: such a run may be made longer later."""
     return options.warmup_steps if options.schedule == "constant" else min(options.warmup_steps, total_steps)
 
 
 def describe_short_warmup(options: OptimGroup, *, total_steps: int) -> str:
-    """What becomes of a warm-up that is longer than the run; empty if it is not."""
+    """A sentence about a warm-up that is longer than the run; empty if it is not."""
     if options.warmup_steps <= total_steps:
         return ""
     steps = effective_warmup(options, total_steps=total_steps)
@@ -49,8 +49,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def make_optimizer(model: nn.Module, options: OptimGroup) -> AdamW:
     """AdamW with weight decay on matrices only, its state allocated: zero moments, zero steps.
 
-    The fused kernel takes a divisor of the gradients and a flag that leaves the whole update out; the step relies on both, so
-    that normalising, clipping and skipping need neither a pass over the gradients nor a look at the device.
+    The fused kernel takes a divisor of the gradients and a flag that leaves the whole update out. `Stepper` relies on both:
+    normalising, clipping and skipping need no further pass over the gradients and no synchronization with the device.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, object]] = [
@@ -73,7 +73,7 @@ def make_optimizer(model: nn.Module, options: OptimGroup) -> AdamW:
 
 
 def forget_steps(optimizer: AdamW) -> None:
-    """Back to zero moments and zero steps."""
+    """Reset moments and step counts to zero."""
     with torch.no_grad():
         for state in optimizer.state.values():
             for tensor in state.values():

@@ -12,20 +12,20 @@ from elastictrain.train.task import InitializesParameters, Task
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that is a function of `parts` alone, on every platform."""
+    """A 63-bit seed that depends on `parts` alone, on every platform."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (CPU and CUDA), Python and NumPy, for whatever the task draws from."""
+    """Seed torch (CPU and CUDA), Python and NumPy, for all random numbers of the task."""
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy.random.seed(seed & 0xFFFFFFFF)  # the global generator, which a task may use
+    numpy.random.seed(seed & 0xFFFFFFFF)  # NumPy's global generator, which a task may use
 
 
 def build_model(task: Task, *, seed: int, device: torch.device) -> nn.Module:
-    """The task's model: without memory yet if the task fills parameters itself, else initialised and on `device`."""
+    """The task's model: on the meta device if the task fills parameters itself, else initialised and on `device`."""
     seed_everything(derive_seed(seed, "model"))
     if isinstance(task, InitializesParameters):
         with torch.device("meta"):
@@ -34,10 +34,10 @@ def build_model(task: Task, *, seed: int, device: torch.device) -> nn.Module:
 
 
 def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> None:
-    """Give a model from the meta device its memory and its first values.
+    """Allocate a model from the meta device and fill it with its first values.
 
     Each parameter is made whole once, on `device`, from a generator seeded by its name; a rank keeps its shard of it. So the
-    values do not depend on world size, sharding or order, and no more than one whole parameter exists at a time.
+    values do not depend on world size, sharding or order, and only one whole parameter exists at a time.
     """
     if not isinstance(task, InitializesParameters):
         return
@@ -46,7 +46,7 @@ def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> No
         shared.setdefault(id(parameter), []).append(name)
     model.to_empty(device=device)
     for first, *others in shared.values():
-        # to_empty gives each of several names of one parameter a memory of its own.
+        # to_empty gives each name of a shared parameter memory of its own.
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
@@ -55,13 +55,13 @@ def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> No
 
 @torch.no_grad()
 def fill_again(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> None:
-    """Give a model, wrapped or not, the values that it had at first."""
+    """Reset a model, wrapped or not, to its first values."""
     if isinstance(task, InitializesParameters):
         _initialize(model, task, seed=seed, device=device)
         return
-    # Not on the device, which holds all the rest of the state by now.
+    # Not on the device: it holds all the rest of the state by now.
     first = build_model(task, seed=seed, device=torch.device("cpu"))
-    # Wrapping may rename parts, but leaves them in their order.
+    # Wrapping may rename parts, but keeps their order.
     for parameter, first_value in zip(model.parameters(), first.parameters(), strict=True):
         _keep_shard(parameter, first_value)
     for buffer, first_buffer in zip(model.buffers(), first.buffers(), strict=True):
@@ -83,7 +83,7 @@ def _initialize(model: nn.Module, task: InitializesParameters, *, seed: int, dev
 
 
 def _keep_shard(parameter: Tensor, whole: Tensor) -> None:
-    """Every rank has made the same values, so nothing needs to be sent."""
+    """Copy this rank's shard. Every rank has made the same values, so nothing is sent."""
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
     local(parameter).copy_(local(whole))

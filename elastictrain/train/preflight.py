@@ -1,4 +1,4 @@
-"""The preflight of a run: what is asked of the hosts, what is recorded and shown of the findings, and who has to leave."""
+"""The preflight of a run: which checks are requested, how findings are recorded and shown, and which hosts must leave."""
 
 import logging
 import os
@@ -45,13 +45,11 @@ _NCCL_NETWORKS: dict[Rdma, Planned] = {
 }
 _WIDTH = 120
 _READ_S = 5.0
-_READ_AT_MOST = 64  # records of the last incarnation: in a large group those of the first ranks tell enough
-_READ_BYTES = 256 << 10  # of each log: its last record names where all ranks were, and a long run's log is long
+_READ_AT_MOST = 64  # logs of the last generation: in a large group those of the first ranks are enough
+_READ_BYTES = 256 << 10  # of each log: its last record gives the phases of all ranks, and a long run's log is long
 
 
 class RunPreflight:
-    """One rank's preflights of one bring-up."""
-
     def __init__(self, context: TrainContext, exchange: StoreExchange) -> None:
         self._context = context
         self._config = context.config
@@ -64,7 +62,7 @@ class RunPreflight:
         self.chosen = self._choose()
 
     def check_hosts(self) -> None:
-        """Each host, and the links between them; then the variables of NCCL and gloo are set. Collective: yes.
+        """Check each host and the links between them; then set the variables of NCCL and gloo. Collective: yes.
 
         Raises: HostUnfitError on a host that failed; ConfigError where all failed alike; PreflightError on the others.
         """
@@ -103,7 +101,7 @@ class RunPreflight:
             self._record(planned)
         if self._identity.is_log_rank:
             self._report("hosts", f"{level}, {reason}", report.verdicts, seconds=report.seconds)
-            # Nothing is read where there is nothing to compare.
+            # Past findings are read only if there are findings to compare.
             past = within(_READ_S, self._past.findings) if findings(report.verdicts) else None
             lines = [f"again: {one}" for one in find_repeated(report.verdicts, past or [])]
             lines += describe_plan(plan) if plan is not None and (not report.alone or plan.kept) else []
@@ -113,16 +111,16 @@ class RunPreflight:
             raise report.error
 
     def listen_to_nccl(self) -> None:
-        """Before the group is made: have NCCL write down which transport it takes, where that will be looked at."""
+        """Before the group is made: have NCCL log its choice of transport, if a check will read the log."""
         if self.chosen.level is Level.FULL and self._context.backend == "nccl" and self._identity.world_size > 1:
-            # What the transport plan has set is not a person's wish to read it on the terminal.
+            # Variables that the transport plan has set are no user's request to see the log on the terminal.
             persons = {name: value for name, value in os.environ.items() if own_variables(os.environ).get(name) != value}
             os.environ.update(debug_variables(self._nccl_log, present=persons))
 
     def check_group(self, *, on_part: Callable[[str], None]) -> None:
-        """The collectives of the group that was just made. `on_part` hears what this rank enters. Collective: yes.
+        """Check the collectives of the new group. `on_part` is called with each part that this rank enters. Collective: yes.
 
-        Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be under way.
+        Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in flight.
         """
         if self.chosen.level is Level.OFF or self._identity.world_size == 1:
             return
@@ -144,7 +142,7 @@ class RunPreflight:
         if error is not None:
             raise error
         if not found.usable:
-            # Its check only warns, but the group is of no use any more.
+            # The check only warns, but the group cannot be used any more.
             culprits = "; ".join(describe(one) for one in failures(found.verdicts))
             raise PreflightError(f"a collective hangs, and the group is of no use any more: {culprits}")
 
@@ -157,7 +155,7 @@ class RunPreflight:
         )
 
     def _choose(self) -> Chosen:
-        """As the first rank chose for all."""
+        """The level that rank 0 chooses for all ranks."""
         wanted, limit_s = self._config.preflight.level, self._config.preflight.limit_s
         if wanted != "auto":
             return Chosen(Level(wanted), f"preflight={wanted}")
@@ -174,7 +172,7 @@ class RunPreflight:
         return parse_record(data, Chosen)
 
     def _report(self, stage: str, what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
-        """As the rank that speaks: a record, and one line if all is well, else what is not, too."""
+        """As the log rank: write a record, and print a summary and the findings."""
         event = Preflight(
             stage=stage,
             level=self.chosen.level.value,
@@ -191,7 +189,6 @@ class RunPreflight:
         sys.stderr.flush()
 
     def _forget_nccl_log(self) -> None:
-        """Take back what `listen_to_nccl` has set."""
         if os.environ.get(FILE) != self._nccl_log:
             return
         path = log_path(os.environ, host=self._identity.host, pid=os.getpid())
@@ -204,7 +201,7 @@ class RunPreflight:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The last record of a rank that said how it ended."""
+    """The last record of a rank that recorded its end."""
 
     event: Literal["failure", "stop"]
     exit_code: int
@@ -212,32 +209,29 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _HostsPreflight:
-    """The record of a preflight of hosts."""
-
     stage: Literal["hosts"]
     findings: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class PastStarts:
-    """Starts of the run in `store` before that `number`. What cannot be read is not known, and said. Nothing is listed."""
+    """Earlier starts of the run in `store`, before start `number`. Unreadable records count as unknown, with a warning."""
 
     store: Store
     number: int
 
     def exit_codes(self) -> list[int | None]:
-        """With which the ranks of the last incarnation said that they ended, or None: of the first ones only, where there were
-        many. One that was killed at once may have left no log."""
+        """Exit codes that the (first) ranks of the last generation recorded; None for a rank without a record."""
         logs = self._logs("how the last incarnation ended", first=False)
         return [last_exit_code(data) for data in logs]
 
     def findings(self) -> list[PastFindings]:
-        """Of each earlier preflight of the hosts, the newest last: it is among the first that happens."""
+        """Findings of each earlier preflight of the hosts, newest last: that preflight is among a start's first records."""
         logs = self._logs("what earlier starts found", first=True)
         return [one for data in logs for one in findings_in(data)]
 
     def _logs(self, what: str, *, first: bool) -> list[bytes]:
-        """The first records of rank 0 of all starts, or the last ones of all ranks of the last start."""
+        """The first records of rank 0 of all starts, or the last records of all ranks of the last start."""
         try:
             starts = Starts(self.store).last(self.number, count=STARTS)
             places = [(start, 0) for start in starts]
@@ -249,7 +243,7 @@ class PastStarts:
             return []
 
     def _read(self, start: StartRecord, rank: int, *, first: bool) -> bytes:
-        """The first or the last records of a rank's log, in which the last object has the last word; nothing without a log."""
+        """The first or the last records of a rank's log, whole or in parts; empty without a log."""
         stem = f"events/{start.incarnation}-r{rank:05d}"
         key = f"{stem}.jsonl"
         with suppress(ObjectNotFoundError):
@@ -265,7 +259,7 @@ class PastStarts:
 
 
 def last_exit_code(data: bytes) -> int | None:
-    """How a rank ended, by the last line of its records; None if it did not say."""
+    """The exit code in the last line of a rank's records; None if there is none."""
     lines = data.strip().splitlines()
     try:
         return parse_record(lines[-1], _End).exit_code if lines else None
@@ -274,7 +268,7 @@ def last_exit_code(data: bytes) -> int | None:
 
 
 def findings_in(data: bytes) -> list[PastFindings]:
-    """What the records of one incarnation tell of its preflight of hosts; lines that are no records are counted and skipped."""
+    """The preflight findings in the records of one start; malformed lines are counted and skipped."""
     whole = data if len(data) < _READ_BYTES else data[: data.rfind(b"\n") + 1]
     found: list[PastFindings] = []
     num_skipped = 0

@@ -1,4 +1,4 @@
-"""Compares the state of replicas, so that nothing is saved of a state that they do not share."""
+"""Compares the state of replicas, so that a state on which they differ is never saved."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from elastictrain.train.state import TrainState
 
 
 class HostCopy:
-    """Begins to copy a small tensor; whoever needs it later waits for it, and for nothing that the device does after it."""
+    """Copies a small tensor to the host; `wait` waits for the copy alone, not for later work of the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -30,7 +30,6 @@ class HostCopy:
             self._content = tensor
 
     def wait(self) -> Tensor:
-        """The tensor on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._content
@@ -45,18 +44,18 @@ _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @torch.no_grad()
 def state_digest(tensors: Iterable[Tensor]) -> Tensor:
-    """The digest [] int64 of this rank's part of `tensors`, on their device; nothing waits for it.
+    """The digest [] int64 of this rank's part of `tensors`, on their device, without synchronization.
 
-    It is deterministic, and different after the flip of any single bit: words of eight bytes are added up in rows, and the sums
-    of rows are added up with odd weights, all modulo 2^64. A flipped bit changes its word by a power of two, and an odd weight
-    takes no power of two to zero. Each byte is read once; the memory that this takes is a few thousandths of the tensors' own.
+    It is deterministic, and the flip of any single bit changes it: words of eight bytes are added up in rows, and the sums of
+    rows are added up with odd weights, all modulo 2^64. A flipped bit changes its word by a power of two, and an odd weight
+    takes no power of two to zero. Each byte is read once; the extra memory is a few thousandths of the tensors' own.
     """
     sums: list[Tensor] = []
     rests: list[Tensor] = []
     for tensor in tensors:
         flat = local(tensor).detach().contiguous().reshape(-1)
         if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
-            # Words can be read at multiples of their size only.
+            # A view as words must begin at a multiple of their size.
             flat = flat.clone()
         content = flat.view(torch.uint8)
         in_rows = content.numel() - content.numel() % _ROW_BYTES
@@ -82,19 +81,18 @@ def _row_sums(content: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Replicas do not hold the same state."""
+    """Ranks whose replicas hold different state."""
 
     wrong: tuple[int, ...] = ()  # ranks that differ from the majority of their replicas
-    disputed: tuple[int, ...] = ()  # ranks whose replicas have no majority, so that any of them may be the wrong one
+    disputed: tuple[int, ...] = ()  # ranks whose replicas have no majority, so that each may be wrong
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks under suspicion."""
         return tuple(sorted((*self.wrong, *self.disputed)))
 
 
 def find_divergence(digests: Sequence[int], *, shards: int) -> Divergence | None:
-    """Compare the digests of all ranks in order, of which every `shards`-th holds the same part; None: all are alike."""
+    """Compare the digests of all ranks in order; every `shards`-th rank holds the same part. None if all replicas agree."""
     wrong: list[int] = []
     disputed: list[int] = []
     for first in range(shards):
@@ -110,7 +108,7 @@ def find_divergence(digests: Sequence[int], *, shards: int) -> Divergence | None
 
 
 def describe_divergence(divergence: Divergence, *, step: int, hosts: Sequence[str]) -> str:
-    """The sentence for a person; `hosts` names the host of each rank."""
+    """The message for the user; `hosts` names the host of each rank."""
     causes = []
     for ranks in filter(None, (divergence.wrong, divergence.disputed)):
         named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
@@ -131,7 +129,7 @@ def describe_divergence(divergence: Divergence, *, step: int, hosts: Sequence[st
 
 @dataclass(frozen=True, slots=True)
 class ReplicaComparison:
-    """Digests of this rank's parameters and optimizer state, gathered from all ranks; without replicas it does nothing.
+    """Compares digests of parameters and optimizer state between replicas; without replicas it does nothing.
 
     Buffers are left out: a forward pass changes them on each rank by itself, and DDP replaces them by those of rank 0.
     """
@@ -139,29 +137,28 @@ class ReplicaComparison:
     context: TrainContext
     state: TrainState
     shape: MeshShape
-    _pending: dict[int, HostCopy] = field(default_factory=dict, init=False)
-    """The digests of all ranks, by step: the next step is launched before those of one are looked at."""
+    _pending: dict[int, HostCopy] = field(default_factory=dict, init=False)  # by step: the next one is launched before
 
     def step_launched(self, step: int) -> None:
-        """The update of a step is launched. Collective: yes, at every `every_steps`."""
+        """Called when the update of a step is launched. Collective: yes, at every `every_steps`."""
         every_steps = self.context.config.fault.compare_every_steps
         if every_steps and step % every_steps == 0:
             self.begin(step)
 
     def begin(self, step: int) -> None:
-        """Begin to compare the state as it is now, after `step`; more than once has no effect. Collective: yes."""
+        """Begin to compare the state after `step`; a second call has no effect. Collective: yes."""
         if self.shape.replicas == 1 or step in self._pending:
             return
         left_out = self.state.changed_by_forward()
         digest = state_digest(tensor for name, tensor in self.state.tensors().items() if name not in left_out)
-        # Ranks add their own to zeros: every backend can do that, and all ranks learn which one differs.
+        # Each rank adds its digest to zeros: every backend can sum, and all ranks learn which one differs.
         digests = torch.zeros(self.shape.replicas * self.shape.shards, dtype=torch.int64, device=digest.device)
         digests[self.context.identity.rank] = digest
         dist.all_reduce(digests)
         self._pending[step] = HostCopy(digests)
 
     def check(self, step: int) -> None:
-        """Wait for what was begun after `step`, if anything was. Raises: ReplicasDivergedError, the same on all ranks."""
+        """Wait for the comparison that `begin` started. Raises: ReplicasDivergedError, the same on all ranks."""
         pending = self._pending.pop(step, None)
         if pending is None:
             return

@@ -1,4 +1,4 @@
-"""Saving while training waits. The other way, beside training, is in `snapshot_saving`; it comes back to this one in need."""
+"""Synchronous checkpoints: training waits for each save. `snapshot_saving` saves beside training, and falls back to this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ from elastictrain.train.step import SaveReason, StepFlags
 Tier = Literal["storage", "peer", "memory", "nothing"]
 
 _LEAST_COPY_S = 5.0
-"""A snapshot in host memory is tried, however late it is: it takes a second at most, and what comes then may be late, too."""
+"""The least time for a snapshot in host memory, however late it is: it takes 1 s at most, and the kill may be late, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The newest step that a next start can go on from, and the safest place that has it."""
+    """The newest step that the next start can resume from, and its safest place."""
 
     step: int
     tier: Tier
@@ -34,41 +34,41 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """What one rank says while all wait for one save. All decide by what all say, and so alike."""
+    """One rank's status while all ranks wait for one save. All decide by the same statuses, and so alike."""
 
-    left_s: float | None  # until it has to go; None: nobody asked it to, or nobody said by when
+    left_s: float | None  # until it must end; None: no stop was requested, or none with a deadline
     sending: bool = False  # whether its host still sends replicas
-    unsent: bool = False  # whether they did not arrive
+    unsent: bool = False  # whether replicas failed to arrive
     saved: bool = False  # whether the saver has committed the step; rank 0 alone knows
-    error: str = ""  # why the save comes to nothing
+    error: str = ""  # why the save fails
     busy: tuple[bool, ...] = ()
     torn: tuple[bool, ...] = ()  # of its slots, as in `StepFlags`
 
 
 def least(times_s: Sequence[float | None]) -> float | None:
-    """The shortest of those that are limited."""
+    """The smallest limit; None if there is none."""
     return min((one for one in times_s if one is not None), default=None)
 
 
 def copy_limit_s(left: float | None, *, most_s: float) -> float:
-    """How long to wait for a copy into host memory."""
+    """Seconds to wait for a copy into host memory."""
     return most_s if left is None else min(most_s, max(left, _LEAST_COPY_S))
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveDecision:
-    """Waiting for the save of one step is over, on all ranks alike."""
+    """The wait for the save of one step is over; the same on all ranks."""
 
     tier: Tier  # the safest place that has the step by now
-    limited: bool  # whether this run has to go by some time
-    error: str = ""  # why the save came to nothing, while there is time to try it again
+    limited: bool  # whether this run has a deadline
+    error: str = ""  # why the save failed, while there is time to try again
 
 
 def judge(told: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | None:
-    """Whether waiting is over, from what the ranks say in one round; None if not.
+    """Decide from the statuses of one round whether the wait is over; None if not.
 
-    `replicating`: whether replicas of the step were asked for. Storage is waited for as long as there is time, and what the
-    peers have counts only when there is none.
+    `replicating`: whether replicas of the step were requested. Ranks wait for storage as long as there is time; replicas count
+    only when there is none.
     """
     left = least([one.left_s for one in told])
     limited = left is not None
@@ -82,7 +82,7 @@ def judge(told: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | N
 
 
 def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) -> str:
-    """Where the state of a run is that stopped after step `step`: goes on from a sentence that names this step."""
+    """Where the state of a run that stopped after step `step` is: continues a sentence that names this step."""
     if reached.tier == "nothing":
         return "; nothing is saved yet"
     hosts, they_live = ("these hosts", "they live") if several_hosts else ("this host", "it lives")
@@ -98,7 +98,7 @@ def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) 
 
 @dataclass(slots=True)
 class SynchronousSaving:
-    """Training waits for each checkpoint. All ranks call alike."""
+    """Training waits for each checkpoint. All ranks make the same calls."""
 
     context: TrainContext
     checkpointer: Checkpointer
@@ -106,40 +106,37 @@ class SynchronousSaving:
     comparison: ReplicaComparison
     ledger: Ledger | None
     observer: Observer
-    requires_finished_step: ClassVar[bool] = True  # whether a step has to be finished before it can be saved
-
-    save_pending: ClassVar[bool] = False
-    """Whether a save that was due before has to follow the next step that is finished; the same on all ranks."""
-
+    requires_finished_step: ClassVar[bool] = True  # whether only a finished step can be saved
+    save_pending: ClassVar[bool] = False  # whether an overdue save follows the next finished step; alike on all ranks
     _failed_saves: int = field(default=0, init=False)  # in a row
 
     def first_step_done(self) -> None:
-        """Start-up is over."""
+        """Called when start-up is over."""
 
     def flags(self, step: int) -> StepFlags:
-        """What this rank has to say of saving when it begins a step."""
+        """This rank's save flags when it begins a step."""
         return StepFlags()
 
     def on_flags(self, step: int, flags: StepFlags) -> None:
-        """What any rank had to say when the step began; the same on all. Raises: SavesFailingError."""
+        """Called with the flags that all ranks had when the step began. Raises: SavesFailingError."""
 
     def snapshot(self, step: int, *, reason: SaveReason | None) -> None:
-        """The step is launched. `reason`: it is to become durable. Raises: SavesFailingError."""
+        """Called when the step is launched. `reason`: why it must become durable, if it must. Raises: SavesFailingError."""
         if reason is not None:
             self._try(step, reason)
 
     def step_finished(self, step: int) -> None:
-        """The counters of a step are known."""
+        """Called when the counters of a step are known."""
 
     def before_update(self) -> None:
-        """The state is about to change."""
+        """Called when the state is about to change."""
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
-        """Save, and return when it is durable, or when this run has to go: then host memory may be all that was reached.
+        """Save, and return when the save is durable or the deadline is reached; then host memory may be the only place.
 
         Collective: yes. Raises: SavesFailingError.
         """
-        # Nothing else holds the state, so a save that has begun is not left alone, however late it is.
+        # Nothing else holds the state, so a save that has begun is completed, however late it is.
         while (error := self._try(step, reason)) is not None:
             left = least(as_record(gather_json(self.context.left_s(), group=self.context.group.control), list[float | None]))
             if left is not None and left <= 0:
@@ -147,10 +144,10 @@ class SynchronousSaving:
         return Reached(step, "storage")
 
     def close(self, *, finished: bool) -> None:
-        """No more saves. `finished`: the run is complete, and needs no memory any more."""
+        """End saving. `finished`: the run is complete and needs no host memory any more."""
 
     def flush_records(self) -> None:
-        """What a checkpoint covers is never done again, so its records must not be lost with this process."""
+        """Flush before a save: steps that a checkpoint covers never run again, so their records must not be lost."""
         self.context.journal.flush()
         if self.ledger is not None:
             self.ledger.log.flush()
@@ -161,7 +158,7 @@ class SynchronousSaving:
         self.observer.print_line(f"step {step}: checkpoint failed ({in_a_row} in a row): {error}")
 
     def check_failures(self, in_a_row: int, *, cause: Exception, kept: str = "") -> None:
-        """Raises: SavesFailingError once as many saves in a row have failed as may. `kept`: where the newest state is then."""
+        """Raises: SavesFailingError after `checkpoint.max_failed_saves` in a row. `kept`: where the newest state is then."""
         limit = self.context.config.checkpoint.max_failed_saves
         if in_a_row >= limit:
             raise SavesFailingError(
@@ -174,7 +171,7 @@ class SynchronousSaving:
         return self.state.scalars(step, global_batch=self.context.config.train.global_batch)
 
     def _try(self, step: int, reason: SaveReason) -> CheckpointError | StorageError | None:
-        """Returns why it is not saved, if so."""
+        """Returns the error if the save failed."""
         first = self.context.identity.rank == 0
         self.context.tracker.set_phase(Phase.SAVE, step=step)
         self.flush_records()

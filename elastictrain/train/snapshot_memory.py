@@ -1,4 +1,4 @@
-"""Snapshots in host memory at a start: the savers of all hosts are made known to each other, and room is found for slots."""
+"""Set-up of snapshots in host memory: connects the savers of all hosts, and finds room for slots."""
 
 import logging
 import os
@@ -53,26 +53,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMemory:
-    """This rank's way to host memory."""
+    """This rank's access to host memory."""
 
     link: SaverLink | None
     restore: MemoryRestore
-    others: OtherHosts | None = None  # the way to other hosts' memory, where there are others
-
-    trouble: str = ""
-    """Why no snapshots can be taken, though those that are there can be read: a host has no saver. The same on all ranks."""
-
-    kept: tuple[int, ...] = ()  # the ranks of other hosts whose replicas this host keeps
+    others: OtherHosts | None = None  # access to other hosts' memory, if there are any
+    trouble: str = ""  # why no snapshots can be taken (existing ones can be read): a host has no saver; alike on all ranks
+    kept: tuple[int, ...] = ()  # ranks of other hosts whose replicas this host keeps
 
     @property
     def folder(self) -> str:
-        """Of the run in host memory."""
         return self.restore.folder
 
 
 def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
-    """Begin to reach this host's saver; None if this host keeps nothing in memory. `agent` is the process that would start
-    this worker again. Raises: ConfigError if host memory cannot be used as configured."""
+    """Start to connect to this host's saver; None if this host keeps nothing in memory. `agent` is the process that would
+    restart this worker. Raises: ConfigError if host memory cannot be used as configured."""
     config, identity = context.config, context.identity
     options = config.checkpoint
     if options.buffers == 0:
@@ -110,7 +106,7 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
 
 
 def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMemory | None:
-    """Make the savers of all hosts known to each other; None if no snapshots are wanted. Collective: yes."""
+    """Connect the savers of all hosts with each other; None if snapshots are off. Collective: yes."""
     config, identity, group = context.config, context.identity, context.group.control
     if config.checkpoint.buffers == 0:
         return None
@@ -138,7 +134,7 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
                 error = link.broken
             except CheckpointError as exception:
                 error = str(exception)
-        # The others must not wait in vain for a rank whose saver took no note.
+        # The others must not wait in vain for a rank whose saver did not take the roster.
         trouble = next((str(one) for one in gather_json(error, group=group) if one), "")
     if trouble and identity.is_log_rank:
         logger.warning("falling back to synchronous checkpoints: %s", trouble)
@@ -155,10 +151,10 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
 
 
 def _address(identity: Identity) -> str:
-    """By which other hosts reach this one, if there are any."""
+    """The address at which other hosts reach this one; empty without other hosts."""
     if identity.only_host:
         return ""
-    # A name of this host that means loopback here would lead the others to themselves.
+    # A host name that resolves to loopback here would lead the other hosts to themselves.
     return own_address(tuple(filter(None, [os.environ.get("MASTER_ADDR")])), surroundings=Surroundings())
 
 
@@ -174,10 +170,10 @@ def _roster(rows: Sequence[tuple[str, str, str, int, int]]) -> tuple[Peer, ...]:
 
 
 def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *, in_storage: bool) -> Saving:
-    """Room for snapshots where hosts have it; else training waits for checkpoints.
+    """Allocate snapshot slots where all hosts have room; else training waits for checkpoints. Collective: yes.
 
-    `in_storage`: whether the state that was restored is there, or there is none; what is only in memory stays there until it is
-    durable. Collective: yes. Raises: CheckpointError, StorageError if it has to be written first, and cannot be.
+    `in_storage`: storage has the restored state, or there is none. A state that only memory holds stays there until it is
+    durable. Raises: CheckpointError; StorageError if that state has to be written first, and cannot be.
     """
     if memory is None:
         return synchronous
@@ -236,15 +232,15 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
 
 
 def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in_storage: bool) -> SynchronousSaving:
-    """Training waits for checkpoints, and host memory is given back. Collective: yes."""
+    """Fall back to synchronous checkpoints, and release host memory. Collective: yes."""
     link = memory.link
     if memory.others is not None:
         memory.others.close()
     if not in_storage:
-        # A saver clears host memory when it is told to finish, and until then nothing else holds what was restored.
+        # `finish` makes the saver clear host memory, which until now is the only place of the restored state.
         synchronous.save_now(synchronous.state.step, "interval")
     if link is not None and memory.trouble and in_storage:
-        # What could not be read here may be of use to a later start.
+        # A later start may be able to read what this one could not.
         link.close()
     elif link is not None:
         link.finish(synchronous.context.config.fault.shutdown_grace_s)
@@ -252,7 +248,7 @@ def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, i
 
 
 def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: TrainContext) -> Buffers:
-    """What all hosts have room for; slots that are there already are used again. Collective: yes."""
+    """The slots for which all hosts have room; existing slots are used again. Collective: yes."""
     options, identity, group = context.config.checkpoint, context.identity, context.group.control
     replicate = options.replicate and memory.others is not None
     most = most_buffers(options.buffers, replicate=replicate)
@@ -281,7 +277,7 @@ def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: Train
 def _choose_slots(
     memory: SnapshotMemory, layout: RankLayout, context: TrainContext, *, wanted: int, restored_step: int | None
 ) -> Sequence[int]:
-    """The numbers of this rank's slots: as many on all ranks, which speak of them by their places. Collective: yes."""
+    """The numbers of this rank's slots, equally many on all ranks; ranks refer to slots by their index. Collective: yes."""
     rank, size_bytes = context.identity.rank, layout.file_bytes
     with suppress(OSError):
         free_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted, restored_step=restored_step)
@@ -292,9 +288,9 @@ def _choose_slots(
 def _agree_on_steps(
     memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, restored: SnapshotSet | None, layout: str
 ) -> list[int | None]:
-    """Of the snapshots that every rank holds in the same slot already: only the one that was restored counts.
+    """Step of the snapshot that every rank already holds in the same slot, by slot: only the restored one counts.
 
-    Two incarnations may have come to one step, and a slot may have the size of another layout. Collective: yes.
+    Two generations may have reached the same step, and a slot may have the size of another layout. Collective: yes.
     """
     context, step = synchronous.context, synchronous.state.step
     wanted = (restored.incarnation, restored.world_size, step, layout) if restored is not None else None

@@ -1,4 +1,4 @@
-"""Saves through snapshots in host memory, which a saver writes out while training goes on."""
+"""Saves through snapshots in host memory; the saver writes them to storage while training continues."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ from elastictrain.train.step import SaveReason, StepFlags
 
 _PAUSE_S = 0.02
 _ROUND_S = 0.1
-_SHARE = 0.9  # of the limit of a phase: what is waited for in it gives up before the watchdog does
-_NOW = 1 << 62  # newer than any step: what ranks tell while training waits is true of all of them
+_SHARE = 0.9  # of the limit of a phase: waits inside it end before the watchdog ends the process
+_NOW = 1 << 62  # newer than any step: while training waits, every status holds for all steps
 
 
 class SnapshotSaving:
-    """Snapshots between steps; a saver makes them durable. Where that does not work any more, training waits instead.
+    """Takes snapshots between steps; the saver makes them durable. Where that fails, training waits for checkpoints instead.
 
     Its public methods are those of `SynchronousSaving`.
     """
@@ -57,24 +57,14 @@ class SnapshotSaving:
         self._finished_s = clock()
         self._book = SlotBook(snapshots.steps)
         self._rounds = Rounds() if link.replicates else None
-        self._failed_saves = 0
-        """In a row, as the ranks agree on it."""
-
-        self._told_failures = 0
-        """The same, as rank 0 has told a person: the other ranks hear of it with a later step."""
-
-        self._last_error = ""
-        """Why the last save failed; rank 0 alone knows."""
-
+        self._failed_saves = 0  # in a row, as the ranks agree
+        self._told_failures = 0  # the same, as rank 0 has reported; flags bring it to the other ranks with a later step
+        self._last_error = ""  # of the last failed save; only rank 0 has it
         self._pending_reason: SaveReason | None = None
         self._pending_since_s = 0.0
-        self._durable_step = -1
-        """The newest that was to become durable."""
-
+        self._durable_step = -1  # newest step with a save request
         self._durable_reason: SaveReason | None = None
-        self._saved_step = -1
-        """The newest step that the saver has committed; rank 0 alone knows."""
-
+        self._saved_step = -1  # newest step that the saver has committed; only rank 0 has it
         self._first_begun: int | None = None
         self._none_had = False
         self._dropped_old = False
@@ -121,7 +111,7 @@ class SnapshotSaving:
             self._check_failures(CheckpointError(error), kept_step=self._book.newest_whole())
         if flags.unusable:
             if flags.unsaved or self._durable_step >= step:
-                # What was on its way, or has begun since, may never arrive.
+                # A save that is under way, or has begun since, may never become durable.
                 self._pending_reason = self._pending_reason or self._durable_reason
             self._fall_back()
 
@@ -131,8 +121,8 @@ class SnapshotSaving:
             self._synchronous.snapshot(step, reason=reason)
             return
         if self._rounds is not None:
-            # The next round of replicas, when the last one is over on all hosts. All ranks know alike which slots it protects,
-            # and count on them no more.
+            # Start the next round of replicas when all hosts have finished the last one. All ranks derive the same protected
+            # slots, and do not use them.
             wanted = self._rounds.next(self._book.newest_whole(), at=step)
             self._snapshots.spare(self._rounds.protected)
             if wanted is not None:
@@ -149,12 +139,12 @@ class SnapshotSaving:
             return
         self._begin(place, step, self._pending_reason)
         self._pending_reason = None
-        # What has just begun is not whole, so these lie in another slot.
+        # The snapshot that has just begun is not whole, so the newest whole one lies in another slot.
         if not self._dropped_old and self._is_ours(self._book.newest_whole()):
             if self._rounds is not None and not self._is_ours(self._rounds.safe):
-                # What older generations left on other hosts is what there is if this host is lost.
+                # Replicas of older generations on other hosts are the only ones if this host is lost.
                 return
-            # One of this generation is whole on all ranks and stays until the next one is: older ones are of no use.
+            # All ranks hold a whole snapshot of this generation, and keep it until the next is whole: older ones are of no use.
             self._dropped_old = True
             self._link.send_message(OldSlots(sum(1 << name.index for name in self._snapshots.arena.names)))
 
@@ -165,12 +155,12 @@ class SnapshotSaving:
         self._snapshots.deliver(step, self._synchronous.scalars(step))
 
     def before_update(self) -> None:
-        # Also when no more snapshots are taken: the last one may still be on its way.
+        # Also after the fall-back: the last snapshot may still be in flight.
         self._snapshots.before_update()
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
         self._context.tracker.set_phase(Phase.SAVE, step=step)
-        # What is being sent holds its slot, and this step is newer.
+        # A replica that is being sent holds its slot, and this step is newer.
         self._link.send(None)
         self._snapshots.spare(())
         held: Reached | None = None
@@ -189,7 +179,7 @@ class SnapshotSaving:
             if self._first:
                 self._synchronous.tell_failure(step, error=decision.error, in_a_row=self._failed_saves)
             if held is not None and decision.limited and self._failed_saves >= self._options.max_failed_saves:
-                # Storage is of no use now. Memory has the step, and its saver tries once more when we are gone.
+                # Storage fails now. Memory has the step, and its saver tries once more after the workers have left.
                 return held
             self._check_failures(CheckpointError(decision.error), kept_step=held.step if held is not None else None)
         return self._synchronous.save_now(step, reason)
@@ -202,7 +192,7 @@ class SnapshotSaving:
             self._link.close()
 
     def _begin(self, place: int, step: int, reason: SaveReason | None, *, awaited: bool = False) -> None:
-        # What is found is known when the step is finished, and its snapshot is not whole before.
+        # The comparison ends with the step, and the snapshot is not whole before that.
         self._synchronous.comparison.begin(step)
         parts = {name: local_part(tensor) for name, tensor in self._synchronous.state.tensors().items()}
         self._snapshots.begin(place, step, reason=reason or "", parts=parts, awaited=awaited)
@@ -212,7 +202,7 @@ class SnapshotSaving:
         self._first_begun = step if self._first_begun is None else self._first_begun
 
     def _is_ours(self, step: int | None) -> bool:
-        """Whether it is a step of which this generation has begun a snapshot."""
+        """Whether the snapshot of this step is one that this generation has begun."""
         return step is not None and self._first_begun is not None and step >= self._first_begun
 
     def _trouble(self) -> str:
@@ -222,12 +212,12 @@ class SnapshotSaving:
         return self._snapshots.unusable
 
     def _take_news(self) -> None:
-        """What has become of saves since this was asked before: rank 0 alone knows, and tells."""
+        """As rank 0: report the results of saves since the last call."""
         news = self._link.take_news()
         if not self._first:
             return
         self._note_saved(news)
-        # What is newer than a success came after it.
+        # Results that are newer than a success came after it.
         for one in sorted(news, key=lambda one: one.step):
             if isinstance(one, SlowSave):
                 trouble = f" ({one.trouble})" if one.trouble else ""
@@ -246,13 +236,13 @@ class SnapshotSaving:
             self._context.job.committed(self._saved_step)
 
     def _save_through(self, place: int, step: int, reason: SaveReason) -> LeaveDecision:
-        """Take a snapshot into a slot and wait for its save as long as there is time. Collective: yes."""
+        """Take a snapshot into a slot and wait for its save while there is time. Collective: yes."""
         self._context.tracker.set_phase(Phase.SAVE, step=step)
         self._begin(place, step, reason, awaited=True)
         self._snapshots.before_update()
         self._synchronous.comparison.check(step)
         self._snapshots.deliver(step, self._synchronous.scalars(step))
-        # The watchdog takes the copy and the wait for storage for one phase, so they have one limit.
+        # The watchdog counts the copy and the wait for storage as one phase, so they share one limit.
         limit_s = _SHARE * self._save_timeout_s
         deadline_s = self._clock() + limit_s
         error, left_s = "", self._context.left_s()
@@ -269,10 +259,8 @@ class SnapshotSaving:
         return decision
 
     def _wait_until_safe(self, step: int, *, deadline_s: float) -> LeaveDecision:
-        """Until a step whose snapshot is whole on all ranks is in storage, has failed to get there, or this run has to go.
-
-        If it has to go soon, the step is sent to other hosts as well. `deadline_s`: monotonic. Collective: yes.
-        """
+        """Wait until the step, of which all ranks have a whole snapshot, is in storage, its save has failed, or the run must
+        end. In a run that must end, the step is sent to other hosts as well. `deadline_s`: monotonic. Collective: yes."""
         replicating = False
         notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
@@ -282,7 +270,7 @@ class SnapshotSaving:
                 return decision
             left_s = least([one.left_s for one in told])
             if self._rounds is not None and not replicating and left_s is not None:
-                # Nobody trains any more, so nobody is slowed down.
+                # No rank trains any more, so an unpaced transfer slows nothing down.
                 self._link.send(step, unpaced=True)
                 replicating = True
             if self._first:
@@ -291,9 +279,9 @@ class SnapshotSaving:
                 self._link.wait_for_news(_ROUND_S)
 
     def _save_status(self, step: int, *, deadline_s: float) -> SaveStatus:
-        """How far this rank's part of a save is, as its saver tells."""
+        """The progress of this rank's part of a save, as its saver reports it."""
         sending, unsent = self._link.sending()
-        # A host without a saver writes nothing, and the first host would wait for it until its limit.
+        # A host without a saver writes nothing, and rank 0 would wait for it until its limit.
         saved, error = False, self._link.broken
         if self._first:
             news = self._link.take_news()
@@ -309,10 +297,10 @@ class SnapshotSaving:
         return SaveStatus(self._context.left_s(), sending, unsent, saved, error)
 
     def _wait_for_slot(self) -> int | Reached | None:
-        """The slot for a snapshot that cannot be put off; where this run has to go, what it has reached; None where no more
+        """The slot for a snapshot that must be taken now; at the deadline, what the run has reached; None where no more
         snapshots can be taken. Collective: yes."""
         deadline_s = self._clock() + _SHARE * self._save_timeout_s
-        # The step that is whole on two hosts stays as long as another slot can be had.
+        # The step that is whole on two hosts stays while another slot can be had.
         safe = (self._rounds.safe,) if self._rounds is not None else ()
         notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
@@ -331,7 +319,7 @@ class SnapshotSaving:
                 return place
             left_s = least([one.left_s for one in told])
             if left_s is not None and left_s <= 0:
-                # All slots hold what is still being written, and no more than that will be had.
+                # All slots hold snapshots that are still being written, and no slot becomes free in time.
                 in_memory = self._book.newest_whole()
                 if in_memory is None:
                     return Reached(max(0, self._saved_step), "storage" if self._saved_step >= 0 else "nothing")
@@ -344,7 +332,7 @@ class SnapshotSaving:
         return f"the saver ({describe_process(self._link.pid)})"
 
     def _check_failures(self, cause: Exception, *, kept_step: int | None) -> None:
-        """`kept_step`: the newest that is whole in host memory. Raises: SavesFailingError."""
+        """`kept_step`: the newest step that is whole in host memory. Raises: SavesFailingError."""
         kept = ""
         if kept_step is not None:
             identity, folder = self._context.identity, run_folder(self._options.memory_dir, self._context.config.run.dir)
@@ -362,7 +350,7 @@ class SnapshotSaving:
             message = f"no more snapshots in host memory ({reason}): falling back to synchronous checkpoints"
             self._synchronous.observer.print_line(message)
         self._fallen_back = True
-        # Another start of this run on this host may need them while we go on.
+        # Another start of this run on this host may need the slots while this run continues.
         self._snapshots.let_go()
 
 

@@ -1,4 +1,4 @@
-"""Everything that makes a run the same run afterwards."""
+"""The state that makes a resumed run the same run: tensors and counters."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ JsonState = Mapping[str, JsonValue]
 
 
 def count_step(counters: StateCounters, *, loss: float, grad_norm: float) -> StateCounters:
-    """The counters after a step. The device has left the update out already by the same rule."""
+    """The counters after a step. The device has already left the update out by the same rule."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return replace(counters, skipped_in_a_row=0)
     return replace(counters, skipped_in_a_row=counters.skipped_in_a_row + 1, skipped_total=counters.skipped_total + 1)
@@ -32,18 +32,17 @@ def check_skips(in_a_row: int, *, max_skipped: int, step: int, loss: float) -> N
 
 @dataclass(slots=True)
 class TrainState:
-    """Model, optimizer and the counters. Sample order and randomness are functions of (seed, step, position), so `step` says
-    it all: there is no loader state and no generator state to keep."""
+    """Model, optimizer and counters. Sample order and randomness are functions of (seed, step, position), so there is no state
+    of a loader or generator to keep."""
 
     model: nn.Module  # the model under its own parameter names (not the DDP wrapper)
     optimizer: AdamW
+    # of the finished steps, and the digest of the data; step and positions are set when they are saved
     counters: StateCounters = field(default_factory=lambda: StateCounters(0))
-    """Of the steps that are finished, and the digest of the data; their step and positions are given when they are saved."""
-
     step: int = 0  # optimizer steps committed
 
     def tensors(self) -> dict[str, Tensor]:
-        """Handles to all live tensors by their name in a checkpoint; loading into them restores the state."""
+        """Live tensors by their name in a checkpoint; loading into them restores the state."""
         parameters = dict(self.model.named_parameters())
         named: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in parameters.items()}
         persistent = set(self.model.state_dict())
@@ -59,9 +58,9 @@ class TrainState:
         return frozenset(f"model.{name}" for name, _ in self.model.named_buffers())
 
     def scalars(self, step: int, *, global_batch: int) -> JsonState:
-        """The counters for the manifest of step `step`, when it is settled and the next one is not."""
+        """The counters for the manifest of step `step`, when it is finished and the next one is not."""
         return asdict(replace(self.counters, step=step, positions=step * global_batch))
 
     def adopt(self, counters: StateCounters) -> None:
-        """Take the counters of a checkpoint; the data is this run's."""
+        """Take the counters of a checkpoint, but keep the data digest of this run."""
         self.step, self.counters = counters.step, replace(counters, data_digest=self.counters.data_digest)

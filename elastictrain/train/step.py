@@ -1,4 +1,4 @@
-"""One optimizer step, in which nothing waits for the device: micro-batches, one reduction, one update; and what follows it."""
+"""One optimizer step without synchronization with the device: micro-batches, one reduction, one update; and what follows it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -18,32 +18,31 @@ from elastictrain.train.context import TrainContext
 from elastictrain.train.parameters import derive_seed, local, seed_everything
 from elastictrain.train.replica_comparison import HostCopy
 
-# The vector that ranks sum once per step. Flags ride along, so that agreeing on a stop costs no collective of its own.
+# The vector that ranks sum once per step. It includes the flags, so that agreeing on a stop costs no further collective.
 _LOSS_SUM, _WEIGHT, _GRAD_SQUARES, _FLAGS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """What a rank wants, or knows of its saves, when it begins a step; and summed over all ranks, what any of them does."""
+    """A rank's requests and the status of its saves when it begins a step; summed over all ranks, the flags of any rank."""
 
     stop: bool = False
     save: bool = False  # a save is due by the clock of rank 0
-    unsaved: bool = False  # a save is on its way to storage; rank 0 alone knows
+    unsaved: bool = False  # a save is under way to storage; only rank 0 sets it
     unusable: bool = False  # the rank can take no snapshots
     sending: bool = False  # its host still sends replicas
     unsent: bool = False  # they did not arrive
-    failed_saves: int = 0  # how many saves in a row have failed; rank 0 alone knows
-    busy: tuple[bool, ...] = ()  # of each slot for snapshots: it cannot be written now
-    torn: tuple[bool, ...] = ()  # of each slot: its snapshot is not whole
+    failed_saves: int = 0  # failed saves in a row; only rank 0 sets it
+    busy: tuple[bool, ...] = ()  # by slot for snapshots: it cannot be written now
+    torn: tuple[bool, ...] = ()  # by slot: its snapshot is not whole
 
     def encode(self) -> list[float]:
-        """Numbers that ranks can sum, in the order of the fields; as many on all ranks."""
+        """Numbers that ranks can sum, in the order of the fields; equally many on all ranks."""
         *flags, busy, torn = astuple(self)
         return [*map(float, flags), *busy, *torn]
 
     @classmethod
     def decode(cls, sums: Sequence[float]) -> Self:
-        """From the sums over all ranks."""
         stop, save, unsaved, unusable, sending, unsent, failed_saves, *slots = sums
         place = len(slots) // 2
         return cls(
@@ -61,7 +60,7 @@ class StepFlags:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step came to, the same on every rank."""
+    """The figures of a step, the same on every rank."""
 
     step: int
     rate: float
@@ -72,14 +71,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step whose figures are on their way from the device; `result` waits for them and for nothing after them."""
+    """A step whose figures are being copied from the device; `result` waits for that copy alone."""
 
     step: int
     rate: float
     figures: HostCopy
 
     def result(self) -> StepResult:
-        """The step's figures on the host."""
         loss, grad_norm, *sums = self.figures.wait().tolist()
         return StepResult(self.step, self.rate, loss, grad_norm, StepFlags.decode(sums))
 
@@ -88,18 +86,18 @@ class PendingStep:
 class Stepper:
     """Executes optimizer steps.
 
-    The backward passes accumulate gradients of the loss *sum*; what the sum is to be divided by, the weight of the whole
-    global batch, is known only when every rank has finished. Dividing, clipping and leaving out a non-finite update are then
-    one factor and one flag, computed on the device and applied by the fused optimizer kernel as it reads the gradients.
+    The backward passes accumulate gradients of the loss *sum*; its divisor, the weight of the whole global batch, is known only
+    when every rank has finished. Dividing, clipping and leaving out a non-finite update are then one factor and one flag,
+    computed on the device and applied by the fused optimizer kernel as it reads the gradients.
     """
 
     context: TrainContext
     wrapped: Wrapped
     optimizer: AdamW
-    before_update: Callable[[], None] = lambda: None  # called when all of a step's work but the update is under way
+    before_update: Callable[[], None] = lambda: None  # called when all work of a step but the update is launched
 
     def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
-        """Take `passes` micro-batches and commit the step `step` (from 1). Collective: yes."""
+        """Run `passes` micro-batches and launch the update of step `step` (from 1). Collective: yes."""
         tracker = self.context.tracker
         figures = torch.tensor([0.0] * _FLAGS + flags.encode(), dtype=torch.float64)
         figures = figures.to(self.context.group.device, non_blocking=True)
@@ -125,7 +123,7 @@ class Stepper:
         figures[_LOSS_SUM] += output.loss_sum.detach() * counts
         figures[_WEIGHT] += output.weight * counts
         tracker.set_phase(Phase.BACKWARD, step=step, micro_batch=index)
-        # A pass that does not count still runs its backward: the collectives inside have to meet their partners.
+        # A pass that does not count still runs its backward: its collectives need every rank.
         loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -141,13 +139,13 @@ class Stepper:
     def _update(self, figures: Tensor, rate: float) -> Tensor:
         weight = figures[_WEIGHT]
         loss = figures[_LOSS_SUM] / weight
-        # What the backward passes left in .grad, times this, is the gradient of the mean loss.
+        # .grad times this is the gradient of the mean loss.
         to_mean = self.wrapped.shape.world_size / weight
         norm = figures[_GRAD_SQUARES].sqrt() * to_mean
         clip_norm = self.context.config.train.clip_norm
         clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm > 0 else torch.ones_like(norm)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        # The attributes through which torch.amp.GradScaler, too, hands a fused optimizer its divisor and its flag.
+        # torch.amp.GradScaler passes a divisor and a flag to a fused optimizer by the same attributes.
         self.optimizer.grad_scale = (1.0 / (to_mean * clip)).float()  # type: ignore[attr-defined]
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
@@ -169,7 +167,7 @@ SaveReason = Literal["interval", "time", "stop", "end"]
 
 @dataclass(frozen=True, slots=True)
 class StepActions:
-    """What follows a step that is committed."""
+    """What follows a committed step."""
 
     save: SaveReason | None
     evaluate: bool
@@ -194,5 +192,5 @@ def after_step(step: int, config: RunConfig, *, stop_agreed: bool, save_agreed: 
 
 
 def is_logged(step: int, *, every_steps: int, first_step: int, total_steps: int) -> bool:
-    """Whether a person is shown this step: each interval, the first step after a start, and the last one."""
+    """Whether this step is shown: each interval, the first step after a start, and the last one."""
     return step % every_steps == 0 or step in (first_step, total_steps)

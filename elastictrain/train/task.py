@@ -42,7 +42,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class HasNeutralOptions(Protocol):
-    """Some keys of the task change how the answer is computed, and not the answer: a run may go on with others."""
+    """Some keys of the task change how the answer is computed, but not the answer: a resumed run may change them."""
 
     neutral_options: ClassVar[frozenset[str]]
     """Names of constructor parameters."""
@@ -80,7 +80,7 @@ class BringsDatasets(Protocol):
 
 @runtime_checkable
 class ChecksTokens(Protocol):
-    """The task knows which token files it can be trained on; asked before any process group exists."""
+    """The task checks token files itself, before any process group exists."""
 
     def check_tokens(self, *, seq_len: int, vocab_size: int) -> Sequence[Problem]:
         """What is wrong with samples of `seq_len` + 1 token ids below `vocab_size`; empty if nothing is."""
@@ -88,7 +88,7 @@ class ChecksTokens(Protocol):
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """The task knows its arithmetic, so that utilisation (MFU) can be shown."""
+    """The task counts its arithmetic, so that utilisation (MFU) can be shown."""
 
     def flops_per_sample(self, model: nn.Module, sample: Batch) -> float:
         """Floating-point operations of forward and backward for one sample, without recomputation.
@@ -101,7 +101,7 @@ class CountsFlops(Protocol):
 
 @runtime_checkable
 class ShowsSample(Protocol):
-    """The task can show a person what the model has learnt."""
+    """The task can show what the model has learnt."""
 
     def show_sample(self, model: nn.Module, *, device: torch.device, seed: int) -> str:
         """A short text for the terminal at the end of the run. Collective: every rank calls it (a sharded model's forward

@@ -1,4 +1,4 @@
-"""One worker's life: start, agree, build, restore, train, end."""
+"""The life of one worker: start, agree, build, restore, train, end."""
 
 import os
 
@@ -22,7 +22,7 @@ from elastictrain.train.snapshot_memory import start_saver
 
 
 def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
-    """Train to the end in this process; returns the exit code. All that is global to a process is touched here and in run.py.
+    """Train to the end in this process; returns the exit code. Only this function and run.py touch process-wide settings.
 
     `parent` is the process that started this one, read before anything else was done.
     """
@@ -34,7 +34,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
         # cuBLAS picks among algorithms at run time unless its workspace has a fixed size; read when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # It is never closed: a SIGTERM while this process leaves must not change its exit code.
+    # Never closed: a SIGTERM while this process ends must not change its exit code.
     stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
     if identity.local_rank > 0:
         stop.quiet()
@@ -61,7 +61,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
         code = report.failed(error)
     finally:
         if report.context is not None and report.context.lease is not None:
-            # A restart after a failure is still the same owner.
+            # A restart after a failure has the same owner, so the lease is kept.
             report.context.lease.close(give_back=code in (EXIT_OK, EXIT_STOPPED))
         watchdog.close()
     return code
@@ -77,12 +77,11 @@ def _train(report: ExitReport, prefix: LogPrefix, *, parent: int) -> int:
         parent=parent,
         on_lost=report.lease_lost,
     )
-    # From now on failures can be recorded.
     report.context = context
     prefix.incarnation = context.generation.name
     report.hangs.begin(context)
     form_group(context)
-    # The process that would start this worker again; the one that our launcher forks it from may be replaced.
+    # The process that would restart this worker; the launcher's process from which it forks may be replaced.
     agent = parent if identity.launched else os.getpid()
     link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
     report.hangs.group_formed(context.backend, link)
