@@ -1,8 +1,4 @@
-"""Which checkpoint a start restores: one rank tries them from the newest one back. Free of torch.
-
-`select_checkpoint` decides from the listing and the rejects so far. `CandidateSearch` lists, reads manifests, quarantines and
-records.
-"""
+"""Which checkpoint a start restores: one rank tries them from the newest one back. Free of torch."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence

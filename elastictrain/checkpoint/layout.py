@@ -71,10 +71,7 @@ def plan_files(
     chunk_bytes: int = CHUNK_BYTES,
     metadata: Mapping[str, str],
 ) -> tuple[ShardFile, ...]:
-    """The files of one rank, of at most `shard_bytes` unless one item is larger.
-
-    Raises: CheckpointError if an element type has no name in the format, or two items have the same key.
-    """
+    """Files of at most `shard_bytes`, or one larger item. Raises: CheckpointError for unknown element types or equal keys."""
     for item in items:
         if item.dtype not in BY_NAME:
             raise CheckpointError(
@@ -148,11 +145,8 @@ def chunks_by_file(manifest: Manifest) -> Mapping[str, Sequence[PlacedChunk]]:
 
 
 def check_shard_header(head: bytes, *, file: FileRecord, chunks: Sequence[PlacedChunk], where: str) -> None:
-    """Check that a header is valid, that its tensors fill the file, and that each consists of the manifest's chunks there.
-
-    `head` is the whole header; `chunks` are those of this file, in the order of their bytes.
-    Raises: InvalidCheckpointError naming `where`.
-    """
+    """Raises: InvalidCheckpointError naming `where`, unless the header is valid, its tensors fill the file, and each is exactly
+    the manifest's `chunks` there, which are in the order of their bytes. `head` is the whole header."""
     filled = [one for one in chunks if one.chunk.size_bytes]
     empty = {_item([one]).key: one for one in chunks if not one.chunk.size_bytes}
     starts = [one.chunk.start - file.header_bytes for one in filled]

@@ -78,9 +78,7 @@ class ManifestReader(StorageReader):
     def at(cls, url: str, *, key_env: str = "") -> "ManifestReader":
         """The checkpoint in the folder `url`, such as `s3://bucket/run/checkpoints/step-000000400`.
 
-        With `key_env`, an environment variable with the run's key, it must be signed with that key.
-
-        Raises: ValueError if the variable holds no key.
+        If `key_env` names a variable, the checkpoint must be signed with the key in it. Raises: ValueError if it holds no key.
         """
         return cls(CheckpointFolder(open_store(url), ""), signing=load_key(key_env))
 
@@ -199,10 +197,7 @@ def result_of_all(results: Sequence[LoadResult]) -> LoadResult:
 
 
 def load_tensors(folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor]) -> int:
-    """Read this rank's part of `tensors` in place; returns the bytes read. Collective: no.
-
-    Raises: DamagedFileError, with some tensors loaded and others not; StorageError.
-    """
+    """Read into `tensors`; returns the bytes read. Collective: no. Raises: DamagedFileError, partly loaded; StorageError."""
     reader = ManifestReader(folder, manifest=manifest)
     # DCP's load planner needs no other rank. We drive it ourselves, so errors keep their type.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -128,10 +128,7 @@ class Pruner:
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 
     def tidy(self, newest: str, *, manifest: Manifest, listing: Listing, time_s: float, fence: Fence) -> tuple[str, ...]:
-        """After a commit, record that the run has a checkpoint, and prune. The next call repeats what the store refuses.
-
-        `listing` is from before the save.
-        """
+        """Mark the run as committed and prune; the next call repeats what fails. `listing` is from before the save."""
         note: dict[str, JsonValue] = {"checkpoint": newest, "time": time_s, "incarnation": manifest.incarnation}
         mark_committed(self.store, listing=listing, note=note)
         try:
@@ -170,10 +167,7 @@ def delete_folder(store: Store, deletion: Deletion) -> bool:
 
 
 def read_manifest(store: Store, folder: str, *, signing: SigningKey | None = None) -> Manifest | None:
-    """The manifest of a folder, or None if it is not a valid one.
-
-    Raises: UnknownFormatError; UntrustedCheckpointError if it is not signed with the key; StorageError.
-    """
+    """None if it is not valid. Raises: UnknownFormatError; UntrustedCheckpointError (not signed with the key); StorageError."""
     try:
         return retry_read(store, key_of(folder, MANIFEST_NAME), signing=signing)[1]
     except UntrustedCheckpointError:

@@ -72,10 +72,7 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metada
 
 
 def decode_header(head: bytes, *, where: str) -> dict[str, HeaderEntry]:
-    """The tensors of a file by key, in the order of their bytes; `head` begins the file and has at least its whole header.
-
-    Raises: InvalidCheckpointError naming `where`.
-    """
+    """Tensors by key, in the order of their bytes; `head` has the whole header. Raises: InvalidCheckpointError."""
     if len(head) < LENGTH_BYTES:
         raise InvalidCheckpointError(f"{where}: a safetensors file must have at least 8 bytes, but this one has {len(head)}")
     (size_bytes,) = struct.unpack("<Q", head[:LENGTH_BYTES])

@@ -1,7 +1,4 @@
-"""Tensors as boxes of bytes: the boxes that this rank writes, and reads of any box, at any sharding.
-
-The sharding of the tensors alone decides which boxes a rank writes; ranks do not ask each other.
-"""
+"""Tensors as boxes of bytes. Their sharding alone decides which boxes a rank writes; ranks do not ask each other."""
 
 import heapq
 import math
@@ -54,10 +51,7 @@ class Box:
 
 
 def own_items(tensors: Mapping[str, object], *, rank: int, world_size: int) -> tuple[Item, ...]:
-    """The boxes that this rank writes. Plain tensors must be the same on all ranks. Collective: no.
-
-    Raises: CheckpointError for a value that is no tensor, and for a tensor of partial sums.
-    """
+    """The boxes that this rank writes. Plain tensors must be the same on all ranks. Collective: no. Raises: CheckpointError."""
     boxes = [box_of(name, tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()]
     # An empty tensor belongs to the checkpoint, too: one of its boxes represents it.
     return choose_own(

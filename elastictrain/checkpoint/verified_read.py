@@ -187,11 +187,8 @@ def _check_header(folder: CheckpointFolder, file: FileRecord, placed: Sequence[P
 
 
 def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
-    """A manifest and its bytes.
-
-    Raises, if both reads fail: InvalidCheckpointError (UntrustedCheckpointError if it is not signed with the key),
-    UnknownFormatError, ObjectNotFoundError; StorageError.
-    """
+    """A manifest and its bytes. Raises, if both reads fail: InvalidCheckpointError, UnknownFormatError, ObjectNotFoundError;
+    UntrustedCheckpointError, if there is a key and the manifest is not signed with it; StorageError."""
 
     def read() -> tuple[bytes, Manifest]:
         try:

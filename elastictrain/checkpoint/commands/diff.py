@@ -161,11 +161,10 @@ def compare_pair(
 
 
 def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool, key_env: str = "") -> int:
-    """Compare two checkpoints, of a run the newest valid one; returns 0 if they are equal, else 1.
+    """Compare two checkpoints, of a run the newest valid one. Returns 0 if they are equal, else 1.
 
-    `limit` bounds each list of names in the output; 0 for no bound.
-
-    Raises: NoValidCheckpointError; InvalidCheckpointError naming the file if bytes are damaged; StorageError.
+    `limit` (0: none) bounds each list of names. Raises: NoValidCheckpointError; InvalidCheckpointError if bytes are damaged;
+    StorageError.
     """
     a, b = (find_checkpoint(locate(url, key_env=key_env)) for url in (a_url, b_url))
     overview = compare_manifests(a.manifest, b.manifest)

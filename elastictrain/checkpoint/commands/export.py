@@ -1,7 +1,4 @@
-"""`export`: write a checkpoint in a format that other tools read.
-
-A task with the method of `ExportsHuggingFace` can write its weights as a Hugging Face folder; it inherits from nothing.
-"""
+"""`export`: write a checkpoint in a format that other tools read."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -50,7 +47,7 @@ class StoredModel:
 
 @runtime_checkable
 class ExportsHuggingFace(Protocol):
-    """A task that knows the Hugging Face names of its tensors, and writes its configuration in that format."""
+    """A task that can write its weights as a Hugging Face folder. The task inherits from nothing."""
 
     def export_huggingface(self, model: StoredModel, *, store: Store, dtype: torch.dtype) -> None:
         """Write a folder that `from_pretrained` reads to the root of the empty `store`. Write `config.json` last, so that no
@@ -120,10 +117,7 @@ def write_huggingface(task: ExportsHuggingFace, source: ExportSource, target: Ex
 
 
 def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
-    """The task with the options of the run's configuration. Imports the module of `target`, and none that the run names.
-
-    Raises: UsageError if `target` is missing, or is no task that can export; ConfigError; StorageError.
-    """
+    """The task with the run's options. Imports no module that the run names. Raises: UsageError; ConfigError; StorageError."""
     tree = read_run_config(run)
     values, model = (value if isinstance(value := tree.get(name), dict) else {} for name in ("task", "model"))
     key = TARGET.rpartition(".")[2]

@@ -76,10 +76,7 @@ class ExportTarget:
 
 
 def folder_target(url: str) -> ExportTarget:
-    """An empty folder: readers could take a file of an earlier export for a part of this one.
-
-    Raises: UsageError if it is not empty; ConfigError; StorageError.
-    """
+    """An empty folder: readers could mix up two exports. Raises: UsageError if it is not empty; ConfigError; StorageError."""
     store = open_store(url)
     if (present := next(iter(store.list()), None)) is not None:
         raise UsageError(f"{store.url} must be empty, but holds {present.key}; choose another folder, or delete it")

@@ -39,12 +39,10 @@ def prune_checkpoints(
     ask: Callable[[str], bool] | None = None,
     key_env: str = "",
 ) -> int:
-    """Delete all but the `keep_last` newest and those at multiples of `keep_every` steps (0: none); returns the exit code.
-
-    Unless `yes`, the user is asked before; `ask` asks the question and returns whether the answer is yes.
+    """Delete all but the `keep_last` newest and those at multiples of `keep_every` steps (0: none); `ask` first, unless `yes`.
 
     Raises: UsageError; NoValidCheckpointError or InvalidCheckpointError, with nothing deleted, if the newest one is not valid;
-        StorageError, and a half deleted folder is then no checkpoint any more.
+    StorageError, after which a half deleted folder is no checkpoint any more.
     """
     if ask is None and not (yes or dry_run or can_ask()):
         raise UsageError("prune asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run")

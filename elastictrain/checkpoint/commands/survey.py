@@ -262,10 +262,7 @@ _FIGURES = ("step", "age", "size", "world", "files")
 def show_checkpoints(
     url: str, *, as_json: bool, memory_dir: str, clock: Callable[[], float] = time.time, key_env: str = ""
 ) -> int:
-    """`ls`: show the checkpoints at `url`, and which one a start would take; returns the exit code.
-
-    Raises: NoValidCheckpointError if `url` names a checkpoint that does not exist; ObjectNotFoundError; StorageError.
-    """
+    """`ls`; marks the one that a start would take. Raises: NoValidCheckpointError; ObjectNotFoundError; StorageError."""
     location = locate(url, key_env=key_env)
     stored = [_stored_row(one) for one in survey(location, list_checkpoints(location.run).folders)]
     # Newest first; at the same step snapshots come first.

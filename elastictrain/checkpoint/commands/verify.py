@@ -48,10 +48,7 @@ _SHOWN_PER_FILE = 4
 
 
 def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int, as_json: bool, key_env: str = "") -> int:
-    """Verify the newest checkpoint at `url`, that of `step`, or `every` one; returns the exit code.
-
-    Raises: UsageError; NoValidCheckpointError if there is none; StorageError.
-    """
+    """Verify the newest one, that of `step`, or `every` one. Raises: UsageError; NoValidCheckpointError; StorageError."""
     location = locate(url, key_env=key_env)
     if location.folder is not None and (every or step is not None):
         raise UsageError(f"--all and --step must go with the folder of a run, but {url} is one checkpoint")
@@ -127,10 +124,7 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
 def check_file(
     store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
 ) -> tuple[str, ...]:
-    """What is wrong with the file at `key`, a sentence each; only what two reads show counts.
-
-    `placed` are the manifest's chunks in the file, in the order of their bytes. Raises: StorageError.
-    """
+    """What is wrong with a file, if two reads show it. `placed` is in the order of the bytes. Raises: StorageError."""
     first = _problems(store, key, file=file, placed=placed, advance=advance, stopped=stopped)
     if not first:
         return ()
@@ -213,8 +207,7 @@ def _text(verdict: Surveyed) -> str:
 
 
 def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
-    """Sign the checkpoint of `step`, the one that `url` names, or all of a run, with the key in `key_env`; returns the exit
-    code. The caller vouches for the present content.
+    """Sign the checkpoint of `step`, the one that `url` names, or all of a run. The caller vouches for their present content.
 
     Raises: UsageError; NoValidCheckpointError if there is none; StorageError.
     """

@@ -51,10 +51,7 @@ def run_folder(memory_dir: str, run_url: str) -> str:
 
 
 def make_private(folder: str) -> None:
-    """Make a folder and its parent, for this user alone.
-
-    Raises: ConfigError if either belongs to another user, who could then put snapshots there, or cannot be made.
-    """
+    """Raises: ConfigError if the folder or its parent cannot be made, or is another user's, who could put snapshots there."""
     try:
         make_private_folders(folder)
     except NameTakenError as error:
