@@ -1,1 +1,1 @@
-"""Stop requests, the watchdog, and what an error means."""
+"""Stop requests, notices of clouds, how processes end, and what an error means."""

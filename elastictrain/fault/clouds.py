@@ -1,11 +1,11 @@
-"""Notices of AWS, Google Cloud and Azure for this host, and which of them it is in.
+"""Notices of AWS, Google Cloud and Azure for this host, and detection of the cloud.
 
-Their metadata services are asked by plain HTTP to a link-local address, past any proxy, within a bounded time.
+Requests to the metadata services go by plain HTTP to a link-local address, past any proxy, within a bounded time.
 
 Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance recommendations" and "Use the Instance
 Metadata Service" (version 2: a token first, then everything with it). Compute Engine documentation, "Spot VMs" (30 s between
-the notice and the end) and "Get live migration notices" (60 s at least; an instance with GPUs is ended, not moved, and told up
-to an hour before). Azure documentation, "Scheduled Events for Linux VMs" and "Azure Instance Metadata Service".
+the notice and the end) and "Get live migration notices" (60 s at least; an instance with GPUs is ended, not moved, with up to
+an hour's notice). Azure documentation, "Scheduled Events for Linux VMs" and "Azure Instance Metadata Service".
 """
 
 import http.client
@@ -27,7 +27,7 @@ import msgspec
 from elastictrain.bounded_json import parse_record
 from elastictrain.fault.notices import MetadataError, Notice
 
-AWS_TOKEN = "/latest/api/token"  # noqa: S105  # where to get one
+AWS_TOKEN = "/latest/api/token"  # noqa: S105  # a path
 AWS_ACTION = "/latest/meta-data/spot/instance-action"
 AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 AWS_TOKEN_LIFE_S = 21600
@@ -39,7 +39,7 @@ _AWS_HOPS = "in a container the hop limit of the metadata service must be 2 or m
 GCP_PREEMPTED = "/computeMetadata/v1/instance/preempted"
 GCP_MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
 GCP_HEADERS = {"Metadata-Flavor": "Google"}
-_GCP_ITEMS: Mapping[str, Mapping[bytes, Notice | None]] = {
+_GCP_ITEMS: Mapping[str, Mapping[bytes, Notice | None]] = {  # item -> its values; a deadline counts from reading the item
     GCP_PREEMPTED: {b"TRUE": Notice("preempt", "Google Cloud takes this spot instance", 30.0), b"FALSE": None},
     GCP_MAINTENANCE: {
         b"TERMINATE_ON_HOST_MAINTENANCE": Notice("maintenance", "Google Cloud ends this instance for maintenance", 60.0),
@@ -47,7 +47,6 @@ _GCP_ITEMS: Mapping[str, Mapping[bytes, Notice | None]] = {
         b"NONE": None,
     },
 }
-"""Item -> its values; a deadline here counts from when the item is read."""
 
 AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -58,61 +57,53 @@ _AZURE_LEAVING = {
     "Reboot": ("maintenance", "Azure restarts this machine"),
     "Redeploy": ("maintenance", "Azure moves this machine, whose memory is lost"),
 }
-_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
-"""Of the chassis of every virtual machine of Azure; other hosts of Hyper-V have the same vendor."""
+_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # chassis of every Azure machine; other hosts of Hyper-V have the same vendor
 
 ADDRESS = "http://169.254.169.254"  # the same at AWS, GCP and Azure
 TIMEOUT_S = 2.0
 _MOST_BYTES = 1 << 20
-
 PROBE_S = 1.0
 
-Parser = Callable[[bytes], Notice | None]
-"""What an item of a metadata service says. Raises: ValueError if that is nothing that can be understood."""
+Parser = Callable[[bytes], Notice | None]  # the notice in an item, if any. Raises: ValueError for an unknown form.
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataAnswer:
-    """What a service said; header names are in lower case."""
-
     url: str
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # names in lower case
     body: bytes
 
     def unexpected(self) -> MetadataError:
-        """For an answer of which nothing can be made."""
         return MetadataError(f"{self.url} answers {self.status}: {self.body[:100]!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataService:
-    """One address at which to ask."""
-
     url: str = ADDRESS
     timeout_s: float = TIMEOUT_S
 
     def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> MetadataAnswer:
-        """Raises: MetadataError if there is no whole answer in time, whatever its status."""
+        """Raises: MetadataError if no complete answer comes in time; an answer may have any status."""
         url, address = f"{self.url}{path}", urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=self.timeout_s)
-        # Time-outs of sockets count from each byte, so that a service which drips would hold us for ever.
+        # A socket's time-out counts from each byte, so that a service which drips would hold this thread for ever.
         overdue = threading.Event()
         limit: threading.Timer | None = None
         try:
             connection.connect()
-            # The connection forgets its socket as soon as an answer says that it is the last.
+            # Taken now: the connection drops its socket as soon as an answer announces that it is the last.
             limit = threading.Timer(self.timeout_s, _break_off, args=(connection.sock, overdue))
             limit.daemon = True
             limit.start()
             connection.request(method, path, headers=dict(headers or {}))
-            # One without a length keeps the socket to itself.
+            # A response without a length keeps the socket, so it must be closed.
             with closing(connection.getresponse()) as response:
                 body = response.read(_MOST_BYTES + 1)
             if len(body) > _MOST_BYTES:
                 raise MetadataError(f"{url} answers with more than {_MOST_BYTES} bytes")
             if overdue.is_set():
-                # A body without a length ends where the connection does, and may have been cut.
+                # A body without a length ends with the connection, and may have been cut.
                 raise TimeoutError
             return MetadataAnswer(url, response.status, {name.lower(): value for name, value in response.getheaders()}, body)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -138,7 +129,7 @@ class MetadataSource:
     name: str
     ask: Callable[[str], MetadataAnswer]
     items: Mapping[str, Parser]  # by path
-    may_lack: bool = True  # whether an instance that is not of a kind that can be taken lacks some
+    may_lack: bool = True  # whether an instance that cannot be preempted lacks some items
 
     def look(self) -> Notice | None:
         for path, parse in self.items.items():
@@ -157,10 +148,7 @@ class MetadataSource:
 
 
 def aws_source(service: MetadataService, *, clock: Callable[[], float] = time.monotonic) -> MetadataSource:
-    """Version 2 of the service only: that one is always there, and the other often is not.
-
-    It is asked with a token, which is renewed before it is too old.
-    """
+    """Version 2 of the service only: it always exists, version 1 often does not. The token is renewed before it expires."""
     token, refresh_at_s = "", 0.0
 
     def refresh() -> None:
@@ -180,7 +168,7 @@ def aws_source(service: MetadataService, *, clock: Callable[[], float] = time.mo
             refresh()
         answer = service.ask(path, headers={AWS_TOKEN_HEADER: token})
         if answer.status == 401 and not fresh:
-            # It has forgotten our token: after a stop and start, for one.
+            # The service has lost the token, for example after a stop and start.
             refresh()
             answer = service.ask(path, headers={AWS_TOKEN_HEADER: token})
         return answer
@@ -208,7 +196,7 @@ def gcp_source(service: MetadataService, *, wall: Callable[[], float] = time.tim
 
 
 def azure_source(service: MetadataService) -> MetadataSource:
-    """The first question may take minutes: it switches the events on."""
+    """The first request may take minutes: it switches the events on."""
     ask = partial(service.ask, headers=AZURE_HEADERS)
 
     @cache
@@ -236,9 +224,9 @@ class _Events(msgspec.Struct, rename="pascal"):
 
 
 def parse_action(body: bytes) -> Notice:
-    """A notice whose time cannot be read is a notice all the same."""
+    """A notice whose time cannot be read still counts."""
     found = parse_record(body, _Action)
-    # Hibernation begins at once: what runs is frozen, and may go on much later.
+    # Hibernation begins at once: processes are frozen, and may continue much later.
     verbs = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
     verb = verbs.get(found.action, f"announces {found.action!r} for")
     deadline: float | None = None
@@ -248,22 +236,19 @@ def parse_action(body: bytes) -> Notice:
 
 
 def parse_rebalance(body: bytes) -> Notice:
-    """Its time must be one, but says nothing of the end."""
+    """Its time must be valid, but does not bound the end."""
     _unix_time(parse_record(body, _Rebalance).notice_time)
     return Notice("rebalance", "AWS is likely to take this spot instance soon", None, leave=False)
 
 
 def _unix_time(text: str) -> float:
-    """Of a time such as 2017-09-18T08:22:00Z; UTC if it does not say."""
+    """Parse a time such as 2017-09-18T08:22:00Z; UTC by default."""
     moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def parse_events(body: bytes, *, machine: str) -> Notice | None:
-    """What a document of scheduled events says of `machine`: the first that ends it, or else one that only pauses it.
-
-    Events of other machines of the same set are in the document, too.
-    """
+    """The first scheduled event that ends `machine`, or else one that only pauses it. `body` also lists other machines."""
     found = []
     for event in parse_record(body, _Events).events:
         resources = event.get("Resources") if isinstance(event, dict) else None
@@ -271,14 +256,14 @@ def parse_events(body: bytes, *, machine: str) -> Notice | None:
             continue
         kind = str(event.get("EventType"))
         deadline: float | None = None
-        # It is empty once the event has begun.
+        # NotBefore is empty once the event has begun.
         with suppress(ValueError, TypeError, IndexError, OverflowError):
             deadline = parsedate_to_datetime(str(event.get("NotBefore"))).timestamp()
         if kind == "Freeze":
             found.append(Notice("pause", "Azure stops this machine for some seconds", deadline, leave=False))
         elif kind in _AZURE_LEAVING:
             found.append(Notice(*_AZURE_LEAVING[kind], deadline))
-    # One that has begun has no time any more: it comes before all that have.
+    # An event that has begun has no time, and comes first.
     return min(found, key=lambda notice: (not notice.leave, notice.deadline or 0.0), default=None)
 
 
@@ -286,7 +271,7 @@ Cloud = Callable[[MetadataService], MetadataSource]
 
 
 def cloud_of(facts: dict[str, str]) -> Cloud | None:
-    """What the files of /sys/class/dmi/id say, by name; None if they name no cloud."""
+    """The cloud by the files of /sys/class/dmi/id (name -> content); None if they name none."""
     vendor = facts.get("sys_vendor", "")
     if vendor == "Amazon EC2" or "amazon" in facts.get("bios_version", "").lower():
         return aws_source
@@ -298,9 +283,9 @@ def cloud_of(facts: dict[str, str]) -> Cloud | None:
 
 
 def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE_S) -> MetadataSource | None:
-    """Whom to ask on this host, found within a few `timeout_s`; None if it is in no cloud that gives notices.
+    """The metadata source of this host, found within a few `timeout_s`; None outside of clouds that give notices.
 
-    Its firmware says it, or else whoever answers at the metadata address.
+    The firmware names the cloud, or else the service at the metadata address does.
     """
     facts = {}
     for name in ("sys_vendor", "product_name", "bios_version", "chassis_asset_tag"):
@@ -313,7 +298,7 @@ def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE
 def _probe(base_url: str, timeout_s: float) -> Cloud | None:
     parts = urlsplit(base_url)
     try:
-        # Outside of clouds nobody is there, and one time-out is enough to know it.
+        # Outside of clouds no service answers, and one time-out is enough to know it.
         socket.create_connection((parts.hostname or "", parts.port or 80), timeout_s).close()
     except OSError:
         return None

@@ -1,8 +1,7 @@
-"""How processes end: what the kernel tells of those that do, workers whose agent is gone, and a limit on this one's own end.
+"""How processes end: what /proc shows of them, waits for previous workers, and a limit on this process's own end.
 
-A worker that was killed may take seconds to give back its device and its memory. Nothing of its program runs any more, and its
-exit code is known; who waits for it only learns both when all that is over. A long wait tells a person what it is for, so that
-nobody takes it for a hang.
+A killed worker may take seconds to release its device and its memory. Its program no longer runs, and its exit code is known,
+but `wait()` returns only after the release. A long wait reports its reason, so that a user does not take it for a hang.
 """
 
 import ctypes
@@ -24,17 +23,15 @@ PROC = Path("/proc")
 _PF_EXITING = 0x4
 _PAUSE_S = 0.01
 
-FIRST_S = 5.0  # a wait that is over sooner is of no interest to anybody
+FIRST_S = 5.0  # a shorter wait is not reported
 AGAIN_S = 30.0
-
-PREVIOUS_EXIT_TIMEOUT_S = 30.0
-"""How long they may hold up this start: the kernel lets go of some only when a device has answered."""
+PREVIOUS_EXIT_TIMEOUT_S = 30.0  # how long previous workers may delay a start: some end only when a device has answered
 
 
 def wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None] = lambda: None) -> list[int]:
-    """Until nothing of the generation before holds anything on this host; returns what still does after half a minute.
+    """Wait until no previous worker holds anything on this host; return the pids that still do after half a minute.
 
-    What `poll` raises ends the wait.
+    An error that `poll` raises ends the wait.
     """
 
     def pause(seconds: float) -> None:
@@ -46,7 +43,7 @@ def wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None] = 
 
 
 def follow_parent(expected_parent: int, *, with_signal: int = signal.SIGTERM) -> bool:
-    """Ask the kernel for a signal when the parent dies; False if the parent is gone already.
+    """Ask the kernel for a signal when the parent dies; False if the parent has died already.
 
     Source: prctl(2). The request is not retroactive, so the parent is checked after it. Linux only; elsewhere nothing happens.
     """
@@ -57,7 +54,7 @@ def follow_parent(expected_parent: int, *, with_signal: int = signal.SIGTERM) ->
 
 
 def limit_the_end(grace_s: float, *, exit_code: int) -> None:
-    """This process ends with `exit_code` after `grace_s`, unless it has ended before."""
+    """End this process with `exit_code` after `grace_s`, unless it has ended before."""
     limit = threading.Timer(grace_s, os._exit, args=(exit_code,))
     limit.daemon = True
     limit.start()
@@ -68,19 +65,19 @@ def limit_the_end(grace_s: float, *, exit_code: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One line of the kernel on a process, or on one thread of it. Source: proc(5), `stat`; PF_EXITING of linux/sched.h."""
+    """The `stat` file of a process or thread. Source: proc(5); PF_EXITING of linux/sched.h."""
 
     name: str
     state: str  # one letter; see proc(5)
     parent: int
-    exiting: bool  # whether it is past the point of return: nothing of its program runs any more
+    exiting: bool  # whether it has begun to exit: nothing of its program runs any more
     num_threads: int
-    started: int  # when it was started, in ticks of the kernel: with it a number that is used again is told apart
-    status: int  # how it ends, as `os.wait` would tell; 0 also where it does not end, or that is a secret here
+    started: int  # start time in ticks of the kernel: distinguishes processes that have had the same pid
+    status: int  # as `os.wait` returns it; 0 also if it has not ended, or if this user may not see it
 
 
 def read_stat(folder: Path) -> Stat | None:
-    """Of a process or thread by its folder in /proc; None if it is gone."""
+    """By the folder of a process or thread in /proc; None if it does not exist."""
     try:
         head, _, tail = (folder / "stat").read_text(errors="replace").rpartition(")")
         fields = tail.split()
@@ -93,44 +90,44 @@ def read_stat(folder: Path) -> Stat | None:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, told apart from a later one of the same number."""
+    """A process, distinct from a later one with the same pid."""
 
     pid: int
     started: int
 
 
 def identify(pid: int, *, proc: Path = PROC) -> Process | None:
-    """None if it is gone; one that has ended is there until its parent has asked for it."""
+    """None if it does not exist; a zombie exists until its parent reaps it."""
     stat = read_stat(proc / str(pid))
     return Process(pid, stat.started) if stat is not None else None
 
 
 def early_exit_code(process: Process, *, parent: int, proc: Path = PROC) -> int | None:
-    """How a child ends that all but is gone, negative for a signal; None if it is not so far, or ends well.
+    """Exit code of a child that has all but ended, negative for a signal; None if it still runs, or ends with status 0.
 
-    `parent` is its parent: where /proc shows the processes of another namespace, strangers have the same numbers.
+    `parent` must be its parent: where /proc shows another pid namespace, strangers have the same pids.
     """
     stat = read_stat(proc / str(process.pid))
     if stat is None or (stat.started, stat.parent) != (process.started, parent):
         return None
-    # Of one that ends well the kernel says the same as of one whose status it hides.
+    # Status 0 means success, or that the kernel hides the status.
     if stat.status == 0 or not stat.exiting or runs(process.pid, proc=proc):
         return None
     return os.waitstatus_to_exitcode(stat.status)
 
 
 def runs(pid: int, *, proc: Path = PROC) -> bool:
-    """Whether a thread of it may still do anything of its program's."""
+    """Whether a thread of it may still run code of its program."""
     stat = read_stat(proc / str(pid))
     if stat is None:
         return False
     threads = read_threads(pid, proc=proc)
-    # A list may lack some when one of them ends while it is made.
+    # A listing may lack threads if one of them ends meanwhile.
     return len(threads) < stat.num_threads or any(not one.exiting for one in threads.values())
 
 
 def read_threads(pid: int, *, proc: Path = PROC) -> dict[Path, Stat]:
-    """Of a process, by their folders in /proc and in order of their numbers; empty if it is gone."""
+    """The threads of a process by folder in /proc, in order of their numbers; empty if it does not exist."""
     try:
         folders = sorted((proc / str(pid) / "task").iterdir(), key=lambda folder: int(folder.name))
     except OSError:
@@ -139,21 +136,21 @@ def read_threads(pid: int, *, proc: Path = PROC) -> dict[Path, Stat]:
 
 
 def is_there(process: Process, *, proc: Path = PROC) -> bool:
-    """Whether it holds anything: one that has ended may wait for a parent that never asks for it, as in many containers."""
+    """Whether it holds anything. A zombie does not; its parent may never reap it, as in many containers."""
     stat = read_stat(proc / str(process.pid))
     if stat is None or stat.started != process.started:
         return False
-    # Its first thread may have ended while another one still waits for a device, and with it all that they share.
+    # Its first thread may have ended while another one waits for a device, and keeps everything that they share.
     return stat.state not in "ZX" or stat.num_threads > 1
 
 
 def encode(processes: Iterable[Process]) -> str:
-    """For an environment variable."""
+    """The value of an environment variable."""
     return ",".join(f"{one.pid}:{one.started}" for one in processes)
 
 
 def decode(text: str) -> tuple[Process, ...]:
-    """The inverse of `encode`; what cannot be read is left out."""
+    """The inverse of `encode`; invalid parts are skipped."""
     pairs = [word.split(":") for word in text.split(",")]
     return tuple(Process(int(pair[0]), int(pair[1])) for pair in pairs if len(pair) == 2 and all(map(str.isdecimal, pair)))
 
@@ -166,7 +163,7 @@ def wait_until_gone(
     sleep: Callable[[float], None] = time.sleep,
     proc: Path = PROC,
 ) -> list[int]:
-    """Until they hold nothing any more; returns the numbers of those that still do after `limit_s`."""
+    """Wait until the processes hold nothing any more; return the pids of those that still do after `limit_s`."""
     deadline = clock() + limit_s
     while left := [one.pid for one in processes if is_there(one, proc=proc)]:
         if clock() >= deadline:
@@ -176,7 +173,7 @@ def wait_until_gone(
 
 
 class WaitNotice:
-    """One wait, which begins when this is made."""
+    """Reports one wait, which begins when this is made."""
 
     def __init__(self, print_line: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = print_line
@@ -185,7 +182,7 @@ class WaitNotice:
         self._next_s = self._began_s + FIRST_S
 
     def tell(self, what: Callable[[], str], *, until_s: float | None) -> None:
-        """Call this again and again while waiting; `until_s` of the clock is when the wait is given up, if that is known."""
+        """Call repeatedly while waiting; `until_s` (of `clock`) is when the wait is given up, if that is known."""
         now_s = self._clock()
         if now_s < self._next_s:
             return
@@ -195,7 +192,7 @@ class WaitNotice:
 
 
 def describe_process(pid: int, *, proc: Path = PROC) -> str:
-    """A process by its number, and what keeps it from running, if anything does."""
+    """A process, and what keeps it from running, if anything does."""
     stat = read_stat(proc / str(pid))
     if stat is None:
         return f"process {pid}, which is gone"

@@ -1,4 +1,4 @@
-"""Notices: what a cloud or a clock has to say to this host, asked for by a thread every few seconds, whatever happens."""
+"""Notices: what a cloud or a clock announces for this host. A thread asks for them every few seconds."""
 
 import logging
 import threading
@@ -9,41 +9,39 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 2.0
-"""The shortest notices are 30 s long. AWS recommends 5 s, Azure 1 s; all of them refuse who asks many times a second."""
-
+POLL_S = 2.0  # the shortest notices are 30 s long; AWS recommends 5 s, Azure 1 s; all refuse many requests a second
 _SAME_S = 1.0
 
 
 class MetadataError(Exception):
-    """The service does not answer, or not in a way that means anything; asking again may help."""
+    """The service does not answer, or not in a known form; a later request may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something will happen to this host."""
+    """Something that will happen to this host."""
 
     kind: str  # `preempt`, `maintenance`, `pause`, `rebalance` or `limit`
-    reason: str  # goes on from "asked to stop": who takes the host, and how
-    deadline: float | None  # Unix seconds at which the host may be gone; None: nobody says
-    leave: bool = True  # Whether to stop here. Else it is a hint: what is saved soon will not be missed later.
+    reason: str  # continues "asked to stop": who takes the host, and how
+    deadline: float | None  # unix seconds at which the host may be gone; None if unknown
+    leave: bool = True  # whether to stop here; else it is a hint to save soon
 
 
 class NoticeSource(Protocol):
-    """Somebody who can be asked for notices."""
+    """A service or clock that gives notices."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """For messages."""
 
     def look(self) -> Notice | None:
-        """What there is to say now, if anything; ends within seconds. Raises: MetadataError."""
+        """The current notice, if any; returns within seconds. Raises: MetadataError."""
 
 
 def adds_to(notice: Notice, before: Notice | None) -> bool:
-    """Whether a notice says something that the one before it did not.
+    """Whether a notice is news after `before`.
 
-    A deadline that moves back is nothing new: a source without a time of its own counts from each time that it is asked.
+    A later deadline is not: a source without a time of its own counts from each request.
     """
     if before is None or (notice.kind, notice.reason, notice.leave) != (before.kind, before.reason, before.leave):
         return True
@@ -51,7 +49,7 @@ def adds_to(notice: Notice, before: Notice | None) -> bool:
 
 
 class LimitSource:
-    """Gives a notice `lead_s` before the first limit on how long the run may take. `wall` is unix seconds, like all times."""
+    """Gives a notice `lead_s` before the first limit on the duration of the run. All times are unix seconds."""
 
     name = "the time limit"
 
@@ -64,7 +62,7 @@ class LimitSource:
         lead_s: float,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`max_hours` after `started`, 0 for no such limit; `job_end`: when the scheduler ends the job, if it told."""
+        """The limits: `max_hours` after `started`, 0 for none; `job_end`, when the scheduler ends the job, if known."""
         limits = []
         if max_hours > 0:
             limits.append((started + 3600 * max_hours, f"launch.max_hours = {max_hours:g} is reached"))
@@ -80,7 +78,7 @@ class LimitSource:
 
 @dataclass(eq=False)
 class NoticePoller:
-    """Asks each source in turn, and passes on what is new."""
+    """Asks each source in turn, and passes on news."""
 
     sources: Sequence[NoticeSource]
     _: KW_ONLY
@@ -97,7 +95,7 @@ class NoticePoller:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more; a question that is under way may last seconds, and is not waited for."""
+        """Ask no more; a request in progress may last seconds, and is not waited for."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -105,7 +103,7 @@ class NoticePoller:
             for index, source in enumerate(self.sources):
                 try:
                     self._pass_on(index, source.look())
-                except Exception as error:  # noqa: BLE001  # the edge of the thread: the next answer may be the one that matters
+                except Exception as error:  # noqa: BLE001  # the edge of the thread: the next answer may be a notice
                     text = str(error) if isinstance(error, MetadataError) else f"{type(error).__name__}: {error}"
                     if self._errors.get(index) != text:
                         logger.warning("cannot read the notices of %s: %s", source.name, text)
@@ -118,9 +116,9 @@ class NoticePoller:
 
     def _pass_on(self, index: int, notice: Notice | None) -> None:
         if notice is None:
-            # Called off, or over: the next one is news again, also if it reads the same.
+            # Cancelled, or over: the next notice is news again, even if it is the same.
             self._last.pop(index, None)
         elif adds_to(notice, self._last.get(index)) and not self._closed.is_set():
-            # Only what was passed on counts as known: an error on the way is no reason never to say it again.
+            # Recorded only after `on_notice`: if that raises, the notice is passed on again.
             self.on_notice(notice)
             self._last[index] = notice

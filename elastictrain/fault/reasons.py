@@ -1,4 +1,4 @@
-"""Why workers end: what an exception means for the run, and what workers leave in files for the launcher.
+"""Why workers end: what an exception means for the run, and the files in which workers leave that for the launcher.
 
 torchrun swallows exit codes.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 NO_RANK = -1
 
-JOB_NAME = "job.json"  # what a job remembers of its run, beside the folders of its generations
+JOB_NAME = "job.json"  # the job's notes on its run, beside the folders of its generations
 _BEGUN_NAME = "begun.json"
 
 _TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
@@ -41,7 +41,7 @@ _TRANSPORT_WORDS = (
 
 T = TypeVar("T")
 
-TURN_S = 10.0  # how long the first worker of a host is left the word
+TURN_S = 10.0  # how long other workers of a host leave the report to the first one
 
 
 def elect_reporter(
@@ -52,11 +52,11 @@ def elect_reporter(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Whether this worker has to say it; `ending` tells whether it was asked to end.
+    """Whether this worker must report; `ending` returns whether it was asked to end.
 
-    torchrun ends all workers as soon as one has left. If another than the first came first to the same finding and left in
-    silence, the first would be ended before it could say anything: the others therefore wait to be ended. One that waits in
-    vain is alone with its finding, and speaks.
+    torchrun ends all workers as soon as one has left. If another worker had the same finding first and left silently, the first
+    one would be ended before it could report it: the others therefore wait to be ended. A worker that waits in vain is alone
+    with its finding, and reports it.
     """
     if local_rank == 0:
         return True
@@ -75,32 +75,31 @@ class Reason:
     rank: int  # `NO_RANK` for the process that workers are forked from
     exit_code: int
     phase: str
-    step: int  # the step that it was in, 0 before the first; of one that was stopped, the newest that is safe, 0 if none is
+    step: int  # the current one, 0 before the first; after a stop the newest that is safe, 0 if none is
     sentence: str
-
-    guilty: bool = False  # whether it hung, and others waited for it
-    missing: tuple[int, ...] = ()  # ranks that it did not meet in time when the group was to be formed
+    guilty: bool = False  # whether it hung while others waited for it
+    missing: tuple[int, ...] = ()  # ranks that did not join in time when the group was formed
 
 
 @dataclass(frozen=True, slots=True)
 class _JobNote:
-    """Of what a job remembers: the newest step that its workers on this host knew to be committed."""
+    """The job's note on the newest step that its workers on this host knew to be committed."""
 
     step: int
 
 
 def leave_reason(folder: str, reason: Reason, *, only_if_none: bool = False) -> None:
-    """Never raises: it is the last thing that a process does. `only_if_none`: what the rank has left itself is kept."""
+    """Never raises, because it is the last act of a process. `only_if_none`: a reason that the rank left itself is kept."""
     leave_text(Path(folder) / f"rank-{reason.rank:05d}.json", encode_record(reason).decode(), only_if_none=only_if_none)
 
 
 def leave_begun(folder: str, *, resumed_step: int) -> None:
-    """The first step is through; `resumed_step` is the one whose state was taken up. Never raises."""
+    """Record that the first step is done; `resumed_step` is the one whose state was restored. Never raises."""
     leave_text(Path(folder) / _BEGUN_NAME, str(resumed_step))
 
 
 def read_begun(folder: str) -> int | None:
-    """The step whose state the generation took up; None if its first step was not through."""
+    """The step whose state the generation restored; None if its first step was not done."""
     return _read(Path(folder) / _BEGUN_NAME, int)
 
 
@@ -111,7 +110,7 @@ def read_noted_step(folder: str) -> int:
 
 
 def read_reasons(folder: str) -> list[Reason]:
-    """What the workers of one generation left, in order of rank; what cannot be read is left out."""
+    """The reasons of one generation's workers, in order of rank; unreadable ones are skipped."""
     found = (_read(path, Reason) for path in sorted(Path(folder).glob("rank-*.json")))
     return [reason for reason in found if reason is not None]
 
@@ -124,13 +123,13 @@ def _read(path: Path, kind: type[T]) -> T | None:
 
 
 def leave_text(path: Path, text: str, *, only_if_none: bool = False) -> None:
-    """Replace a file as a whole. Never raises."""
-    # A thread that finds this process overdue may leave its word while the main thread leaves another.
+    """Replace a file atomically. Never raises."""
+    # The watchdog's thread and the main thread may write at the same time.
     temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         temporary.write_text(text)
         if only_if_none:
-            # A link, since it never takes the place of what somebody else has left in the meantime.
+            # A link, because it never replaces a file that another process has left meanwhile.
             with suppress(FileExistsError):
                 path.hardlink_to(temporary)
         else:
@@ -144,21 +143,21 @@ def leave_text(path: Path, text: str, *, only_if_none: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExitClassification:
-    """How a process ends because of an exception."""
+    """How an exception ends a process."""
 
     exit_code: int
     sentence: str
     show_stack: bool
-    alone: bool = False  # whether it is this rank's own trouble: the others do not find it too, and wait for this rank
+    alone: bool = False  # whether only this rank has the trouble: the others do not find it, and wait for this rank
     missing: tuple[int, ...] = ()
 
 
 def classify_exit(
     error: BaseException, *, where: str, in_collective: bool, last_heard: Mapping[str, str]
 ) -> ExitClassification:
-    """Judge an exception that ends a worker. `last_heard` says for each other rank where it was, and how long ago."""
+    """Classify an exception that ends a worker. `last_heard`: where each other rank was, and how long ago."""
     if isinstance(error, ElasticTrainError) and not isinstance(error, TransportError):
-        # What has a class of its own is found by all ranks alike, or ends a run for good; a data worker's death does not.
+        # All ranks find an error with a class of its own, or it ends the run for good; a data worker's death does neither.
         return ExitClassification(error.exit_code, str(error), show_stack=False, alone=type(error) is ElasticTrainError)
     if isinstance(error, TransportError) or (in_collective and _is_transport(error)):
         sentence = f"a collective failed in {where}: {_first_line(error)}{describe_heard(last_heard)}"
@@ -168,7 +167,7 @@ def classify_exit(
 
 
 def describe_heard(last_heard: Mapping[str, str]) -> str:
-    """The last words of the other ranks, as lines that continue a sentence; empty if there are none."""
+    """The last heartbeats of the other ranks, as lines that continue a sentence; empty if there are none."""
     lines = "".join(f"\n  {name}: {where}" for name, where in last_heard.items())
     return f"\nlast heard of the other ranks:{lines}" if lines else ""
 

@@ -1,4 +1,4 @@
-"""Stop requests: a signal becomes a fact that the loop reads, and all ranks agree on."""
+"""Stop requests: a signal becomes a request that the loop reads, and that all ranks agree on."""
 
 import logging
 import os
@@ -21,21 +21,21 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StopNote:
-    """Why to stop, and the unix second by which to be gone; None: nobody says."""
+    """Why to stop, and the unix second by which to have ended; None if unknown."""
 
     reason: Annotated[str, msgspec.Meta(min_length=1)]
     deadline: float | None = None
 
 
 def write_stop_note(path: str, note: StopNote) -> None:
-    """Whoever reads it finds all of it, or what was there before. Raises: OSError."""
+    """A reader finds the complete note, or the one before it. Raises: OSError."""
     temporary = f"{path}.{os.getpid()}"
     Path(temporary).write_bytes(encode_record(note))
     Path(temporary).replace(path)
 
 
 def read_stop_note(path: str | None) -> StopNote | None:
-    """What the file says; None if there is none, or nothing in it that can be understood, which is logged."""
+    """None if there is no note, or an unreadable one, which is logged."""
     if not path:
         return None
     try:
@@ -48,29 +48,28 @@ def read_stop_note(path: str | None) -> StopNote | None:
         return None
 
 
-STOP_FILE_VARIABLE = "ELASTICTRAIN_STOP_FILE"
-"""Names, in a worker's environment, the file that tells why it is stopped: there before the signal is sent."""
+STOP_FILE_VARIABLE = "ELASTICTRAIN_STOP_FILE"  # a worker's variable for the path of its stop note, written before the signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""The last two are what Slurm is commonly told to send before the time limit of a job."""
+"""Slurm is commonly told to send the last two before the time limit of a job."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Somebody wants this run to end; times are monotonic."""
+    """A request to end this run; times are monotonic."""
 
     reason: str
     since_s: float
-    deadline_s: float | None = None  # when this process will be ended, whatever it does then; None: nobody said that it will
+    deadline_s: float | None = None  # when this process will be ended, whatever it does then; None if unknown
 
 
 def after_signal(
     request: StopRequest | None, note: StopNote | None, *, name: str, now_s: float, now: float, notice_s: float | None
 ) -> StopRequest:
-    """The request once a signal has come. `now_s` and `now` are the same moment, monotonic and in unix seconds.
+    """The request after a signal. `now_s` and `now` are the same moment, monotonic and in unix seconds.
 
-    The first reason stays, and its deadline can only be brought forward, by a note. A deadline that is past says nothing: it is
-    left over from an earlier stop, or else it makes no difference any more.
+    The first reason stays, and a note can only bring its deadline forward. A past deadline is ignored: it is left over from an
+    earlier stop, or makes no difference any more.
     """
     noted_s = now_s + note.deadline - now if note is not None and note.deadline is not None and note.deadline > now else None
     if request is None:
@@ -87,7 +86,7 @@ def brought_forward(request: StopRequest, deadline_s: float | None) -> StopReque
 
 
 def is_news(request: StopRequest, *, before: StopRequest | None) -> bool:
-    """Whether a person has to be told of it. Who asks again tells a deadline anew, which differs in its last digits."""
+    """Whether to log the request. A repeated request has a recomputed deadline, which differs in its last digits."""
     if before is None or before.reason != request.reason:
         return True
     return request.deadline_s is not None and (before.deadline_s is None or request.deadline_s < before.deadline_s - 1.0)
@@ -97,16 +96,18 @@ def is_news(request: StopRequest, *, before: StopRequest | None) -> bool:
 class StopListener:
     """Turns signals into a `StopRequest`.
 
-    A Python signal handler does not run while the main thread is blocked inside a collective, so the byte that the C-level
-    handler writes to the wake-up descriptor is read by a thread of our own.
+    A Python signal handler does not run while the main thread is blocked inside a collective, so a thread reads the byte that
+    the C-level handler writes to the wake-up descriptor.
     """
 
     clock: Callable[[], float] = time.monotonic
     _: KW_ONLY
-    notice_s: float | None = None  # how long after a signal this process is ended, where `stop_file` does not say; None: never
+    notice_s: float | None = (
+        None  # from a signal to the end of this process, if `stop_file` gives no time; None: it is not ended
+    )
     stop_file: str | None = None
-    wall: Callable[[], float] = time.time  # Unix seconds
-    request: StopRequest | None = field(default=None, init=False)  # any thread may look at it; replaced whole
+    wall: Callable[[], float] = time.time  # unix seconds
+    request: StopRequest | None = field(default=None, init=False)  # any thread may read it; replaced whole
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,30 +119,30 @@ class StopListener:
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen; call from the main thread."""
+        """Call from the main thread."""
         for number in STOP_SIGNALS:
             self._previous_handlers[number] = signal.signal(number, _ignore)
         self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # Whoever started this process may have held them back until somebody listens.
+        # The parent may have blocked these signals until a listener exists.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._thread.start()
 
     def close(self) -> None:
-        """Put the previous handlers back and end the thread; call from the main thread."""
+        """Restore the previous handlers and end the thread; call from the main thread."""
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous_handlers.items():
-            if handler is not None:  # None: it was not installed from Python, and cannot be put back
+            if handler is not None:  # None: it was not installed from Python, and cannot be restored
                 signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned it also takes
         os.close(self._writer)
         self._thread.join(timeout=1.0)
         os.close(self._reader)
 
     def quiet(self) -> None:
-        """Say nothing of requests: another process of this host does."""
+        """Log no requests: another process of this host does."""
         self._quiet = True
 
     def ask(self, reason: str, *, deadline: float | None = None) -> None:
-        """Request a stop, to be over by `deadline` (unix seconds); the first reason stays, and the earliest deadline."""
+        """Request a stop by `deadline` (unix seconds); the first reason and the earliest deadline stay."""
         now_s = self.clock()
         deadline_s = None if deadline is None else now_s + deadline - self.wall()
         with self._lock:
@@ -163,4 +164,4 @@ class StopListener:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """A handler must exist, or the signal's default action would end the process; the wake-up descriptor does the work."""
+    """The signal's default action would end the process; the wake-up descriptor does the work."""

@@ -1,1 +1,1 @@
-"""Hangs: how long a silence may last, whose fault it is, and how a process is ended that cannot end itself."""
+"""Hangs: how long a silence may last, which rank is at fault, and how a process that cannot end itself is ended."""

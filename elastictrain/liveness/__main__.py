@@ -1,4 +1,4 @@
-"""The monitor's process: `python -m elastictrain.liveness FOLDER FACTS`, started by a worker, for nobody else to use."""
+"""The monitor process of a host, `python -m elastictrain.liveness FOLDER FACTS`. A worker starts it."""
 
 import json
 import logging
@@ -18,21 +18,21 @@ from elastictrain.storage.private import clear_folder, sweep_folders
 
 
 def main(folder: str, facts: MonitoredHost) -> NoReturn:
-    """Watch until nobody is left."""
+    """Watch until no worker is left."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    # It ends when its workers have, whoever asks it or them to end.
+    # It ends with its last worker, whatever signal it or a worker receives.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     sweep_folders(os.path.dirname(folder), clear=clear_if_unlocked)  # noqa: PTH120
     RankMonitor(folder, facts, record=lambda hang, stacks: keep(hang, stacks, facts)).run()
     clear_folder(folder)
-    # Not an orderly end: a thread may hang in storage.
+    # No orderly exit: a thread may hang in storage.
     os._exit(EXIT_OK)
 
 
 def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:
-    """Record a hang in the run's folder; in a thread that nobody waits for."""
-    # Imported when there is something to keep: it takes long, and most monitors never do.
+    """Record a hang in the run's folder. Runs in a thread of its own, because storage may hang."""
+    # Imported here because it takes long, and most monitors never record a hang.
     from elastictrain.storage.appendlog import open_append_log
     from elastictrain.storage.opening import open_store
 
@@ -47,5 +47,5 @@ def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:
 
 
 if __name__ == "__main__":
-    # Paths that are not UTF-8 stay what they are, which `parse_record` refuses.
+    # json.loads keeps paths that are not UTF-8; `parse_record` would refuse them.
     main(sys.argv[1], as_record(json.loads(sys.argv[2]), MonitoredHost))

@@ -1,7 +1,7 @@
-"""Who of a group is to blame for a hang, and who only waits.
+"""Which ranks of a group cause a hang, and which only wait.
 
-In a hang nearly everybody waits: those who are in a collective wait for one who is not. Whoever has come least far in the
-program that all run alike is the one who is waited for.
+In a hang nearly all ranks wait: those in a collective wait for one that is not. All ranks run the same program, so they wait
+for the rank that has come least far in it.
 """
 
 import json
@@ -15,12 +15,12 @@ import msgspec
 from elastictrain.events import Hang
 from elastictrain.liveness.progress import Phase, ProgressMark
 
-LEFT_TO_THE_GUILTY_S = 3.0  # how long those who wait leave it to the host of the guilty rank to end it, and to say so
+LEFT_TO_THE_GUILTY_S = 3.0  # how long waiting ranks leave it to the guilty rank's host to end that rank and report it
 _NAMED_AT_MOST = 8
-# Passes alternate within a step, and come before what follows them all.
+# Passes alternate within a step, before the phases that follow all passes.
 _IN_PASS = {Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
 _AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3, Phase.END: 4}
-# The checks of a group go on while it is made.
+# The checks of a group run while it is formed.
 _BEFORE_STEPS = {
     Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
 }  # fmt: skip
@@ -30,16 +30,14 @@ LONGEST_TEXT = 200
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The last collectives that a rank has entered; empty if it does not tell."""
+    """The last collectives that a rank has entered; empty if unknown."""
 
-    sequences: Mapping[str, int] = field(default_factory=dict)
-    """By process group: the number of the last one, counted alike on all of its ranks."""
-
-    last: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""  # the newest of all, for a person
+    sequences: Mapping[str, int] = field(default_factory=dict)  # process group -> number of its last one, equal on all ranks
+    last: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""  # the newest of all, for messages
 
 
 def last_entered(trace: str) -> Entered:
-    """From a dump of the flight recorder; empty where that says nothing that we understand."""
+    """Parse a dump of the flight recorder; empty if its form is unknown."""
     try:
         entries = [entry for entry in json.loads(trace)["entries"] if not entry["is_p2p"]]
         entries.sort(key=lambda entry: int(entry["record_id"]))
@@ -55,55 +53,52 @@ def last_entered(trace: str) -> Entered:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank, as another one sees it. `silent_s`: since its phase began. `still_s`: since its last heartbeat, at least."""
+    """One rank, as another one sees it."""
 
     rank: int
     host: str
     mark: ProgressMark
-    silent_s: float
+    silent_s: float  # since its phase began
     bound_s: float
-    still_s: float = 0.0
+    still_s: float = 0.0  # since its last heartbeat, at least
     entered: Entered = field(default_factory=Entered)
 
     @property
     def name(self) -> str:
-        """`rank 3 on host b`"""
         return f"rank {self.rank} on {self.host}"
 
     @property
     def place(self) -> str:
-        """`reduce of step 7, all_reduce no. 58`"""
         return f"{self.mark}, {self.entered.last}" if self.entered.last else f"{self.mark}"
 
 
 @dataclass(frozen=True, slots=True)
 class HangDiagnosis:
-    """Who is at fault, and why."""
+    """The ranks at fault, and why."""
 
-    reason: str  # `frozen`, `behind`, `did not enter`; `nobody`: all are at the same place, so what is between them is at fault
+    reason: str  # `frozen`, `behind`, `did not enter`; `nobody`: all ranks are at one place, so what connects them is at fault
     guilty: tuple[RankStatus, ...]
     waiting: tuple[RankStatus, ...]
 
     def later(self, seconds: float) -> "HangDiagnosis":
-        """The same, if nobody has moved since."""
+        """The same `seconds` later, if no rank has moved."""
         guilty = tuple(replace(one, silent_s=one.silent_s + seconds) for one in self.guilty)
         return HangDiagnosis(self.reason, guilty, tuple(replace(one, silent_s=one.silent_s + seconds) for one in self.waiting))
 
     def is_guilty(self, rank: int) -> bool:
-        """Whether it is this rank's fault."""
         return any(one.rank == rank for one in self.guilty)
 
     def is_in_vain(self, rank: int) -> bool:
-        """Whether this rank, when it has been silent for too long, has nothing to wait for any more.
+        """Whether this rank, once silent beyond its bound, has nothing to wait for any more.
 
-        Another one that is at fault has its own bound, and is then ended by itself or from outside; its group hears of that.
+        Another guilty rank has its own bound; then it ends itself or is ended from outside, and its group notices.
         """
         return self.is_guilty(rank) or (
             bool(self.guilty) and all(one.silent_s > one.bound_s + LEFT_TO_THE_GUILTY_S for one in self.guilty)
         )
 
     def event(self, text: str, *, stacks: str | None) -> Hang:
-        """The record of it; `stacks` is the key of what belongs to it."""
+        """The event of this hang; `stacks` is the key of its stacks."""
         first = (self.guilty or self.waiting)[0]
         return Hang(
             guilty=tuple(one.name for one in self.guilty),
@@ -120,10 +115,10 @@ class HangDiagnosis:
 
 
 def progress_order(mark: ProgressMark) -> tuple[int, int, int, int]:
-    """How far a rank has come; of two that run the same program the greater one is further."""
+    """How far a rank has come in the program that all ranks run; greater is further."""
     if mark.phase in _BEFORE_STEPS:
         return (0, _BEFORE_STEPS[mark.phase], 0, 0)
-    # The end of a run has no step, and is after all of them.
+    # The end of a run has no step, and comes after all steps.
     step = 1 << 62 if mark.phase is Phase.END else max(1, mark.step)
     if mark.phase in _IN_PASS:
         return (step, 0, mark.micro_batch, _IN_PASS[mark.phase])
@@ -131,7 +126,7 @@ def progress_order(mark: ProgressMark) -> tuple[int, int, int, int]:
 
 
 def diagnose(statuses: Sequence[RankStatus], *, frozen_s: float) -> HangDiagnosis:
-    """Whose fault a hang is, of all that could be heard. Who was silent for `frozen_s` is taken to have been frozen."""
+    """Find the ranks at fault among all that were heard. A rank silent for `frozen_s` counts as frozen."""
     frozen = [one for one in statuses if one.still_s > frozen_s]
     least = min((progress_order(one.mark) for one in statuses), default=None)
     behind = [one for one in statuses if progress_order(one.mark) == least]
@@ -141,7 +136,7 @@ def diagnose(statuses: Sequence[RankStatus], *, frozen_s: float) -> HangDiagnosi
         reason, guilty = "frozen", frozen
     elif len(behind) < len(statuses) or len(statuses) == 1:
         reason, guilty = "behind", behind
-    # Where each lags behind another one in some group, nobody can be singled out.
+    # If each rank lags behind another one in some group, none can be singled out.
     elif 0 < len(absent) < len(statuses):
         reason, guilty = "did not enter", absent
     else:
@@ -150,7 +145,7 @@ def diagnose(statuses: Sequence[RankStatus], *, frozen_s: float) -> HangDiagnosi
 
 
 def paragraph(found: HangDiagnosis) -> str:
-    """What happened, for a person."""
+    """Describe a hang in sentences."""
     if not found.guilty:
         where = _places(found.waiting)
         return (

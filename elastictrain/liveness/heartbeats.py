@@ -1,4 +1,4 @@
-"""The shared store in which every rank writes where it is, and who reads it: no backend tells which peer is missing."""
+"""Heartbeats of all ranks in the shared store, and the monitor that reads them: no backend reports which peer is missing."""
 
 import logging
 import threading
@@ -23,17 +23,15 @@ _READ_LIMIT_S = 3.0
 _FALLEN = "fallen"
 _GONE = "its host may be the one that is gone"
 
-_SHARE = 0.5
-"""Of its bound: a rank that is silent for so long tells which collectives it entered, and begins to look at the others."""
-
-_BEATS = 3.0  # heartbeats that may be missing of a rank that is not frozen
+_SHARE = 0.5  # of its bound: a rank silent for so long publishes its last collectives and begins to watch the others
+_BEATS = 3.0  # heartbeats that a rank may miss before it counts as frozen
 _LATE_S = 0.5
 _DUMP_LIMIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank writes of itself. The times in the mark, and `time`, are of its host's clocks, which may differ from ours."""
+    """What a rank writes of itself. `time` and the times in the mark are by its host's clocks, which may differ from others."""
 
     status: RankStatus
     time: float
@@ -42,21 +40,21 @@ class Heartbeat:
 
 @dataclass(eq=False)
 class HeartbeatStore:
-    """Heartbeats through the shared store, from a thread of its own over a connection of its own.
+    """Heartbeats through the shared store, written by a thread.
 
-    A connection blocked in a wait would hold back every other user of it, so the store is cloned: once for writing, so that
-    others hear of this rank whatever it reads, and once for reading.
+    A connection that is blocked in a wait blocks all its users, so the store is cloned twice: for writing, so that other ranks
+    hear of this one whatever it reads, and for reading.
     """
 
     store: InitVar[dist.Store]
     _: KW_ONLY
     rank: int
-    hosts: tuple[str, ...]  # the one of each rank
-    mark: Callable[[], ProgressMark]  # on the clock of `stopwatch`
+    hosts: tuple[str, ...]  # by rank
+    mark: Callable[[], ProgressMark]  # its times are by `stopwatch`
     options: FaultGroup
     clock: Callable[[], float] = time.time
     stopwatch: Callable[[], float] = time.monotonic
-    entered: Entered = field(default_factory=Entered, init=False)  # what is told from now on besides where this rank is
+    entered: Entered = field(default_factory=Entered, init=False)  # goes into the next heartbeats
 
     def __post_init__(self, store: dist.Store) -> None:
         self._writing: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in the stub of torch
@@ -76,12 +74,12 @@ class HeartbeatStore:
         self._thread.join(timeout=2 * _READ_TIMEOUT.total_seconds())
 
     def own_status(self, mark: ProgressMark) -> RankStatus:
-        """This rank as the others see it."""
+        """This rank's status, as the others see it."""
         silent_s = max(0.0, self.stopwatch() - mark.since_s)
         return RankStatus(self.rank, self.hosts[self.rank], mark, silent_s, bound_s(mark, self.options), entered=self.entered)
 
     def statuses(self) -> list[RankStatus]:
-        """Of the other ranks that were heard. `still_s` is by our own clock, and as far as we have looked.
+        """The status of each other rank that was heard. `still_s` is by this host's clock, since the first look.
 
         May take as long as the store takes to answer. Raises: RuntimeError.
         """
@@ -97,7 +95,7 @@ class HeartbeatStore:
         return statuses
 
     def last_heard(self) -> dict[str, str]:
-        """For each other rank, oldest news first: where it was, and how long ago. Bounded in time, never raises."""
+        """Where each other rank was, and how long ago, oldest first. Bounded in time, never raises."""
 
         def read() -> dict[str, str]:
             try:
@@ -111,17 +109,17 @@ class HeartbeatStore:
                 news.append((age_s, self._names[rank], text))
             return {name: text for _, name, text in sorted(news, reverse=True)}
 
-        # That host may be gone without a word: then a question to it never returns.
+        # The store's host may have died silently: then a request to it never returns.
         heard = within(_READ_LIMIT_S, read)
         return {"the shared store": f"does not answer: {_GONE}"} if heard is None else heard
 
     def announce_failure(self) -> None:
-        """Tell the others that this rank ends because of an error: a collective may never notice. Bounded, never raises."""
-        # The first word stays: who falls after it falls because of it.
+        """Announce that this rank ends because of an error: a collective may never notice. Bounded, never raises."""
+        # The first announcement stays: later failures follow from it.
         within(_READ_LIMIT_S / 2, lambda: self._reading.compare_set(_FALLEN, "", self._names[self.rank]))
 
     def failed_peer(self) -> str | None:
-        """The name of another rank that said that it ends because of an error, if one did. As `statuses`."""
+        """The name of another rank that announced a failure, if any. Blocks and raises as `statuses`."""
         told = self._reading.get(_FALLEN).decode() if self._reading.check([_FALLEN]) else ""
         return told if told not in ("", self._names[self.rank]) else None
 
@@ -144,16 +142,16 @@ class HeartbeatStore:
             try:
                 self._writing.set(f"beat/{self.rank}", beat.decode())
             except RuntimeError as error:
-                # The store's host may be gone; then the collectives will notice.
+                # The store's host may have died; then the collectives will notice.
                 logger.debug("heartbeat not written: %s", error)
             if self._closed.wait(self.options.heartbeat_s):
                 return
 
 
 class PeerMonitor:
-    """Looks at the other ranks when this one is silent for long: whether it waits in vain, and for whom.
+    """Checks the other ranks when this one is silent for long: whether it waits in vain, and for which rank.
 
-    A thread of its own: the store that it asks may be what does not answer.
+    It has a thread of its own, because the store may be what does not answer.
     """
 
     def __init__(self, heartbeats: HeartbeatStore, *, entered: Callable[[], Entered]) -> None:
@@ -161,10 +159,8 @@ class PeerMonitor:
         self._heartbeats = heartbeats
         self._entered = entered
         self._told: ProgressMark | None = None
-        self._found: tuple[ProgressMark, HangDiagnosis, float] | None = None
-        """Of the silence of this mark, and when it was found."""
-        self.failed_peer: LostPeer | None = None
-        """A rank that has said that it ends because of an error."""
+        self._found: tuple[ProgressMark, HangDiagnosis, float] | None = None  # the silent mark, its diagnosis, and when
+        self.failed_peer: LostPeer | None = None  # a rank that announced a failure
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
 
@@ -172,26 +168,26 @@ class PeerMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """No more looking; one that is under way is not waited for."""
+        """Stop; waits at most a second for a check in progress."""
         self._closed.set()
         self._thread.join(timeout=1.0)
 
     @property
     def in_vain(self) -> bool:
-        """Whether this rank has nothing to wait for any more, when it has been silent beyond its bound."""
+        """Whether this rank, once silent beyond its bound, has nothing to wait for any more."""
         found = self._found
         return found is not None and found[0] is self._heartbeats.mark() and found[1].is_in_vain(self._heartbeats.rank)
 
     @property
     def diagnosis(self) -> HangDiagnosis | None:
-        """Whose fault the silence at hand is; None as long as it is too short for the question, or nobody answers."""
+        """The ranks that cause the current silence; None while it is too short, or the store does not answer."""
         found = self._found
         if found is None or found[0] is not self._heartbeats.mark():
             return None
         return found[1].later(self._heartbeats.stopwatch() - found[2])
 
     def turn(self) -> None:
-        """Look once. Raises: RuntimeError if the store does not answer."""
+        """Check once. Raises: RuntimeError if the store does not answer."""
         if self.failed_peer is None and (name := self._heartbeats.failed_peer()) is not None:
             self.failed_peer = LostPeer(name, self._heartbeats.stopwatch())
         mark = self._heartbeats.mark()
@@ -211,6 +207,6 @@ class PeerMonitor:
             try:
                 self.turn()
             except (RuntimeError, ValueError) as error:
-                # Then nothing is known of the others, and the limits that need no knowledge hold.
+                # Nothing is known of the others then; the limits that need no knowledge hold.
                 self._found = None
                 logger.debug("the other ranks cannot be seen: %s", error)

@@ -1,4 +1,4 @@
-"""A worker's part in being watched from outside: its progress file, its stacks when asked, and the monitor of its host."""
+"""A worker's side of the monitor: its progress file, its stacks on request, and the monitor process of its host."""
 
 import fcntl
 import logging
@@ -20,12 +20,12 @@ from elastictrain.storage.private import clear_folder, make_private_folders, rem
 
 logger = logging.getLogger(__name__)
 
-_MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is ours alone
+_MEMORY = "/dev/shm"  # noqa: S108  # only a private folder in it is used
 
 
 @dataclass(frozen=True, slots=True)
 class MonitoredHost:
-    """What the monitor of a host has to know of a generation."""
+    """What the monitor of a host needs to know of a generation."""
 
     generation: str
     host: str
@@ -33,14 +33,14 @@ class MonitoredHost:
     run_dir: str
     flush_s: float
     close_s: float
-    launcher_folder: str = ""  # where the launcher finds why ranks ended; empty if there is none
+    launcher_folder: str = ""  # where workers leave reasons for the launcher; empty without one
 
 
 class RankMonitorClient:
-    """One worker. Its files and its monitor go with `close`; where a worker ends otherwise, the monitor removes them."""
+    """One worker's side. `close` removes its files and ends its monitor; if the worker dies, the monitor removes the files."""
 
     def __init__(self, facts: MonitoredHost, *, rank: int, options: FaultGroup, parent: str = "") -> None:
-        """From the main thread. Raises: OSError. `parent`: the folder for all generations, by default one in memory."""
+        """Call from the main thread. `parent`: the folder of all generations, by default in memory. Raises: OSError."""
         self._facts = facts
         self._options = options
         self.folder = f"{parent or default_parent()}/{facts.generation}-r{facts.ranks[0]:05d}"
@@ -48,7 +48,7 @@ class RankMonitorClient:
         stopped_s = min(options.hang_floor_s, options.step_timeout_s)
         with ExitStack() as undo:
             undo.callback(remove_if_empty, self.folder)
-            # Kept from being swept for the life of this process.
+            # The lock keeps the folder from being swept while this process lives.
             undo.callback(os.close, lock_folder(self.folder, fcntl.LOCK_SH))
             self.progress = ProgressFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
             undo.callback(self.progress.close)
@@ -60,8 +60,8 @@ class RankMonitorClient:
         self.progress.write(mark, bound_s=bound_s(mark, self._options), limit_s=limit_s(mark, self._options))
 
     def start_monitor(self) -> None:
-        """For the whole host; it ends when the last of its workers has. Raises: OSError."""
-        # It must not look like a worker, or take the signals that are meant for one.
+        """One monitor for the whole host; it ends with its last worker. Raises: OSError."""
+        # It must not look like a worker, or receive the signals for one.
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         self._monitor = subprocess.Popen(  # noqa: S603
             [sys.executable, "-m", "elastictrain.liveness", self.folder, encode_record(self._facts).decode()],
@@ -72,7 +72,7 @@ class RankMonitorClient:
         )
 
     def take_stacks(self) -> str:
-        """Of all workers of this host; within a bounded time."""
+        """The stacks of all workers of this host, within a bounded time."""
         return take_stacks(self.folder, workers_of(self.folder, self._facts.ranks))
 
     def close(self) -> None:
@@ -83,14 +83,14 @@ class RankMonitorClient:
 
 
 def default_parent() -> str:
-    """The folder of this user for all generations."""
-    # On a disk a mark could wait for what else is written there.
+    """This user's folder of all generations."""
+    # In memory, because on a disk a mark could wait for other writes.
     memory = _MEMORY if os.path.isdir(_MEMORY) and os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()  # noqa: PTH112
     return f"{memory}/elastictrain-{os.getuid()}-marks"
 
 
 def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """`(rank, pid)` of those that have marks."""
+    """`(rank, pid)` of each worker that has a progress file."""
     found = []
     for rank in ranks:
         with suppress(OSError, ValueError):
@@ -101,8 +101,8 @@ def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def clear_if_unlocked(folder: str) -> bool:
-    """Removes what the workers of a generation and their monitor left when all were killed. Raises: OSError if one lives."""
-    # By locks, not by process numbers: containers that share this memory do not know each other's numbers.
+    """Remove what the workers of a killed generation and their monitor left. Raises: OSError if a worker lives."""
+    # By locks, not by pids: containers that share this memory do not know each other's pids.
     descriptor = lock_folder(folder, fcntl.LOCK_EX)
     clear_folder(folder)
     os.close(descriptor)
@@ -110,7 +110,7 @@ def clear_if_unlocked(folder: str) -> bool:
 
 
 def lock_folder(folder: str, how: int) -> int:
-    """A descriptor that holds the lock. Raises: OSError if somebody holds it otherwise."""
+    """A descriptor that holds the lock. Raises: OSError if another process holds a conflicting lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Where this rank is: the phase and step that heartbeats, the watchdog and failure reports speak of."""
+"""The phase and step of this rank, for heartbeats, the watchdog and failure reports."""
 
 import time
 from collections import deque
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-ENOUGH_STEPS = 10  # before that many steps nothing is known about what is usual
-WINDOW_STEPS = 64  # steps that count: what was long ago may have been another kind of work
+ENOUGH_STEPS = 10  # with fewer steps the usual duration is unknown
+WINDOW_STEPS = 64  # newest steps that count: older ones may have been another kind of work
 
 
 class Phase(StrEnum):
@@ -30,28 +30,25 @@ class Phase(StrEnum):
 
 
 STEP_PHASES = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.UPDATE, Phase.EVAL))
-"""What recurs in every step, or nearly so, and is short."""
+"""The short phases that recur in every step, or nearly so."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressMark:
-    """One moment: what began, in which step, and when (monotonic seconds)."""
+    """One moment: the phase that began, in which step, and when (monotonic seconds)."""
 
     phase: Phase
     step: int
     micro_batch: int
     since_s: float
     first_step_done: bool
-    longest_s: float = 0.0  # the longest that any phase of a step has taken since the first step was through
-
-    usual_s: float = 0.0
-    """The longest but one of the last steps, so that a single stall does not blunt the bound; 0 while too few are known."""
-
+    longest_s: float = 0.0  # the longest phase of a step since the first step was done
+    usual_s: float = 0.0  # second longest of the last steps, so that one stall does not blunt the bound; 0: too few steps
     compiling: bool = False
 
     @property
     def in_collective(self) -> bool:
-        """Whether ranks call collectives there."""
+        """Whether ranks call collectives in this phase."""
         return self.phase not in (Phase.START, Phase.DATA)
 
     def __str__(self) -> str:
@@ -60,7 +57,7 @@ class ProgressMark:
 
 
 class ProgressTracker:
-    """The latest mark of this rank. One thread marks, any thread reads: a mark is replaced whole."""
+    """The latest mark of this rank. One thread sets it and any thread reads it: a mark is replaced whole."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -68,8 +65,7 @@ class ProgressTracker:
         self._longest_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._usual_s = 0.0
-        self._step_s: float | None = None
-        """Spent in the parts of the step at hand so far; None if it was not seen from its beginning."""
+        self._step_s: float | None = None  # time in the phases of the current step; None if its beginning was not seen
         self._on_mark: Callable[[ProgressMark], None] | None = None
         self.mark = ProgressMark(Phase.START, 0, 0, clock(), False)
 
@@ -85,21 +81,21 @@ class ProgressTracker:
         self._replace(ProgressMark(phase, step, micro_batch, now_s, self._first_step_done, self._longest_s, self._usual_s))
 
     def first_step_done(self) -> None:
-        """From now on the tight bounds hold."""
+        """From now on the tight bounds apply."""
         self._first_step_done = True
 
     def compiling(self, *, begins: bool) -> None:
-        """A compiler begins its work inside the phase at hand, or has done it: that takes minutes and is no part of a step."""
+        """A compiler begins or ends its work within the current phase: that takes minutes and is no part of a step."""
         self._step_s = None
         self._replace(replace(self.mark, since_s=self._clock(), compiling=begins))
 
     def follow(self, on_progress: Callable[[ProgressMark], None]) -> None:
-        """Have each mark from this one on written down elsewhere, too."""
+        """Pass the current mark, and each later one, to `on_progress`."""
         self._on_mark = on_progress
         on_progress(self.mark)
 
     def _learn(self) -> None:
-        """A step begins: the one before it is through."""
+        """A step begins: record how long the step before it took."""
         if self._step_s is not None:
             self._steps_s.append(self._step_s)
             self._usual_s = sorted(self._steps_s)[-2] if len(self._steps_s) >= ENOUGH_STEPS else 0.0

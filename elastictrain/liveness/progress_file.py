@@ -1,4 +1,4 @@
-"""The marks of each rank of a host in small files in memory, so that others see where it is whatever it holds or hangs in."""
+"""The marks of each rank of a host in a small file in memory, which others can read whatever the rank holds or hangs in."""
 
 import mmap
 import os
@@ -11,10 +11,9 @@ from elastictrain.liveness.progress import Phase, ProgressMark
 
 _MAGIC = b"ETMARKS1"
 _PHASES = tuple(Phase)
-# Magic, pid, rank, how long it may be stopped, how long its end may take.
+# Magic, pid, rank, how long it may be stopped (seconds), how long its end may take (seconds).
 _FIXED = struct.Struct("<8siidd")
-# Sequence number, phase, whether the first step is through, whether a compiler works, step, micro-batch, since, bound, limit,
-# checksum of all that.
+# Sequence number, phase, first step done, compiling, step, micro-batch, since, bound, limit; a checksum of these follows.
 _MARK = struct.Struct("<QBBBqiddd")
 _SUM = struct.Struct("<I")
 _MARK_AT = 64
@@ -27,38 +26,37 @@ _TRIES = 100
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """What one rank has written. Two of one file differ in `sequence` or `pulse` if it has gone on in between."""
+    """The file of one rank. Two reads differ in `sequence` or `pulse` if the rank has made progress in between."""
 
     pid: int
     rank: int
-    stopped_s: float  # how long the process may be stopped by a signal
-    grace_s: float  # how long it may take to end itself when it should
+    stopped_s: float  # how long a signal may stop the process
+    grace_s: float  # how long the process may take to end itself
     mark: ProgressMark
-    bound_s: float  # how long the phase may last by what is known of this rank's steps
-    limit_s: float  # how long it may last at most
+    bound_s: float  # how long the phase may last by this rank's own steps
+    limit_s: float  # how long the phase may last at most
     sequence: int
     pulse: int
-    ending: bool  # whether it is about to end, and says why
+    ending: bool  # whether it has begun to end, and reports why
 
 
 def progress_path(folder: str, rank: int) -> str:
-    """Where the marks of a rank are."""
     return f"{folder}/r{rank:05d}.marks"
 
 
 class ProgressFile:
-    """The writing side. One thread marks, another one gives the pulse; none of it ever waits or raises."""
+    """The writing side. One thread writes marks, another one the pulse; none of it ever waits or raises."""
 
     def __init__(self, folder: str, *, rank: int, stopped_s: float, grace_s: float) -> None:
-        """Raises: OSError, also if the memory is not there."""
+        """Raises: OSError, also if the memory is full."""
         self.path = progress_path(folder, rank)
         self._sequence = 0
         self._pulse = 0
-        # Made beside its place: who finds it there finds it whole.
+        # Created under another name, so that a reader finds a complete file.
         temporary = f"{self.path}.{os.getpid()}"
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # All of it now: memory that is not there would end the process with SIGBUS at its first mark.
+            # Allocated now: missing memory would end the process with SIGBUS at its first mark.
             os.posix_fallocate(descriptor, 0, _SIZE)
             self._map = mmap.mmap(descriptor, _SIZE)
             self.write(ProgressMark(Phase.START, 0, 0, 0.0, False), bound_s=float("inf"), limit_s=float("inf"))
@@ -79,7 +77,7 @@ class ProgressFile:
             self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size] = body + _SUM.pack(zlib.crc32(body))
 
     def beat(self) -> None:
-        """The process runs, and any of its threads may."""
+        """Show that the process runs, and that any of its threads may."""
         self._pulse += 1
         with suppress(ValueError):
             self._map[_PULSE_AT : _PULSE_AT + _PULSE.size] = _PULSE.pack(self._pulse)
@@ -90,14 +88,14 @@ class ProgressFile:
             self._map[_ENDING_AT] = 1
 
     def close(self) -> None:
-        """Nothing is written any more; the file goes."""
+        """Stop writing and delete the file."""
         with suppress(OSError):
             os.unlink(self.path)  # noqa: PTH108
         self._map.close()
 
 
 class ProgressFileReader:
-    """The reading side; a file that is deleted can still be read."""
+    """The reading side; a deleted file can still be read."""
 
     def __init__(self, folder: str, rank: int) -> None:
         """Raises: OSError; ValueError if the file holds something else."""
@@ -112,7 +110,7 @@ class ProgressFileReader:
         self._last: RankProgress | None = None
 
     def read(self) -> RankProgress | None:
-        """What stands there now; what stood there before if the writer was stopped in the middle of it."""
+        """The current content; the previous one if the writer was stopped in the middle of a write."""
         for _ in range(_TRIES):
             found = bytes(self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size])
             if zlib.crc32(found[: _MARK.size]) != _SUM.unpack_from(found, _MARK.size)[0]:

@@ -1,4 +1,4 @@
-"""Watches the workers of one host from outside, and ends those that cannot end themselves, whatever they hold."""
+"""Watches the workers of one host from outside, and ends those that cannot end themselves."""
 
 import logging
 import os
@@ -25,20 +25,16 @@ from elastictrain.liveness.stacks import take_stacks
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.2
-_LONGEST_TURN_S = 1.0
-"""What is beyond that was no waiting: this process was not running, and so the others may not have been either."""
-
-_TELL_S = 1.0  # how long the terminal is waited for: whoever reads it may be stopped, and its pipe full
-_NOBODY_S = 10.0  # the marks of the first worker are there before its monitor: without any, that worker is gone
+_LONGEST_TURN_S = 1.0  # during the rest of a longer turn this process was not running, so the workers may not have been either
+_TELL_S = 1.0  # bound on writing to the terminal: its reader may be stopped, and its pipe full
+_NOBODY_S = 10.0  # the first worker's progress file exists before its monitor; if none is found, that worker has ended
 PULSE_S = 2.0  # a process whose watchdog has not run for so long is stopped, or a thread of it holds the interpreter's lock
 
-assert PULSE_S > 2 * TURN_S  # noqa: S101  # a pulse is seen to go on only between two looks
+assert PULSE_S > 2 * TURN_S  # noqa: S101  # a change of the pulse is seen only between two looks
 
-SURVIVOR_S = 1.4
-"""How long a process may outlive another one of its group in which it waits for it; it is ended by itself before, if it can."""
-
-ENDING_S = 8.0  # the same for one that already ends, and says why
-_MARGIN_S = 3.0  # what the limits that a process has for itself may be late
+SURVIVOR_S = 1.4  # how long a process may wait for a rank of its group that has ended; it ends itself before, if it can
+ENDING_S = 8.0  # the same for a process that already ends, and reports why
+_MARGIN_S = 3.0  # how late a process may be with its own limits
 Kind = Literal["stopped", "frozen", "stuck", "left behind"]
 _WHY: dict[Kind, str] = {
     "stopped": "was stopped by a signal {silent_s:.1f} s ago in {mark}, and was not continued within {bound_s:g} s",
@@ -53,13 +49,13 @@ _WHY: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ObservedRank:
-    """One rank of this host, as it is seen from outside. Times are those in which the observer itself was awake."""
+    """One rank of this host, seen from outside. Times count only while the observer itself was running."""
 
     marks: RankProgress
-    unchanged_s: float  # since its mark was last seen to change
-    still_s: float  # since its pulse was last seen to go on
+    unchanged_s: float  # since its mark changed
+    still_s: float  # since its pulse changed
     stopped: bool = False
-    gone_s: float | None = None  # since it ended; None as long as it lives
+    gone_s: float | None = None  # since it ended; None while it lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class KillDecision:
 
     @property
     def hangs(self) -> bool:
-        """Whether it is at fault, and does not only wait for one that is gone."""
+        """Whether the rank is at fault, and does not only wait for one that has ended."""
         return self.kind != "left behind"
 
     def __str__(self) -> str:
@@ -80,7 +76,7 @@ class KillDecision:
 
 
 def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
-    """Those that must be ended now."""
+    """Decide which ranks must be ended now."""
     longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
     decisions = []
     for one in seen:
@@ -91,7 +87,7 @@ def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
             continue
         if one.stopped and one.still_s > marks.stopped_s:
             decisions.append(KillDecision(one, "stopped", one.still_s, marks.stopped_s))
-        # One that runs ends itself, knows of the others when it does so, and is given the time to say what it knows.
+        # A process that runs ends itself, knows of the others when it does so, and gets the time to report it.
         elif one.still_s > PULSE_S and one.unchanged_s > marks.bound_s and not marks.ending:
             decisions.append(KillDecision(one, "frozen", one.unchanged_s, marks.bound_s))
         elif one.unchanged_s > latest_s:
@@ -102,13 +98,13 @@ def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
 
 
 class LiveWorker:
-    """A process of this host with its marks."""
+    """A process of this host and its progress file."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        """Raises: OSError if it has none, or is gone; ValueError."""
+        """Raises: OSError if the file does not exist or the process has ended; ValueError."""
         self._reader = ProgressFileReader(folder, rank)
         try:
-            # What has this number from now on is the process that the marks are of.
+            # From now on the descriptor means the process of this file, even if another one gets the pid.
             self._descriptor = os.pidfd_open(self._reader.pid)
         except OSError:
             self._reader.close()
@@ -118,13 +114,10 @@ class LiveWorker:
         self._seen: ObservedRank | None = None
 
     def look(self, awake_s: float) -> ObservedRank | None:
-        """How it is, `awake_s` after the last look; None while it has nothing to show.
-
-        Raises: ProcessLookupError if it is gone, and has never shown anything.
-        """
+        """Its state `awake_s` after the last look; None without a mark. Raises: ProcessLookupError if it ended without one."""
         marks = self._reader.read()
         if marks is None:
-            # Killed in the middle of a mark, before the first look: nobody will ever finish it.
+            # Killed in the middle of a mark, before the first look: no process will complete that mark.
             if self._poll.poll(0):
                 raise ProcessLookupError(self._reader.pid)
             return None
@@ -141,28 +134,27 @@ class LiveWorker:
         return self._seen
 
     def kill(self) -> None:
-        """A process that is stopped is ended, too."""
+        """A stopped process is ended, too."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
 
 @dataclass(eq=False)
 class RankMonitor:
-    """Looks at the workers turn by turn, until the last one is gone."""
+    """Checks the workers at each turn, until the last one has ended."""
 
     folder: str
     facts: MonitoredHost
     _: KW_ONLY
     find: Callable[[str, int], LiveWorker] = LiveWorker
-    record: Callable[[Hang, str], None]  # keeps an event and the stacks that belong to it; it may take its time
+    record: Callable[[Hang, str], None]  # stores an event and its stacks; may take long
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._last_s = self._began_s = self.clock()
         self._workers: dict[int, LiveWorker] = {}
         self._ended: set[int] = set()
-        self._vanished: set[int] = set()
-        """Ranks that will never show anything: their number may soon be another process's."""
+        self._vanished: set[int] = set()  # ranks that ended without a mark: another process may soon have their pid
         self._threads: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -173,7 +165,7 @@ class RankMonitor:
             thread.join(max(0.0, deadline - self.clock()))
 
     def turn(self) -> bool:
-        """Look once, and act; whether anybody is left to watch."""
+        """Check once, and act; whether a worker is left to watch."""
         now_s = self.clock()
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
         looks = self._look(awake_s)
@@ -210,7 +202,7 @@ class RankMonitor:
             marks = one.seen.marks
             if self.facts.launcher_folder:
                 reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one.hangs)
-                # One that ends by itself may have said why, and is only slow.
+                # A process that ends by itself may have left its reason, and is only slow.
                 ends = marks.ending or marks.mark.phase is Phase.END
                 leave_reason(self.facts.launcher_folder, reason, only_if_none=ends)
             self._ended.add(marks.rank)
@@ -222,7 +214,7 @@ class RankMonitor:
             event = HangDiagnosis(hanging[0].kind, guilty, others).event(text, stacks=None)
             # Storage may be what hangs.
             self._start(lambda: self.record(event, stacks))
-        # Last, and not by this thread: whoever reads it may be stopped, and the others are to be watched all the same.
+        # Last, and not by this thread: the terminal's reader may be stopped, and the other workers must be watched.
         self._start(lambda: _tell(f"elastictrain: {text}\n{stacks}")).join(_TELL_S)
 
     def _status(self, marks: RankProgress, silent_s: float, bound_s: float) -> RankStatus:
@@ -236,7 +228,7 @@ class RankMonitor:
 
 
 def describe(decisions: Sequence[KillDecision], waiting: Sequence[RankProgress], *, host: str) -> str:
-    """What is done to whom and why, for a person."""
+    """Sentences that name the ranks to end, and why."""
     text = "; ".join(f"rank {one.seen.marks.rank} on {host} {one}" for one in decisions)
     if any(one.hangs for one in decisions):
         text = f"hang: {text}"

@@ -1,4 +1,4 @@
-"""Where all threads of the processes of a host are: told by themselves, by py-spy, or by the kernel."""
+"""Where all threads of a host's processes are, from the processes themselves, from py-spy, or from the kernel."""
 
 import faulthandler
 import os
@@ -13,8 +13,7 @@ from typing import TextIO
 
 from elastictrain.fault.exits import PROC, Stat, read_stat, read_threads
 
-STACKS_SIGNAL = signal.SIGRTMIN + 5
-"""Asks a worker for its stacks. Neither torchrun nor a cluster sends it, and no library of ours takes it."""
+STACKS_SIGNAL = signal.SIGRTMIN + 5  # asks a worker for its stacks; torchrun, clusters and our libraries do not use it
 
 _PATIENCE_S = 1.0
 _QUIET_S = 0.05
@@ -32,7 +31,7 @@ _STATES = {
 
 
 def describe_process(pid: int, *, proc: Path = PROC) -> str:
-    """A process, its threads and the processes that it has started, one on a line."""
+    """A process, its threads and its child processes, one on a line."""
     lines = [f"  {_describe(folder, stat)}" for folder, stat in read_threads(pid, proc=proc).items()]
     for name in filter(str.isdecimal, os.listdir(proc)):  # noqa: PTH208
         if (stat := read_stat(proc / name)) is not None and stat.parent == pid:
@@ -42,7 +41,7 @@ def describe_process(pid: int, *, proc: Path = PROC) -> str:
 
 def _describe(folder: Path, stat: Stat) -> str:
     where = ""
-    # The function of the kernel in which it waits; 0 if it does not, or that is a secret here.
+    # The function of the kernel in which it waits; 0 if it does not wait, or if this user may not see it.
     with suppress(OSError):
         where = (folder / "wchan").read_text().strip()
     waits = f" in {where}" if where not in ("", "0") else ""
@@ -50,20 +49,16 @@ def _describe(folder: Path, stat: Stat) -> str:
 
 
 def stacks_path(folder: str, rank: int) -> str:
-    """Where a worker writes its stacks when it is asked for them."""
     return f"{folder}/r{rank:05d}.stacks"
 
 
 def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
-    """From now on this process answers `STACKS_SIGNAL`; from the main thread.
-
-    The file must stay open as long as it lives. Raises: OSError.
-    """
-    # Whoever finds the file may ask at once, and the signal would end a process that does nothing about it. What is set here
-    # also comes back when the handler goes.
+    """Answer `STACKS_SIGNAL` from now on. Call from the main thread and keep the file open. Raises: OSError."""
+    # A reader that finds the file may ask at once, and an unhandled signal would end this process. `unregister` also restores
+    # what is set here.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
-    # Opened now: the handler runs where nothing can be opened any more. It needs no lock, so it works while the
-    # interpreter's lock is held by a thread that never gives it back.
+    # Opened now, because the handler cannot open files. It needs no lock, so it works while a thread never releases the
+    # interpreter's lock.
     ours = os.O_CLOEXEC | os.O_NOFOLLOW
     path = stacks_path(folder, rank)
     file = open(path, "w", opener=lambda name, flags: os.open(name, flags | ours, 0o600))  # noqa: SIM115
@@ -72,7 +67,7 @@ def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
 
 
 def no_stacks_any_more(file: TextIO) -> None:
-    """The signal does nothing from now on: it is ignored again, as it was before there was a handler. The file goes."""
+    """Ignore the signal again, as before there was a handler, and delete the file."""
     faulthandler.unregister(STACKS_SIGNAL)
     file.close()
     with suppress(OSError):
@@ -80,7 +75,7 @@ def no_stacks_any_more(file: TextIO) -> None:
 
 
 def take_stacks(folder: str, ranks: Sequence[tuple[int, int]], *, patience_s: float = _PATIENCE_S) -> str:
-    """The stacks of `(rank, pid)` of this host, as a text for a person; within a bounded time. Never raises."""
+    """The stacks of `(rank, pid)` of this host as text, within a bounded time. Never raises."""
     spy = shutil.which("py-spy")
     deadline = time.monotonic() + (patience_s if spy is None else _PY_SPY_S)
     sizes = [_ask(folder, rank, pid) for rank, pid in ranks] if spy is None else []
@@ -96,7 +91,7 @@ def take_stacks(folder: str, ranks: Sequence[tuple[int, int]], *, patience_s: fl
 
 
 def _ask(folder: str, rank: int, pid: int) -> int:
-    """Returns how long its file was before; -1 if it cannot answer."""
+    """Ask a worker for its stacks; return the size of its file before, or -1 if it cannot answer."""
     try:
         size = os.stat(stacks_path(folder, rank)).st_size  # noqa: PTH116  # a worker without the file has no handler
         stat = read_stat(PROC / str(pid))
@@ -116,7 +111,7 @@ def _answer(folder: str, rank: int, before: int, *, deadline: float) -> str:
         while time.monotonic() < deadline:
             time.sleep(_QUIET_S)
             now = os.fstat(file.fileno()).st_size
-            # It is whole when it has ceased to grow.
+            # The answer is complete when the file has stopped growing.
             if now == size > before:
                 break
             size = now
@@ -126,7 +121,7 @@ def _answer(folder: str, rank: int, before: int, *, deadline: float) -> str:
 
 
 def _spy(program: str, pid: int, *, limit_s: float) -> str:
-    # Without a pause of the process: one that is stopped already would have to be continued for that.
+    # Without a pause of the process: py-spy would have to continue a process that is already stopped.
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL)  # noqa: S603

@@ -1,4 +1,4 @@
-"""Ends a process that no longer makes progress, after it has said where it is stuck."""
+"""Ends a process that makes no progress, after it has reported where it is stuck."""
 
 import threading
 import time
@@ -10,32 +10,28 @@ from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
 from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
 
-LOST_PATIENCE_S = 0.5  # how long a collective may take to notice by itself that a peer is gone
-
-_AGREEMENT_MARGIN_S = 5.0
-"""The agreement on a generation keeps its own limit, and then names who is missing: it is to end first."""
-
-_OVERSLEPT_S = 2.0
-"""A watchdog that has not run for so long was stopped together with its process: what did not happen then is no silence."""
+LOST_PATIENCE_S = 0.5  # how long a collective may take to notice by itself that a peer has ended
+_AGREEMENT_MARGIN_S = 5.0  # the agreement on a generation has its own limit and names the missing ranks: it must end first
+_OVERSLEPT_S = 2.0  # a watchdog that has not run for so long was stopped with its process: that time is no silence
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A process has to end: the exit code and the sentence that says why."""
+    """Why a process must end, and its exit code."""
 
     exit_code: int
     reason: str
-    show_stacks: bool = True  # whether where its threads are tells a person anything
-    hangs: bool = False  # whether it is because nothing goes on any more: then all that the group knows is of use
+    show_stacks: bool = True  # whether its stacks help a reader
+    hangs: bool = False  # whether the cause is a hang: then everything that the group knows is useful
 
 
 @dataclass(frozen=True, slots=True)
 class LostPeer:
-    """A process of the group is gone without a word; `since_s` is monotonic."""
+    """A process of the group that has ended without notice; `since_s` is monotonic."""
 
     name: str
     since_s: float
-    noticed: bool = True  # whether collectives may notice it by themselves, and say more
+    noticed: bool = True  # whether collectives may notice it by themselves, with more detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class Others:
     """What is known of the other ranks."""
 
     lost: LostPeer | None = None
-    in_vain: bool = False  # whether by all that is heard of them nothing will end a silence that is too long for this rank
+    in_vain: bool = False  # whether, by their heartbeats, nothing will end a silence beyond this rank's bound
 
 
 NOTHING_HEARD = Others()
@@ -61,7 +57,7 @@ def limit_s(mark: ProgressMark, options: FaultGroup) -> float:
 
 
 def bound_s(mark: ProgressMark, options: FaultGroup) -> float:
-    """How long the phase of `mark` may last by what this rank has learnt of its own steps; at most its limit."""
+    """How long the phase of `mark` may last by this rank's own earlier steps; at most its limit."""
     most_s = limit_s(mark, options)
     if not _is_short(mark) or not mark.usual_s:
         return most_s
@@ -69,16 +65,16 @@ def bound_s(mark: ProgressMark, options: FaultGroup) -> float:
 
 
 def _is_short(mark: ProgressMark) -> bool:
-    """Whether it is a part of a step, and known to be one. The first evaluation compiles the model, without gradients."""
+    """Whether the phase is a known part of a step. EVAL is not: the first evaluation compiles the model, without gradients."""
     return mark.phase in STEP_PHASES and mark.phase is not Phase.EVAL and mark.first_step_done and not mark.compiling
 
 
 def judge(
     mark: ProgressMark, *, now_s: float, stop: StopRequest | None, options: FaultGroup, others: Others = NOTHING_HEARD
 ) -> Overdue | None:
-    """Whether this process must end now. `now_s` is on the clock of `mark.since_s`.
+    """Decide whether this process must end now. `now_s` is on the clock of `mark.since_s`.
 
-    A rank that only waits for another one that is at work is not ended before its limit.
+    A rank that only waits for a working one is not ended before its limit.
     """
     lost = others.lost
     silent_s = now_s - mark.since_s
@@ -91,13 +87,13 @@ def judge(
         return Overdue(EXIT_TRANSPORT, f"{lost.name} is gone, and {mark} cannot end without it", show_stacks=False)
     if stop is None or mark.phase in (Phase.SAVE, Phase.END):
         return None
-    # A survivor of a dead group hangs in a collective that nobody will join, and torchrun waits half a minute for it.
-    # But a phase that takes long in a healthy run is given the time that it is known to take.
+    # A survivor of a dead group hangs in a collective that no rank will join, and torchrun waits half a minute for it.
+    # But a phase that takes long in a healthy run gets the time that it is known to take.
     patience_s = max(options.shutdown_grace_s, 2 * mark.longest_s)
     waited_s = now_s - max(stop.since_s, mark.since_s)
     if waited_s > patience_s:
         reason = f"asked to stop ({stop.reason}), but {mark} did not end within {patience_s:g} s"
-        # What is built before the first step takes long where the model is large: its stacks tell a person nothing.
+        # Before the first step a large model takes long to build: stacks do not help a reader.
         return Overdue(EXIT_TRANSPORT if mark.first_step_done else EXIT_STOPPED, reason, show_stacks=mark.first_step_done)
     return None
 
@@ -106,8 +102,8 @@ def judge(
 class Watchdog:
     """A thread that judges this process at short intervals and calls `end` once when it must end.
 
-    `end` does not return in a real process (it dumps what it knows and calls os._exit): an exception raised in a thread would
-    end nothing.
+    `end` does not return in a real process (it writes its report and calls os._exit): an exception in a thread would end
+    nothing.
     """
 
     options: FaultGroup
@@ -116,7 +112,7 @@ class Watchdog:
     stop: Callable[[], StopRequest | None]
     end: Callable[[Overdue], None]
     others: Callable[[], Others] = lambda: NOTHING_HEARD
-    beat: Callable[[], None] = lambda: None  # called at each turn: it shows others that threads of this process can run
+    beat: Callable[[], None] = lambda: None  # called at each turn, to show others that threads of this process can run
     clock: Callable[[], float] = time.monotonic
     interval_s: float = 0.1
 
