@@ -1,4 +1,4 @@
-"""The saver's process: `python -m elastictrain.checkpoint.saver FOLDER`, started by a worker, for nobody else to use."""
+"""The saver's process: `python -m elastictrain.checkpoint.saver FOLDER`; only workers start it."""
 
 import fcntl
 import logging
@@ -22,9 +22,9 @@ _NICENESS = 5
 
 
 def main(folder: str) -> int:
-    """Keep until nobody needs it; returns the exit code."""
+    """Run until no saver is needed; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    # It ends by itself when its run is over: a signal meant for the workers, or for the whole job, must not come before that.
+    # It ends by itself when its run is over: a signal to the workers, or to the whole job, must not end it before that.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
@@ -52,7 +52,7 @@ def main(folder: str) -> int:
 
 
 def _take_lock(folder: str, *, wait_s: float = _LOCK_WAIT_S) -> int:
-    """The descriptor of the lock, or -1 if another saver works here, or the folder is gone."""
+    """The descriptor of the lock, or -1 if another saver runs here or the folder was deleted."""
     deadline = time.monotonic() + wait_s
     path = f"{folder}/{LOCK_NAME}"
     while time.monotonic() < deadline:
@@ -62,7 +62,7 @@ def _take_lock(folder: str, *, wait_s: float = _LOCK_WAIT_S) -> int:
             return -1
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A saver that ended a moment ago has removed the file that we have locked, and its name is free for others.
+            # A saver that ended a moment ago deleted the file that is now locked here, and another saver may create it again.
             if os.fstat(descriptor).st_ino == os.stat(path).st_ino:  # noqa: PTH116
                 return descriptor
         except BlockingIOError:

@@ -1,13 +1,13 @@
-"""How the savers of several hosts agree on one save (prepare, acknowledge, commit): through small objects in the run's store,
+"""The savers of several hosts agree on one save (prepare, acknowledge, commit) through small objects in the run's store,
 without the training group.
 
 the leader      (the saver of the host of rank 0) chooses the folder, names the attempt and writes `begin`
-every saver    writes its ranks' files into that folder, and then `host-RANK-ATTEMPT` with what a manifest must say of them
-the leader      commits when every rank is covered, and removes these objects; also when the attempt has failed
+every saver    writes its ranks' files into that folder, and then `host-RANK-ATTEMPT` with their part of the manifest
+the leader      commits when every rank is covered, and deletes these objects; also when the attempt has failed
 a saver that cannot write its files writes `failed-RANK-ATTEMPT` if it can, so that the leader need not wait for it
 
-A leader that is killed and started again goes on with the attempt that it finds begun: others may have written, and do not
-write twice. What comes late of an attempt that has failed bears its name, and does not count in the next one.
+A restarted leader resumes the attempt that it finds begun: other savers may have written, and do not write twice. Late
+objects of a failed attempt carry its name, and do not count in the next one.
 """
 
 import logging
@@ -36,19 +36,18 @@ _ANSWER = re.compile(r"(host|failed)-(\d+)-(\w+)\.json")
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
-SHORTENED_S = 10.0
-"""How long other hosts are waited for once the group that took the snapshots is gone: some of them may be gone, too."""
+SHORTENED_S = 10.0  # limit for other hosts once the training group has ended: some of these hosts may have ended, too
 
 T = TypeVar("T")
 
 
 def pending_folder(incarnation: str, step: int) -> str:
-    """Where one save is agreed on."""
+    """Folder of the objects of one save."""
     return f"{PENDING}/{incarnation}-{step:09d}"
 
 
 def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:
-    """The steps of an incarnation for which `begin` is there, oldest first."""
+    """Steps of an incarnation that have a `begin`, oldest first."""
     steps = []
     for key in keys:
         folder, _, name = key.removeprefix(f"{PENDING}/").partition("/")
@@ -60,7 +59,7 @@ def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class CommitAttempt:
-    """What the leader has chosen: the content of `begin`."""
+    """Content of `begin`: what the leader has chosen."""
 
     folder: str
     attempt: str
@@ -68,21 +67,21 @@ class CommitAttempt:
 
 @dataclass(frozen=True, slots=True)
 class _FailureReason:
-    """The content of `failed`."""
+    """Content of `failed`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class _PartsRecord:
-    """The content of `host`: each layout once, under its digest; of each rank its number, layout and digests."""
+    """Content of `host`: each layout once, by digest; number, layout digest and digests of each rank."""
 
     layouts: dict[str, str]
     ranks: list[tuple[int, str, RankDigests]]
 
 
 def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKey | None = None) -> bytes:
-    """The content of `host-RANK`. Signed for its `key` in the store if there is a secret."""
+    """Content of `host-RANK`; signed for its `key` in the store if a signing key is given."""
     layouts = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
     ranks = [[part.rank, part.layout.digest, part.digests] for part in parts]
     text = encode_record({"layouts": layouts, "ranks": ranks})
@@ -90,7 +89,7 @@ def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKe
 
 
 def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey | None = None) -> list[RankPart]:
-    """The inverse. Raises: InvalidCheckpointError naming `where`."""
+    """Decode a `host` object. Raises: InvalidCheckpointError naming `where`."""
     if signing is not None:
         signature, _, data = data.partition(b"\n")
         if not signing.is_signed(data, signature.decode("latin-1"), purpose=f"elastictrain {key}"):
@@ -104,13 +103,12 @@ def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey 
 
 
 def missing_ranks(parts: Iterable[RankPart], *, world_size: int) -> list[int]:
-    """The ranks that are not covered yet."""
     covered = {part.rank for part in parts}
     return [rank for rank in range(world_size) if rank not in covered]
 
 
 class Deadline:
-    """Ends `limit_s` after a wait has begun; sooner when nobody trains any more. Any thread may shorten it."""
+    """Ends `limit_s` after a wait has begun; sooner once training has ended. Any thread may shorten it."""
 
     def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -119,15 +117,15 @@ class Deadline:
         self._shortened_s: float | None = None
 
     def shorten(self) -> None:
-        """The group that took the snapshots is gone; the first call counts."""
+        """Shorten it, because the training group has ended; only the first call counts."""
         with self._lock:
             if self._shortened_s is None:
                 self._shortened_s = self._clock()
 
     def left_s(self, since_s: float, *, alike_s: float = 0.0) -> float:
-        """What is left of a wait that began at `since_s` of the clock; not positive: it is over.
+        """Seconds left of a wait that began at `since_s` of the clock; 0 or less: it is over.
 
-        `alike_s`: how long this host took for what the others are waited for to do.
+        `alike_s`: how long this host took for the work that it waits for.
         """
         now_s = self._clock()
         left_s = since_s + self._limit_s - now_s
@@ -137,7 +135,7 @@ class Deadline:
 
 
 class CommitProtocol:
-    """One save, as this host takes part in it."""
+    """One host's part in one save."""
 
     def __init__(
         self,
@@ -149,7 +147,7 @@ class CommitProtocol:
         clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
-        """With a key, what a host writes about its files is signed, and nothing else counts."""
+        """With a signing key this host signs its part list, and accepts only signed ones."""
         self._signing = signing
         self._store = store
         self._incarnation = incarnation
@@ -157,13 +155,12 @@ class CommitProtocol:
         self._first_rank = first_rank
         self._folder = pending_folder(incarnation, step)
         self._clock = clock
-        self.attempt = ""
-        """Names the attempt that was begun; empty before that."""
+        self.attempt = ""  # name of the attempt that was begun; empty before that
 
     def prepare(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
-        """As the leader: tell where files go; the folder that `choose` returns, unless this save has begun already.
+        """As the leader: write `begin`; returns the folder, from `choose` unless this save has begun already.
 
-        Attempts that are `over` could not be cleared when they failed. Raises: StorageError, and what `choose` raises.
+        Attempts that are `over` could not be cleared when they failed. Raises: StorageError, and the errors of `choose`.
         """
         try:
             begun = self._begun(over)
@@ -179,9 +176,9 @@ class CommitProtocol:
     def wait_for_prepared(
         self, deadline: Deadline, *, over: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
     ) -> str:
-        """The folder that the leader chose, in an attempt that is not `over` for this host. `meanwhile` is called at each look.
+        """Wait for the folder that the leader chose, in an attempt that is not `over` here. `meanwhile` runs at each poll.
 
-        Raises: CheckpointError if it chooses none; StorageError.
+        Raises: CheckpointError if the leader chooses none; StorageError.
         """
 
         def look() -> str | None:
@@ -194,17 +191,17 @@ class CommitProtocol:
         return folder
 
     def find_prepared(self, *, over: Container[str] = ()) -> str | None:
-        """The folder that the leader chose, in an attempt that is not `over` for this host; None if it may still begin.
+        """Return the folder that the leader chose, in an attempt that is not `over` here; None if it may still begin.
 
         Raises: CheckpointError if it will not begin any more; StorageError.
         """
         begun = self._begun(over)
         if begun is None:
-            # The leader saves one step after the other: it will not begin one that is older than what it has begun.
+            # The leader saves one step after the other: it begins no step older than one that it has begun.
             steps = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
             if all(step <= self._step for step in steps):
                 return None
-            # The last look may have been a moment too early.
+            # It may have begun just after the first read.
             begun = self._begun(over)
         if begun is None:
             raise CheckpointError(f"the host of rank 0 is past step {self._step}")
@@ -212,12 +209,12 @@ class CommitProtocol:
         return begun.folder
 
     def acknowledge(self, parts: Sequence[RankPart]) -> None:
-        """This host's files are durable. Raises: StorageError."""
+        """Report that this host's files are durable. Raises: StorageError."""
         key = f"{self._folder}/host-{self._first_rank:05d}-{self.attempt}.json"
         self._store.write(key, encode_parts(parts, key=key, signing=self._signing))
 
     def report_failure(self, reason: str) -> None:
-        """This host cannot write its files; reported if the store lets it."""
+        """Report that this host cannot write its files; storage errors are only logged."""
         try:
             key = f"{self._folder}/failed-{self._first_rank:05d}-{self.attempt}.json"
             self._store.write(key, encode_record(_FailureReason(reason)))
@@ -225,7 +222,7 @@ class CommitProtocol:
             logger.warning("cannot notify the other hosts: %s", error)
 
     def refuse(self, reason: str, *, over: Container[str] = ()) -> None:
-        """This host has no part in a step that was begun; never raises. In an attempt that is `over` its answer stands."""
+        """Refuse a begun step; never raises. In an attempt that is `over` this host's earlier answer stands."""
         try:
             begun = None if self.attempt else self._begun(over)
         except (StorageError, InvalidCheckpointError) as error:
@@ -239,9 +236,9 @@ class CommitProtocol:
     def wait_for_acknowledgements(
         self, world_size: int, *, own: Sequence[RankPart], deadline: Deadline, wrote_s: float
     ) -> list[RankPart]:
-        """As the leader, who took `wrote_s` for its own files: what the other hosts wrote.
+        """As the leader, who took `wrote_s` for its own files: return the parts of the other hosts.
 
-        Raises: CheckpointError naming who failed or is missing; StorageError.
+        Raises: CheckpointError naming the hosts that failed or are missing; StorageError.
         """
         parts = list(own)
         read: set[str] = set()
@@ -270,11 +267,11 @@ class CommitProtocol:
         return parts[len(own) :]
 
     def clear(self) -> None:
-        """As the leader: remove what was written about this save, and what older saves left; never raises."""
+        """As the leader: delete the objects of this save and of older ones; never raises."""
         try:
             for info in list(self._store.list(PENDING)):
                 folder = info.key.removeprefix(f"{PENDING}/").partition("/")[0]
-                # Incarnations are numbered: names below ours are of the past.
+                # Incarnations are numbered: smaller names are older.
                 if f"{PENDING}/{folder}" <= self._folder:
                     self._store.delete(info.key)
         except StorageError as error:
@@ -297,7 +294,7 @@ class CommitProtocol:
             return f"no reason can be read ({error})"
 
     def _poll(self, look: Callable[[], T | None], deadline: Deadline, *, alike_s: float = 0.0) -> tuple[T | None, float]:
-        """What was found, if anything, and how long it was waited for."""
+        """Poll until a result or the deadline; returns the result, if any, and the seconds waited."""
         began_s, pause_s = self._clock(), _FIRST_PAUSE_S
         while True:
             found = look()
@@ -309,7 +306,7 @@ class CommitProtocol:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RefusedSave:
-    """One step that this host cannot take part in saving; the leader is told once it has begun."""
+    """A step that this host cannot take part in saving; reported to the leader once it has begun."""
 
     incarnation: str
     step: int
@@ -318,9 +315,9 @@ class RefusedSave:
     deadline: Deadline
 
     def report(self, store: Store, *, over: set[str], since_s: float) -> bool:
-        """Tell the leader, if it has begun an attempt that is not `over`; that attempt is over from then on.
+        """Report it if the leader has begun an attempt that is not `over`; adds that attempt to `over`.
 
-        Returns whether nothing is left to be told: the leader knows, or begins no more.
+        Returns whether nothing is left to report: the leader has the report, or begins no more.
         """
         done = self.deadline.left_s(since_s) <= 0
         protocol = CommitProtocol(store, self.incarnation, self.step, first_rank=self.first_rank)
@@ -334,7 +331,7 @@ class RefusedSave:
         except ElasticTrainError:
             done = True
         except Exception:
-            # The edge of the thread: the next saves are more than this report.
+            # The edge of the thread: the next saves matter more than this report.
             logger.exception("the leader cannot be told of step %d", self.step)
             done = True
         return done

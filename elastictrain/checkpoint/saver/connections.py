@@ -1,4 +1,4 @@
-"""The saver's side of the Unix socket: connections of workers, and the processes whose end matters."""
+"""The saver's side of the Unix socket: connections of workers, and processes whose end the saver watches."""
 
 import logging
 import os
@@ -20,20 +20,18 @@ _PF_EXITING = 0x4
 
 @dataclass(eq=False, slots=True)
 class WorkerConnection:
-    """One worker."""
-
     socket: socket.socket
     pid: int = 0
     lines: MessageLines[ToSaver] = field(default_factory=lambda: MessageLines(ToSaver))  # type: ignore[arg-type]
     rank: int = -1
     incarnation: str = ""
     said_goodbye: bool = False
-    asks_to_flush: bool = False  # a launcher, which waits until nothing is left to be written
+    asks_to_flush: bool = False  # from a launcher that waits for the final save
     told_flushed: bool = False
 
 
 class WorkerConnections:
-    """Listens, and calls back from `turn`; everything happens in the thread that calls it."""
+    """Listens; `turn` calls the callbacks, in the caller's thread."""
 
     def __init__(
         self,
@@ -63,17 +61,17 @@ class WorkerConnections:
 
     @property
     def connections(self) -> list[WorkerConnection]:
-        """Workers that have introduced themselves and are there."""
+        """Connected workers whose hello has come."""
         return [one for one in self._connections if one.rank >= 0]
 
     @property
     def asking(self) -> list[WorkerConnection]:
-        """Launchers that wait until what is only in memory is written."""
+        """Launchers that wait for the final save."""
         return [one for one in self._connections if one.asks_to_flush]
 
     @property
     def agents(self) -> int:
-        """Watched processes that are alive."""
+        """Number of watched processes that are alive."""
         return len(self._agents)
 
     def wake(self) -> None:
@@ -88,7 +86,7 @@ class WorkerConnections:
             self.when_ended(pid, lambda: self._agents.discard(pid))
 
     def when_ended(self, pid: int, then: Callable[[], None]) -> None:
-        """Call back once a process is gone; now, if it is gone already, or about to."""
+        """Call `then` once a process has ended; at once if it has ended already, or is exiting."""
         descriptor = -1
 
         def ended() -> None:
@@ -96,7 +94,7 @@ class WorkerConnections:
             os.close(descriptor)
             then()
 
-        # A number that can be no process's overflows.
+        # A number that no process can have overflows.
         with suppress(OSError, OverflowError):
             descriptor = os.pidfd_open(pid)
             self._selector.register(descriptor, selectors.EVENT_READ, ended)
@@ -106,20 +104,19 @@ class WorkerConnections:
             ended()
 
     def turn(self, timeout_s: float) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for events up to `timeout_s`, and handle them."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
-        # Last: what came while this process was stopped has been read by now.
+        # Last: all that came while this process was stopped has been read by now.
         for one in self._pending.take_overdue(now_s=self._clock()):
             self._drop(one)
 
     def send_all(self, message: ToWorker) -> None:
-        """Send to all workers."""
         for one in self.connections:
             self.send(one, message)
 
     def send(self, one: WorkerConnection, message: ToWorker) -> None:
-        """Send to one worker; who does not read loses the connection."""
+        """Send to one worker; a worker that does not read loses the connection."""
         try:
             one.socket.sendall(encode(message))
         except OSError as error:
@@ -127,7 +124,7 @@ class WorkerConnections:
             self._drop(one)
 
     def stop_listening(self) -> None:
-        """Nobody new is let in; a worker that waits to be let in is turned away, and starts another saver."""
+        """Accept no more connections; a worker whose connection was not accepted yet loses it, and starts another saver."""
         with suppress(KeyError):
             self._selector.unregister(self._listener)
         with suppress(OSError):
@@ -135,7 +132,6 @@ class WorkerConnections:
         self._listener.close()
 
     def close(self) -> None:
-        """Hang up."""
         for one in self._connections:
             one.socket.close()
         self._connections.clear()
@@ -146,12 +142,12 @@ class WorkerConnections:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        # A worker that is stopped must not stop us.
+        # A stopped worker must not block the saver.
         connection.settimeout(1.0)
         one = WorkerConnection(connection, peer_pid(connection))
         self._connections.append(one)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(one))
-        # Processes of this user alone reach the socket; one of them that goes wrong must not keep the workers out.
+        # Only processes of this user reach the socket; a faulty one must not keep the workers out.
         given_up = self._pending.add(one, address=str(one.pid), now_s=self._clock())
         if given_up is not None:
             self._drop(given_up)
@@ -169,7 +165,7 @@ class WorkerConnections:
                 self._on_message(one, message)
         except MalformedError as error:
             logger.warning("a connection is closed: %s", error)
-            # A worker that is refused must not knock again and again.
+            # A refused worker must not reconnect again and again.
             self.send(one, WorkerRefused(str(error)))
             self._drop(one)
         if one.rank >= 0 or one.asks_to_flush:
@@ -187,7 +183,7 @@ class WorkerConnections:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether a process is past the point of return: giving back what it held of a GPU can take it long after that.
+    """Whether a process is irreversibly exiting: releasing its GPU memory can take it long after that.
 
     Source: proc(5), the field `flags` of stat, PF_EXITING of linux/sched.h.
     """

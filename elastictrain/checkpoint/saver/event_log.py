@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaverEventLogs:
-    """Opens a log when it is first needed; safe to use from several threads."""
+    """Opens each log at its first event; safe to use from several threads."""
 
     def __init__(self, store: Store, config: SaverConfig) -> None:
         self._store = store
@@ -26,12 +26,12 @@ class SaverEventLogs:
         self._open: dict[str, Journal] = {}
 
     def move_to(self, host_ranks: HostRanks) -> None:
-        """Events of this incarnation may come from now on."""
+        """Accept events of this incarnation from now on."""
         with self._lock:
             self._first_rank[host_ranks.incarnation] = min(host_ranks.ranks)
 
     def record(self, incarnation: str, event: Event) -> None:
-        """Append one event; what cannot be recorded is logged."""
+        """Append one event; failures are only logged."""
         with self._lock:
             first_rank = self._first_rank.get(incarnation)
             if first_rank is None:
@@ -39,7 +39,7 @@ class SaverEventLogs:
                 return
             journal = self._open.get(incarnation)
             if journal is None:
-                # Beside the logs of the ranks.
+                # In the same folder as the logs of the ranks.
                 key = f"events/{incarnation}-k{first_rank:05d}.jsonl"
                 try:
                     log = open_append_log(self._store, key, flush_s=self._config.flush_s, close_s=self._config.grace_s / 2)
@@ -50,7 +50,6 @@ class SaverEventLogs:
         journal.record(event)
 
     def close(self) -> None:
-        """Make everything durable."""
         with self._lock:
             for journal in self._open.values():
                 with suppress(StorageError):
@@ -62,7 +61,7 @@ SLOW_S = 20.0  # a save that takes longer is reported; large ones on slow disks 
 
 
 class SlowSaves(logging.Handler):
-    """Watches the save that is under way, and keeps the newest warning of storage."""
+    """Watches the running save, and keeps the newest warning of the storage modules."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.WARNING)
@@ -71,11 +70,10 @@ class SlowSaves(logging.Handler):
         logging.getLogger("elastictrain.storage").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
         self._warning = record.getMessage()
 
     def look(self, under_way: tuple[SaveJob, float] | None) -> CheckpointSlow | None:
-        """The event of a job that has been carried out for so many seconds, once for each; None: nothing to report."""
+        """Return an event if a running job is slow, once per job. `under_way`: the job, and for how many seconds it has run."""
         if under_way is None:
             self._told_step = -1
             return None

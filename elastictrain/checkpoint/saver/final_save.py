@@ -1,4 +1,4 @@
-"""When the saver ends, and what it saves from memory before that."""
+"""When the saver ends, and what it saves from host memory before that."""
 
 import logging
 import threading
@@ -23,31 +23,30 @@ from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-ALONE_S = 60.0  # how long a saver stays that nobody has ever spoken to: the worker that started it may have died at once
+ALONE_S = 60.0  # lifetime of a saver that no worker ever connected to: the worker that started it may have died at once
 
-KEPT_S = 12 * 3600.0
-"""How long snapshots that storage refuses stay in host memory once all workers are gone: a person may need a night."""
+KEPT_S = 12 * 3600.0  # how long snapshots that storage refuses stay in host memory after all workers: a person may need a night
 
 Decision = Literal["stay", "flush", "keep", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
 class SaverClients:
-    """What a saver knows of those it keeps for."""
+    """State of a saver's clients and saves: the input of `decide`."""
 
     workers: int
-    agents: int  # processes that would start workers again (or, without torchrun, the workers themselves)
-    ever: bool  # whether a worker was ever connected
+    agents: int  # processes that would restart workers; without torchrun the workers themselves
+    ever: bool  # whether a worker ever connected
     age_s: float
     saving: bool
     finished: bool  # whether the run is complete
-    flushed: bool  # whether what was only in memory has been written, or cannot be now
-    unsaved: bool = False  # whether storage refused it, and it is to be kept a while longer
-    asked: bool = False  # whether a launcher that starts nobody again waits for what is only in memory to be written
+    flushed: bool  # whether all that only host memory had has been written, or cannot be now
+    unsaved: bool = False  # whether storage refused some of it, which is kept for a while
+    asked: bool = False  # whether a launcher at its end waits for the final save
 
 
 def decide(life: SaverClients) -> Decision:
-    """A saver stays as long as anybody may come back, and leaves nothing unwritten."""
+    """A saver stays as long as a worker may connect again, and leaves nothing unwritten."""
     if life.saving:
         return "stay"
     if life.finished and not life.workers:
@@ -65,14 +64,14 @@ def decide(life: SaverClients) -> Decision:
 
 _PAUSE_S = 0.25
 _STORAGE_PAUSE_S = 1.0
-_AGAIN = 5  # times the limit for a first host that is at work, and has chosen a step that is not whole here
+_AGAIN = 5  # times `grace_s`, for a first host that is alive and has chosen a step that is not whole here
 
 
 def whole_here(held: Sequence[Held], host_ranks: HostRanks) -> list[tuple[Held, ...]]:
-    """The steps that could be saved with what this host holds, newest first, each in the order of its ranks. Pure.
+    """Steps that could be saved from this host's memory, newest first, each in the order of its ranks. Pure.
 
     A host that holds all ranks takes any incarnation: the last one may have ended before its first snapshot. One of several
-    hosts takes only the steps of the last incarnation, of which it knows the ranks that are its own.
+    hosts takes only steps of the last incarnation, the only one whose ranks on this host are known.
     """
     found: dict[tuple[int, str, int], dict[int, Held]] = {}
     for one in held:
@@ -87,7 +86,7 @@ def whole_here(held: Sequence[Held], host_ranks: HostRanks) -> list[tuple[Held, 
 
 
 def last_host_ranks(held: Sequence[Held], *, run: str) -> HostRanks | None:
-    """Whose snapshots these are, as far as they tell themselves; None if there are none. Pure."""
+    """The ranks that left these snapshots, derived from the snapshots alone; None if there are none. Pure."""
     facts = [one.facts for one in held if not one.replica and one.facts.run == run]
     last = max(facts, key=lambda one: one.incarnation, default=None)
     if last is None:
@@ -107,10 +106,10 @@ def choose_final_save(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Held, ...]:
-    """The snapshots of the step to save; none if storage has all that are whole, or when it is `needed_no_more`.
+    """Choose the snapshots of the step to save; none if storage has all whole steps, or once it is `needed_no_more`.
 
-    The leader takes its newest. The others wait for it to begin with a step that they have, and tell it of one that they have
-    not, unless their part of it is `done`. Storage that is away is waited for, too: what is here is nowhere else.
+    The leader takes its newest step. The other hosts wait until the leader begins a step that they have, and refuse one that
+    they lack, unless their part of it is `done`. Unreachable storage is waited for, too: these snapshots exist nowhere else.
     Raises: StorageError.
     """
     give_up_s = clock() + config.save_timeout_s
@@ -133,7 +132,7 @@ def choose_final_save(
         try:
             begun = set(steps_begun((info.key for info in store.list(PENDING)), incarnation=host_ranks.incarnation))
             if noted - begun:
-                # That save is over. If it failed, the first host goes on with an older step.
+                # That save is over. If it failed, the leader tries an older step next.
                 wanted = _wanted(store, host_ranks, held)
                 noted &= begun
                 deadline_s = clock() + config.grace_s
@@ -147,23 +146,23 @@ def choose_final_save(
             noted.add(step)
             deadline_s = clock() + _AGAIN * config.grace_s
             if step not in done and step > wanted[-1][0].facts.step:
-                # Torn here by what ended everything. The first host writes its own files before it reads this.
+                # Incomplete here, because its writers were killed. The leader writes its own files before it reads this.
                 protocol = CommitProtocol(store, host_ranks.incarnation, step, first_rank=min(host_ranks.ranks))
                 protocol.refuse("it has no whole snapshot of this step")
         sleep(_PAUSE_S)
     if not needed_no_more():
-        # The first host has not begun: it may be gone, or storage refuses its writes as it refuses ours.
+        # The leader has not begun: it may have ended, or storage refuses its writes as well as this host's.
         check_writable(store)
     return ()
 
 
 def _wanted(store: Store, host_ranks: HostRanks, held: Sequence[Held]) -> list[tuple[Held, ...]]:
-    """What storage does not have yet, newest first. Raises: StorageError."""
+    """Whole steps that storage lacks, newest first. Raises: StorageError."""
     folders = [folder for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
     _, off_line = Lineage(store).line_first(folders)
     newest = max((folder.step for folder in folders if folder.name not in off_line), default=-1)
     whole = whole_here(held, host_ranks)
-    # What a deleted run of the same name left in memory has left no trace here.
+    # Memory may hold snapshots of a deleted run of the same name; their incarnations are unknown here.
     known = {
         *Starts(store).known(one[0].facts.incarnation for one in whole),
         *((host_ranks.incarnation,) if host_ranks.from_worker else ()),
@@ -172,12 +171,12 @@ def _wanted(store: Store, host_ranks: HostRanks, held: Sequence[Held]) -> list[t
 
 
 _LETTING_GO_S = 2.0
-_RETRY_S, _RETRY_AT_MOST_S = 5.0, 60.0  # between two tries to write what storage refused: each pause is twice the one before
-AGAIN_S = 1.0  # until a step is tried again that storage refused
+_RETRY_S, _RETRY_AT_MOST_S = 5.0, 60.0  # between two tries to write what storage refused: each pause doubles
+AGAIN_S = 1.0  # until a refused step is tried again
 
 
 class FinalSaveLoop:
-    """One look after another, as long as nobody comes back. All but the search itself happens in the saver's thread."""
+    """Searches for unsaved snapshots while no worker is connected. Only the search runs in a thread of its own."""
 
     def __init__(
         self,
@@ -189,7 +188,7 @@ class FinalSaveLoop:
         later: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`begin` has the snapshots of one step written; it is called in a task that is handed to `later`."""
+        """`begin` has the snapshots of one step written; it runs in a task that is passed to `later`."""
         self._store = store
         self._run_folder = RunFolder(store)
         self._config = config
@@ -201,26 +200,20 @@ class FinalSaveLoop:
         self._tried: set[tuple[str, int]] = set()
         self._pause_s = 0.0
         self.busy = False
-        self.over = False
-        """Whether what was only in memory has been written, or cannot be now."""
-
-        self.unsaved = False
-        """Whether storage refused it, and it is kept to be tried again."""
-
-        self._refused = ""
-        """Why storage refused a step since the last time that all steps were tried; empty if it did not."""
-
+        self.over = False  # whether all that only host memory had has been written, or cannot be now
+        self.unsaved = False  # whether storage refused some of it, which is kept for another try
+        self._refused = ""  # storage error of a step in this round; empty if there was none
         self._retry_s = _RETRY_S
         self._next_s = 0.0
 
     def interrupt(self) -> None:
-        """Somebody came back: what has to be saved is another question when they are gone again."""
+        """A worker has connected: the next final save begins anew."""
         self._since_s = None
         self._retry_s = _RETRY_S
         self._begin_round()
 
     def try_again(self) -> None:
-        """Nobody came back. Look again for what is to be saved, if it is time."""
+        """Search again, if it is time."""
         if self._clock() >= self._next_s:
             self._begin_round()
 
@@ -230,8 +223,8 @@ class FinalSaveLoop:
         self.over = self.unsaved = False
 
     def look(self, host_ranks: HostRanks | None, held: Sequence[Held]) -> None:
-        """Begin to look for what is to be saved of what this host holds."""
-        # A saver was killed with its workers, and none has come to this one: what lies there tells whose it is.
+        """Begin to search for what is to be saved among the snapshots of this host."""
+        # The last saver was killed with its workers and none has connected to this one: the snapshots identify their ranks.
         whose = host_ranks or last_host_ranks(held, run=self._config.run)
         if whose is None:
             self.over = True
@@ -268,9 +261,9 @@ class FinalSaveLoop:
         threading.Thread(target=choose, name="flush", daemon=True).start()
 
     def failed(self, incarnation: str, step: int, *, cause: Cause, error: str = "") -> None:
-        """A step could not be saved."""
+        """Handle a step that could not be saved."""
         if cause is Cause.PASSING and self._since_s is not None and self._clock() - self._since_s < self._config.save_timeout_s:
-            # Nobody is there who would try again, and an older step would fare no better.
+            # No worker would try again, and an older step would fare no better.
             self._tried.discard((incarnation, step))
             self._pause_s = AGAIN_S
         elif cause is not Cause.OTHER:
@@ -285,7 +278,7 @@ class FinalSaveLoop:
             self._tried.add((found[0].facts.incarnation, found[0].facts.step))
             self._save(found)
             return
-        # All steps were tried. What storage refused stays in memory for a while: it is nowhere else.
+        # All steps were tried. What storage refused stays in memory for a while: it exists nowhere else.
         self.over = True
         left_s = since_s + KEPT_S - self._clock()
         self.unsaved = bool(self._refused) and left_s > 0
@@ -296,13 +289,13 @@ class FinalSaveLoop:
         self._retry_s = min(2 * self._retry_s, _RETRY_AT_MOST_S)
 
     def _save(self, chosen: Sequence[Held]) -> None:
-        """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
+        """Save the newest whole step, or else the one before it: all workers have ended, and host memory may be lost soon."""
         leased: list[LeasedSnapshot] = []
-        # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
+        # A slot in use becomes free; one that cannot be read stays so, and the step before it must wait no longer.
         cause = Cause.PASSING
         for held in chosen:
             try:
-                # A worker that is being killed hangs up a moment before it lets go of its slots.
+                # A worker that is being killed disconnects a moment before its slots are released.
                 one = lease(self._folder, held.slot, wait_s=_LETTING_GO_S)
                 if one is None:
                     break

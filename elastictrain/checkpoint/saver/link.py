@@ -1,4 +1,4 @@
-"""A worker's connection to its saver: starts it, sends and receives, and gets another one when it is gone."""
+"""A worker's connection to its saver: starts the saver, exchanges messages, and replaces a saver that has ended."""
 
 import logging
 import socket
@@ -29,36 +29,27 @@ from elastictrain.events import Event, KeeperLost, KeeperStarted
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.02
-_ANSWER_S = 30.0  # how long a saver may take to start, or the one before it to end
+_ANSWER_S = 30.0  # limit for a saver to start, or for the one before it to end
 
 
 News: TypeAlias = Saved | SaveFailure | SlowSave
 
 
 class PendingSaves:
-    """What one worker's snapshots still wait for, and what became of them. Pure; not for several threads at once."""
+    """What the saver still owes one worker's snapshots, and their outcomes. Pure; not thread-safe."""
 
     def __init__(self) -> None:
-        self._unseen: dict[int, int] = {}
-        """Steps that the saver has not looked at yet, by slot."""
-
-        self._unreleased: set[int] = set()
-        """Steps whose slots it still needs."""
-
-        self._unsaved: dict[int, float] = {}
-        """Steps that are to be durable, and since when."""
-
-        self._in_slot: dict[int, int] = {}
-        """The step that was announced last, by slot."""
-
+        self._unseen: dict[int, int] = {}  # steps that the saver has not looked at yet, by slot
+        self._unreleased: set[int] = set()  # steps whose slots the saver still needs
+        self._unsaved: dict[int, float] = {}  # steps that are to become durable, and since when
+        self._in_slot: dict[int, int] = {}  # the step announced last, by slot
+        # Steps that an ended saver had written, which its successor finds in their slots unless a newer snapshot overwrites
+        # them; with the failure message for that case.
         self._left_over: dict[int, str] = {}
-        """Steps that a saver had written, and its successor finds in their slots unless something newer is on its way there;
-        with the reason that they have failed in that case."""
-
         self.news: list[News] = []
 
     def announce(self, slot: int, step: int, *, durable: bool, now_s: float) -> SnapshotTaken:
-        """A snapshot is whole: the message to the saver."""
+        """Record a whole snapshot; returns the message to the saver."""
         self._unseen[slot] = step
         overwritten, self._in_slot[slot] = self._in_slot.get(slot), step
         if overwritten in self._left_over:
@@ -69,20 +60,20 @@ class PendingSaves:
         return SnapshotTaken(slot, step, durable=step in self._unreleased)
 
     def announcements(self) -> list[SnapshotTaken]:
-        """The messages to a saver that was not there before."""
+        """The messages to a new saver."""
         return [SnapshotTaken(slot, step, durable=step in self._unreleased) for slot, step in self._unseen.items()]
 
     def needs(self, slot: int, step: int) -> bool:
-        """Whether the saver still has to look at a snapshot, or to write it."""
+        """Whether the saver must still look at a snapshot, or write it."""
         return self._unseen.get(slot) == step or step in self._unreleased
 
     def seen(self, slot: int, step: int) -> None:
-        """The saver has looked at a snapshot; one that came after it stays announced."""
+        """The saver has looked at a snapshot; a newer one in the slot stays announced."""
         if self._unseen.get(slot) == step:
             del self._unseen[slot]
 
     def released(self, step: int, *, done: bool) -> None:
-        """The saver needs the slots of a step no more. `done`: it sends nothing else about it."""
+        """The saver has released the slots of a step. `done`: it sends nothing else about it."""
         self._unreleased.discard(step)
         if done:
             self._unsaved.pop(step, None)
@@ -95,23 +86,22 @@ class PendingSaves:
             self._finished(step)
 
     def failed(self, failure: SaveFailure) -> None:
-        """It will not be."""
         if failure.step in self._unsaved:
             self._finished(failure.step)
             self.news.append(failure)
 
     def overdue(self, *, now_s: float, limit_s: float) -> int | None:
-        """A step that should have been durable long since."""
+        """A step that is not durable after `limit_s`."""
         return next((step for step, since in self._unsaved.items() if now_s - since > limit_s), None)
 
     def give_up(self, reason: str) -> None:
-        """Nobody will look at what is waiting."""
+        """Fail all pending saves: no saver will handle them."""
         self.news += [SaveFailure(step, reason) for step in sorted({*self._unreleased, *self._unsaved})]
         for left in (self._unseen, self._unreleased, self._unsaved, self._left_over):
             left.clear()
 
     def succeed(self, reason: str) -> None:
-        """Another saver has come: what was written and not committed it knows of only if it is still in its slot."""
+        """A new saver has answered: of uncommitted steps it knows only those that are still in their slots."""
         for step in sorted(self._unsaved.keys() - self._unreleased):
             if step in self._in_slot.values():
                 self._unreleased.add(step)
@@ -126,7 +116,7 @@ class PendingSaves:
 
 
 class SaverLink:
-    """What one worker knows of its saver. One thread reads; any thread may send."""
+    """One worker's link to its saver. One thread reads; any thread may send."""
 
     def __init__(
         self,
@@ -146,34 +136,28 @@ class SaverLink:
         self._record = record
         self._clock = clock
         self._changed = threading.Condition()
-        # All guarded by the condition.
+        # All fields below are guarded by the condition.
         self._socket: socket.socket | None = None
         self._roster: messages.SaverRoster | None = None
         self._roster_known = False
         self._pending_saves = PendingSaves()
-        self.replicates = False
-        """Whether snapshots are kept on another host, too."""
-
+        self.replicates = False  # whether another host keeps replicas of the snapshots
         self._sending: int | None = None
         self._sending_failed = False
         self._closing = False
         self._welcomed = False
-        self.broken = ""
-        """Why there is no saver any more, and none is tried; empty as long as there is hope."""
+        self.broken = ""  # why there is no saver and none is tried any more; empty otherwise
         self.pid = 0
-        self.port = 0
-        """Where other hosts reach the saver; 0 until it has answered."""
-        self.lost: tuple[int, float] | None = None
-        """A rank of this host that has ended without a goodbye, and since when."""
+        self.port = 0  # where other hosts reach the saver; 0 until it has answered
+        self.lost: tuple[int, float] | None = None  # a rank of this host that ended without a goodbye, and since when
         self._process = SaverStarter(folder, config, clock=clock)
         self._thread = threading.Thread(target=self._run, name="saver-link", daemon=True)
 
     def start(self) -> None:
-        """Begin to connect."""
         self._thread.start()
 
     def wait(self, timeout_s: float = _ANSWER_S) -> None:
-        """Until the saver has answered. Raises: CheckpointError with the reason if it does not."""
+        """Wait until the saver has answered. Raises: CheckpointError with the reason if it does not."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.pid or self.broken, timeout_s):
                 reason = f"does not answer within {timeout_s:g} s{log_tail(self._folder)}"
@@ -182,7 +166,7 @@ class SaverLink:
                 raise CheckpointError(self.broken)
 
     def send_roster(self, roster: messages.SaverRoster, timeout_s: float = _ANSWER_S) -> None:
-        """Tell the saver who the others are. Raises: CheckpointError if it does not take note."""
+        """Send the saver the list of all savers. Raises: CheckpointError if it does not confirm."""
         with self._changed:
             self._roster, self._roster_known = roster, False
             self._send(roster)
@@ -190,61 +174,63 @@ class SaverLink:
                 raise CheckpointError(f"the saver in {self._folder} does not answer within {timeout_s:g} s")
 
     def announce(self, slot: int, step: int, *, durable: bool) -> None:
-        """A snapshot is whole."""
+        """Announce a whole snapshot."""
         with self._changed:
             self._send(self._pending_saves.announce(slot, step, durable=durable, now_s=self._clock()))
             if self.broken:
                 self._pending_saves.give_up(self.broken)
 
     def send_message(self, message: ToSaver) -> None:
-        """Send, if there is a saver; its successor does not get it."""
+        """Send, if a saver is connected; its successor does not get the message."""
         with self._changed:
             self._send(message)
 
     def send(self, step: int | None, *, unpaced: bool = False) -> None:
-        """Have the saver send the snapshots of a step to another host, and no older ones; None: send no more. `sending` tells
-        when that is over. `unpaced`: nobody trains who could be slowed down."""
+        """Have the saver send the snapshots of a step, and none older, to another host; None: stop sending.
+
+        `sending` reports the end. `unpaced`: nothing is training that could be slowed down.
+        """
         with self._changed:
             if self._starts:
-                # A saver that is not there will not answer, and its successor does not get this.
+                # Without a saver there is no answer, and its successor does not get this message.
                 lost = step is not None and self._socket is None
                 self._sending, self._sending_failed = (None if lost else step, lost)
                 self._send(messages.SendReplicas(step, unpaced))
 
     def sending(self) -> tuple[bool, bool]:
-        """Whether the saver still sends what it was asked to, and whether that failed."""
+        """Whether the saver is still sending, and whether the last sending failed."""
         with self._changed:
             return self._sending is not None, self._sending_failed
 
     def step_took(self, seconds: float) -> None:
-        """How long a step took, for a saver that sends replicas: they must not slow it down."""
+        """Report the duration of a step to a saver that sends replicas: they must not slow training down."""
         with self._changed:
             if self._starts and self.replicates:
                 self._send(messages.StepTook(round(1e6 * seconds)))
 
     def needs(self, slot: int, step: int) -> bool:
-        """Whether the saver still has to look at a snapshot, or to write it."""
+        """Whether the saver must still look at a snapshot, or write it."""
         with self._changed:
             return self._pending_saves.needs(slot, step)
 
     def take_news(self) -> list[News]:
-        """What was committed, has failed or takes long, since the last call."""
+        """Return what was committed, failed or was slow since the last call."""
         with self._changed:
             limit_s = self._config.save_timeout_s
             overdue = self._pending_saves.overdue(now_s=self._clock(), limit_s=limit_s)
             if overdue is not None and not self.broken:
-                # It hangs, or its storage does. To wait on would be to train without checkpoints, and without a warning.
+                # The saver or its storage hangs. Waiting longer would train without checkpoints and without a warning.
                 self._break(f"step {overdue} was not durable within {limit_s:g} s")
             news, self._pending_saves.news = self._pending_saves.news, []
             return news
 
     def wait_for_news(self, timeout_s: float) -> None:
-        """Until something was saved, failed or released, or the time is over."""
+        """Wait until a step was saved, failed or released, or for `timeout_s`."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     def finish(self, timeout_s: float) -> None:
-        """The run is complete: have the saver end, and wait until it has, if it is ours."""
+        """Report that the run is complete; the worker that started the saver waits until it has ended."""
         with self._changed:
             self._closing = True
             if self._starts:
@@ -253,11 +239,11 @@ class SaverLink:
         if self._starts:
             if self.pid:
                 self._process.wait_for_end(self.pid, timeout_s=timeout_s)
-            # Where it was killed just now, or is broken, nobody else is left who would do it.
+            # A saver that was killed just now, or is broken, does not clear its folder.
             clear_if_abandoned(self._folder)
 
     def close(self) -> None:
-        """Say goodbye; the saver stays for whoever comes next."""
+        """Send goodbye; the saver stays for the next workers."""
         with self._changed:
             self._closing = True
             self._send(messages.Goodbye())
@@ -275,7 +261,7 @@ class SaverLink:
         except OSError:
             sent = 0
         if sent < len(data):
-            # It does not read: training must not wait for it. What it misses is sent again when it answers again.
+            # The saver does not read, and training must not wait for it. Unreceived messages are sent again after a reconnect.
             self._hang_up()
 
     def _hang_up(self) -> None:
@@ -327,7 +313,7 @@ class SaverLink:
         if closing:
             return
         if not welcomed:
-            # One that was about to end did not get to this connection any more.
+            # A saver that was about to end did not accept this connection any more.
             time.sleep(_PAUSE_S)
             return
         logger.warning("the saver of this host (process %d) is gone; another one is started", pid)
@@ -359,7 +345,7 @@ class SaverLink:
                     self._pending_saves.news.append(message)
             self._changed.notify_all()
         if isinstance(message, messages.SaverWelcome) and self._starts:
-            # Not with the condition held: storage that hangs would stop whoever asks what the saver needs.
+            # Without the condition: storage that hangs would block all other threads of this link.
             self._record(KeeperStarted(pid=self.pid))
 
     def _welcome(self, message: messages.SaverWelcome) -> None:
@@ -367,7 +353,7 @@ class SaverLink:
         before, self.pid, self.port = self.pid, message.pid, message.port
         if before not in (0, self.pid):
             self._pending_saves.succeed("its saver ended before it was committed")
-        # The other hosts know this port, so a successor is asked to take it over.
+        # The other hosts know this port, so its successor is asked to listen on it.
         self._hello = msgspec.structs.replace(self._hello, port=self.port)
         if self._roster is not None:
             self._send(self._roster)

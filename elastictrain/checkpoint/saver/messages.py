@@ -1,4 +1,4 @@
-"""What workers and their saver send each other: one JSON object per line over a Unix socket, whose `op` names its kind."""
+"""Messages between workers and their saver: one JSON object per line over a Unix socket; `op` names its kind."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ LONGEST_BYTES = 1 << 20
 
 
 class MalformedError(ValueError):
-    """The other side sends what it must not; the connection is closed."""
+    """A message breaks the protocol; the connection is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class HostRanks:
     incarnation: str
     world_size: int
     ranks: tuple[int, ...]
-    from_worker: bool = True  # whether one of its workers has told this saver; else only what lies in memory tells of it
+    from_worker: bool = True  # False if derived from snapshots in memory, because no worker has connected
 
     @property
     def leader(self) -> bool:
@@ -38,15 +38,15 @@ class _Message(msgspec.Struct, frozen=True, tag_field="op", tag=""):
 
 
 class WorkerHello(_Message, frozen=True, tag="hello"):
-    """One worker, and the group that it belongs to."""
+    """One worker and its group."""
 
     rank: Count
     ranks: tuple[Count, ...]
     world_size: Count
     incarnation: str
-    agent: Count  # the process that would start the worker again
-    address: str  # where other hosts reach this one; empty where there are none
-    port: Count = 0  # to be taken over from a saver that is gone; 0 for any
+    agent: Count  # the process that would restart the worker
+    address: str  # where other hosts reach this one; empty if there are none
+    port: Count = 0  # of the previous saver, to be used again; 0: any
     key: str = ""  # proof of the key that signs checkpoints
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class WorkerHello(_Message, frozen=True, tag="hello"):
 
 
 class SnapshotTaken(_Message, frozen=True, tag="snapshot"):
-    """A snapshot is whole, or came to nothing."""
+    """A snapshot is whole, or was abandoned."""
 
     slot: Count
     step: Count
@@ -70,8 +70,8 @@ class SaverRoster(_Message, frozen=True, tag="roster"):
     """The savers of all hosts."""
 
     hosts: tuple[Peer, ...]
-    own: Count  # the number of this host's saver among them
-    token: str  # in hexadecimal; the savers let in only whoever has it
+    own: Count  # number of this host's saver among them
+    token: str  # in hexadecimal; the savers admit only peers that have it
 
     def __post_init__(self) -> None:
         check_roster(self.hosts)
@@ -84,20 +84,20 @@ class SaverRoster(_Message, frozen=True, tag="roster"):
 
 
 class SendReplicas(_Message, frozen=True, tag="send"):
-    """Send the snapshots of a step to the other host; without a step: send no more. `unpaced`: as fast as they can be sent."""
+    """Send the snapshots of a step to the other host; None: stop. `unpaced`: without a speed limit."""
 
     step: Count | None
     unpaced: bool = False
 
 
 class StepTook(_Message, frozen=True, tag="step"):
-    """How long a step took."""
+    """The duration of a step."""
 
     micros: Count
 
 
 class OldSlots(_Message, frozen=True, tag="old"):
-    """Only the slots in this bit mask hold what this worker still needs."""
+    """Bit mask of the slots that this worker still needs."""
 
     slots: Count
 
@@ -111,29 +111,29 @@ class Goodbye(_Message, frozen=True, tag="bye"):
 
 
 class FlushRequest(_Message, frozen=True, tag="flush"):
-    """From a launcher that starts nobody again: write what is only in memory."""
+    """From a launcher that starts no workers again: write what only host memory has."""
 
 
 class SaverWelcome(_Message, frozen=True, tag="welcome"):
-    """The answer to hello; `port`: where other hosts reach the saver, 0 if nowhere."""
+    """Answer to hello; `port`: where other hosts reach the saver, 0: nowhere."""
 
     pid: Count
     port: Count
 
 
 class RosterKnown(_Message, frozen=True, tag="met"):
-    """The answer to a roster."""
+    """Answer to a roster."""
 
 
 class SnapshotSeen(_Message, frozen=True, tag="seen"):
-    """The saver holds the snapshot, or has found that it is of no use."""
+    """The saver holds the snapshot, or has found that it is unusable."""
 
     slot: Count
     step: Count
 
 
 class SlotsReleased(_Message, frozen=True, tag="released"):
-    """The saver needs the slots of a step no more. `done`: it sends nothing else about the step."""
+    """The saver has released the slots of a step. `done`: it sends nothing else about the step."""
 
     step: Count
     done: bool = False
@@ -146,7 +146,7 @@ class RankLost(_Message, frozen=True, tag="lost"):
 
 
 class WorkerRefused(_Message, frozen=True, tag="refused"):
-    """The saver closes this connection, and is to be asked no more."""
+    """The saver closes this connection; the worker must not reconnect."""
 
     reason: str
 
@@ -160,21 +160,21 @@ class Saved(_Message, frozen=True, tag="saved"):
 
 
 class SaveFailure(_Message, frozen=True, tag="failed"):
-    """A save that came to nothing."""
+    """A save that failed."""
 
     step: Count
     error: str
 
 
 class ReplicasSent(_Message, frozen=True, tag="sent"):
-    """The snapshots of a step are no longer being sent; `whole`: they have all arrived."""
+    """Sending the snapshots of a step has ended; `whole`: all have arrived."""
 
     step: Count
     whole: bool
 
 
 class SlowSave(_Message, frozen=True, tag="slow"):
-    """A save takes long; `trouble`: what storage complained of last."""
+    """A save is slow; `trouble`: the last warning of storage."""
 
     step: Count
     seconds: Count
@@ -182,7 +182,7 @@ class SlowSave(_Message, frozen=True, tag="slow"):
 
 
 class Flushed(_Message, frozen=True, tag="flushed"):
-    """The answer to a flush: nothing is left to be written, or can be now."""
+    """Answer to a flush request: nothing is left to write, or can be written now."""
 
 
 ToSaver: TypeAlias = (
@@ -212,14 +212,14 @@ T = TypeVar("T")
 
 
 class MessageLines(Generic[T]):
-    """Puts messages of one `kind` together from what a socket gives."""
+    """Assembles messages of one `kind` from a socket's data."""
 
     def __init__(self, kind: type[T]) -> None:
         self._kind = kind
         self._waiting = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """The messages that are whole now. Raises: MalformedError."""
+        """Yield the messages that are complete now. Raises: MalformedError."""
         self._waiting += data
         while (end := self._waiting.find(b"\n")) >= 0:
             line = bytes(self._waiting[:end])
@@ -233,10 +233,10 @@ class MessageLines(Generic[T]):
 
 
 def is_past(incarnation: str, *, present: str, left: Collection[str], connected: bool) -> bool:
-    """Whether a worker of `incarnation` comes too late, where `present` is the one at work.
+    """Whether a worker of `incarnation` comes too late; `present` is the incarnation at work.
 
-    Two lives have the same number if the first ended before a trace of it was stored. Then the one that came later is the
-    younger, unless it was `left` before, or workers of the present one are still `connected`.
+    Two lives have the same number if the first ended before a trace of it was stored. Then the later arrival is the younger
+    one, unless it was `left` before, or workers of the present one are still `connected`.
     """
     its, ours = number_of(incarnation), number_of(present)
     return incarnation != present and (incarnation in left or its < ours or (its == ours and connected))

@@ -1,4 +1,4 @@
-"""The snapshots of this host's ranks until they are saved: leased, digested, collected by step, handed over as a job."""
+"""The snapshots of this host's ranks until they are saved: leased, digested, collected by step, passed on as a job."""
 
 import logging
 from collections import defaultdict
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeasedSnapshot:
-    """A whole snapshot that cannot change until it is released. `digests` are None until they are known."""
+    """A whole snapshot that cannot change until it is released. `digests`: None until computed."""
 
     slot: Slot
     facts: SnapshotFacts
@@ -26,7 +26,6 @@ class LeasedSnapshot:
     digests: RankDigests | None = None
 
     def release(self) -> None:
-        """Let go of the slot."""
         self.slot.close()
 
 
@@ -34,10 +33,9 @@ known_layout = lru_cache(maxsize=64)(load_layout)  # files are planned once for 
 
 
 def lease(folder: str, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | None:
-    """The snapshot in a slot, held through a descriptor of its own; None if it is being written for longer than `wait_s`, or
-    the slot holds none that is whole.
+    """Lease the snapshot in a slot; None if it is being written for longer than `wait_s`, or the slot holds no whole one.
 
-    Raises: OSError if the slot cannot be opened; InvalidCheckpointError if its layout is not there.
+    Raises: OSError if the slot cannot be opened; InvalidCheckpointError if its layout is missing.
     """
     slot = Slot.hold(f"{folder}/{name}", wait_s=wait_s)
     if slot is None:
@@ -53,7 +51,7 @@ def lease(folder: str, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | No
 
 
 def with_digests(leased: LeasedSnapshot) -> LeasedSnapshot:
-    """The snapshot with its digests, which are stored beside it; without them where that does not work."""
+    """The snapshot with its digests, which are stored beside it; without them if that fails."""
     digests = None
     try:
         digests = load_digests(leased.slot.path, leased.facts)
@@ -63,7 +61,7 @@ def with_digests(leased: LeasedSnapshot) -> LeasedSnapshot:
     except OSError as error:
         logger.warning("cannot store the digests of %s: %s", leased.slot.path, error)
     except Exception:
-        # The edge of the thread. Digests are computed once more when it is written.
+        # The edge of the thread. The digests are computed again when the snapshot is written.
         logger.exception("%s cannot be digested", leased.slot.path)
     return replace(leased, digests=digests)
 
@@ -73,11 +71,11 @@ class SaveJob:
     """One step of this host's ranks that is to become durable."""
 
     snapshots: tuple[LeasedSnapshot, ...]  # in the order of their ranks
-    deadline: Deadline  # with other hosts
+    deadline: Deadline  # limit for the other hosts
 
     @property
     def first(self) -> SnapshotFacts:
-        """Of the first rank, which names this host among the others."""
+        """Facts of the first rank, which identifies this host to the others."""
         return self.snapshots[0].facts
 
     @property
@@ -100,52 +98,49 @@ class SaveJob:
 
 
 class Cause(StrEnum):
-    """Why a step could not be saved, as far as it tells what to do with the snapshots."""
+    """Why a step could not be saved, as far as it decides about the snapshots."""
 
-    PASSING = "passing"  # may pass while nobody trains: a store comes back, somebody makes room
-    REFUSED = "refused"  # storage does not take it, until a person mends that
-    OTHER = "other"  # the snapshots are of no use, or other hosts lack their part
+    PASSING = "passing"  # may pass without training: storage answers again, or its space is freed
+    REFUSED = "refused"  # storage does not accept it until a person mends the cause
+    OTHER = "other"  # the snapshots are unusable, or other hosts lack their part
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Pure."""
     if isinstance(error, TransientStorageError | StorageFullError):
         return Cause.PASSING
     known = isinstance(error, ElasticTrainError) and not isinstance(error, StorageError)
     return Cause.OTHER if known else Cause.REFUSED
 
 
-_SENT_AGAIN = 8  # steps whose outcome is sent to a worker that comes again
+_SENT_AGAIN = 8  # steps whose outcome is sent to a worker that reconnects
 
 
 @dataclass(slots=True)
 class IncarnationSaves:
-    """What one incarnation has to save: snapshots until all ranks of the host have theirs, and what became of each step."""
+    """What one incarnation has to save: incomplete steps, and the outcomes of the others."""
 
     host_ranks: HostRanks
+    # By step and rank: snapshots that are to become durable.
     waiting: dict[int, dict[int, LeasedSnapshot]] = field(default_factory=lambda: defaultdict(dict))
-    """By step and rank: snapshots that are to become durable."""
-
-    newest: dict[int, int] = field(default_factory=dict)  # by rank: the step of its newest whole snapshot
-    saved_step: int = -1  # the newest step that is in storage
+    newest: dict[int, int] = field(default_factory=dict)  # by rank: step of its newest whole snapshot
+    saved_step: int = -1  # the newest step in storage
     handed_over: set[int] = field(default_factory=set)  # steps that are being saved, or were
-    done_here: set[int] = field(default_factory=set)  # steps of which this host has done its part, and gets no more news
-    outcomes: dict[int, ToWorker] = field(default_factory=dict)
-    """By step: what was sent to the workers that were connected, for one that was not."""
+    done_here: set[int] = field(default_factory=set)  # steps whose part of this host is done; it gets no more news of them
+    outcomes: dict[int, ToWorker] = field(default_factory=dict)  # by step: sent to workers, kept for one that was away
 
     def release_all(self) -> None:
-        """Another incarnation has begun: what still waits for ranks of this one is given up."""
+        """Release snapshots that wait for other ranks: the next incarnation has begun."""
         for leased in (leased for ranks in self.waiting.values() for leased in ranks.values()):
             leased.release()
         self.waiting.clear()
 
     def is_wanted(self, facts: SnapshotFacts) -> bool:
-        """Whether a snapshot is to become durable, and neither waits, nor is being saved, nor is older than what is."""
+        """Whether a durable snapshot is new: not waiting, not being saved, and newer than the last saved step."""
         known = facts.rank in self.waiting.get(facts.step, {}) or facts.step in self.handed_over
         return facts.durable and not known and facts.step > self.saved_step
 
     def arrived(self, leased: LeasedSnapshot) -> tuple[LeasedSnapshot, ...]:
-        """A durable snapshot came; all of its step, if this was the last one that was missing."""
+        """Add a durable snapshot; returns all of its step if it is now complete."""
         of_step = self.waiting[leased.facts.step]
         of_step[leased.facts.rank] = leased
         if of_step.keys() >= set(self.host_ranks.ranks):
@@ -154,30 +149,30 @@ class IncarnationSaves:
         return ()
 
     def give_up(self, step: int) -> None:
-        """A step will not be complete."""
+        """Release the snapshots of a step that will not be complete."""
         for leased in self.waiting.pop(step, {}).values():
             leased.release()
 
     def overtaken(self) -> list[int]:
-        """Steps that wait, and that every rank of this host has passed: they will never be complete."""
+        """Waiting steps that every rank of this host has passed: they will never be complete."""
         if len(self.newest) < len(self.host_ranks.ranks):
             return []
         oldest = min(self.newest.values())
         return sorted(step for step in self.waiting if step < oldest)
 
     def announced(self, step: int) -> None:
-        """A step is to be saved, maybe once more: the attempt that this host has done its part of may have failed elsewhere."""
+        """Accept a step, maybe again: an attempt whose part of this host was done may have failed elsewhere."""
         self.outcomes.pop(step, None)
         if step in self.done_here:
             self.done_here.discard(step)
             self.handed_over.discard(step)
 
     def failed(self, step: int) -> None:
-        """It may come again: the last save of a run cannot wait for a later step."""
+        """Accept the step again: the last save of a run cannot wait for a later step."""
         self.handed_over.discard(step)
 
     def sent(self, step: int, outcome: ToWorker) -> None:
-        """What became of the step was sent to the workers that are connected."""
+        """Keep an outcome that was sent to the connected workers."""
         self.outcomes[step] = outcome
         for old in sorted(self.outcomes)[:-_SENT_AGAIN]:
             del self.outcomes[old]

@@ -1,4 +1,4 @@
-"""The process of a saver, as workers see it: how it is started and reached, and what it leaves in host memory."""
+"""The saver's process, from the workers' side: how it is started and reached, and what it leaves in host memory."""
 
 import fcntl
 import os
@@ -40,7 +40,7 @@ class SaverConfig:
     flush_s: float
     grace_s: float
     versions: dict[str, str]
-    key_env: str = ""  # the environment variable with the key that signs checkpoints; empty for none
+    key_env: str = ""  # environment variable with the key that signs checkpoints; empty: none
 
 
 def store_config(folder: str, config: SaverConfig) -> None:
@@ -58,7 +58,7 @@ def load_config(folder: str) -> SaverConfig:
 
 
 class SaverStarter:
-    """Starts savers for one folder, each when the one before it is gone."""
+    """Starts a saver for one folder whenever the last one has ended."""
 
     def __init__(self, folder: str, config: SaverConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
@@ -68,7 +68,7 @@ class SaverStarter:
         self._started: list[float] = []
 
     def start_if_gone(self) -> None:
-        """Start one, unless the last one that was started here lives. Raises: CheckpointError if they end again and again."""
+        """Start a saver, unless the one started here lives. Raises: CheckpointError after 3 starts within 60 s."""
         if self._child is not None and self._child.poll() is None:
             return
         now = self._clock()
@@ -90,16 +90,16 @@ class SaverStarter:
             )
 
     def wait_for_end(self, pid: int, *, timeout_s: float) -> None:
-        """Until the saver of that number, started here or elsewhere, has ended, or the time is over."""
+        """Wait until the saver with this pid, started here or elsewhere, has ended, for `timeout_s` at most."""
         with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             psutil.Process(pid).wait(timeout_s)
         if self._child is not None:
-            # Collected, or it would stay in the table of processes as long as this one lives.
+            # Reaped, or it would stay a zombie as long as this process lives.
             self._child.poll()
 
 
 def knock(folder: str) -> socket.socket:
-    """A connection to the saver of a folder. Raises: OSError if nobody answers."""
+    """Connect to the saver of a folder. Raises: OSError if none answers."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         through_folder(folder, connection.connect)
@@ -116,7 +116,7 @@ def peer_pid(connection: socket.socket) -> int:
 
 
 def through_folder(folder: str, use: Callable[[str], None]) -> None:
-    """Bind or connect the saver's socket. An address has at most 107 characters, however deep the folder lies."""
+    """Bind or connect the saver's socket. Socket addresses have at most 107 characters, so the path goes through /proc."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         use(f"/proc/self/fd/{descriptor}/{SOCKET_NAME}")
@@ -125,7 +125,7 @@ def through_folder(folder: str, use: Callable[[str], None]) -> None:
 
 
 def log_tail(folder: str) -> str:
-    """The last line that a saver wrote to its log, as the end of a sentence; empty if there is none."""
+    """Last line of the saver's log, as the end of a sentence; empty if there is none."""
     with suppress(OSError), open(f"{folder}/{LOG_NAME}", "rb") as log:  # noqa: PTH123
         lines = log.read()[-2000:].decode(errors="replace").strip().splitlines()
         if lines:
@@ -134,7 +134,7 @@ def log_tail(folder: str) -> str:
 
 
 def clear_if_abandoned(folder: str) -> bool:
-    """Remove everything of a run that no saver keeps; whether it was so."""
+    """Clear a run's folder if no saver holds its lock; returns whether it was cleared."""
     try:
         descriptor = os.open(f"{folder}/{LOCK_NAME}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -144,7 +144,7 @@ def clear_if_abandoned(folder: str) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # With the lock held: a saver that starts now waits, and finds that its lock is gone.
+        # With the lock held: a saver that starts now waits, and then finds its lock deleted.
         clear_folder(folder, last=LOCK_NAME)
     except BlockingIOError:
         return False

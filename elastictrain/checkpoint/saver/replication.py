@@ -1,4 +1,4 @@
-"""The saver's part in the peer tier: it serves its snapshots to other hosts, keeps theirs, and sends its own to one."""
+"""The saver's part in the peer tier: serves its snapshots to other hosts, keeps theirs, and sends its own to one of them."""
 
 import logging
 from collections.abc import Callable
@@ -18,13 +18,13 @@ _CLOSE_S = 2.0
 
 
 class ReplicaService:
-    """Everything between this host and others; used by the saver's own thread alone."""
+    """All traffic between this host and others; used by the saver's own thread alone."""
 
     def __init__(
         self, folder: str, run: str, *, record: Callable[[str, Event], None], ended: Callable[[str, int, bool], None]
     ) -> None:
-        """`record` takes the incarnation that an event belongs to. `ended`: incarnation and step that are no longer being sent,
-        and whether they arrived. Both are called from other threads, too."""
+        """`record` takes the event's incarnation first. `ended` takes incarnation and step of an ended transfer, and whether it
+        arrived. Other threads call both."""
         self._folder = folder
         self._run = run
         self._record = record
@@ -33,11 +33,10 @@ class ReplicaService:
         self._address = ""
         self._roster: SaverRoster | None = None
         self._replicator: Replicator | None = None
-        self.pacer = Pacer()
-        """Knows what does not slow training down on this network; what it has found out is not found out again."""
+        self.pacer = Pacer()  # measures what does not slow training down on this network; kept, so that it is measured once
 
     def listen(self, address: str, *, port: int) -> int:
-        """Serve at an address of this host, if possible at the port that others know; 0 if there are no others, or none can."""
+        """Listen on this address, if possible on `port`, which others know; returns the port, 0 if there is none."""
         if not address:
             return 0
         if self._server is not None and self._address == address:
@@ -56,7 +55,7 @@ class ReplicaService:
         return 0
 
     def set_roster(self, roster: SaverRoster) -> None:
-        """Learn who the others are."""
+        """Set the list of all savers."""
         self._stop_sending()
         self.pacer.forget_steps()
         self._roster = roster
@@ -66,8 +65,7 @@ class ReplicaService:
             self._server.replicas.set_kept(rank for source in sources for rank in source.ranks)
 
     def send(self, step: int | None, *, incarnation: str, unpaced: bool = False) -> None:
-        """Send the snapshots that this host's ranks have of a step, and no older ones; None: send no more. `unpaced`: nobody
-        trains who could be slowed down."""
+        """Send this host's snapshots of a step, and none older; None: stop. `unpaced`: no training could be slowed down."""
         if step is None:
             self._stop_sending()
             return
@@ -108,7 +106,7 @@ class ReplicaService:
         return replicator
 
     def step_took(self, seconds: float) -> None:
-        """How long training took for a step: replicas must not slow it down."""
+        """Report the duration of a training step: replicas must not slow it down."""
         if self._replicator is not None:
             self._replicator.step_took(seconds)
         else:
@@ -120,7 +118,6 @@ class ReplicaService:
             self._server.replicas.drop_others()
 
     def close(self) -> None:
-        """Hang up everywhere."""
         self._stop_sending()
         if self._server is not None:
             self._server.close(_CLOSE_S)

@@ -1,4 +1,4 @@
-"""The saver at work: what it does when a worker sends something, when something is written, and when all are gone."""
+"""The saver's main loop: reacts to worker messages, finished writes, and the end of the workers."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ _TURN_S = 0.5
 
 
 class SaverService:
-    """Keeps the snapshots of one run on one host. Its thread is the one that calls `run`; others only leave tasks for it."""
+    """Saves the snapshots of one run on one host. State belongs to the thread that calls `run`; others queue tasks for it."""
 
     def __init__(
         self,
@@ -46,30 +46,26 @@ class SaverService:
         clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
-        """`signing` signs checkpoints; it is the key that `config` names, and only workers with the same one are served."""
+        """`signing`: the key that `config` names; it signs checkpoints, and only workers with the same key are served."""
         self._proof = proof_of(signing)
         self._folder = folder
         self._config = config
         self._store = store
         self._clock = clock
         self._began_s = clock()
-        self._saves: IncarnationSaves | None = None
-        """Of the present incarnation."""
+        self._saves: IncarnationSaves | None = None  # of the present incarnation
         self._event_logs = SaverEventLogs(store, config)
         self._workers = WorkerConnections(folder, on_message=self._on_message, on_gone=self._on_gone)
         self._tasks: deque[Callable[[], None]] = deque()
         self._digest_thread = ThreadPoolExecutor(1, thread_name_prefix="digest")
         self._num_digesting = 0
-        self._left: set[str] = set()
-        """Incarnations that others have followed."""
+        self._left: set[str] = set()  # incarnations that others have followed
         self._ever = self._finished = False
-        self._lost = False
-        """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
+        self._lost = False  # whether the present group is broken: other hosts may have ended, too
         self._final_save = FinalSaveLoop(store, config, folder, begin=self._begin, later=self._later, clock=clock)
         self._slow = SlowSaves()
         self._missing: dict[int, WorkerConnection] = {}
-        self._jobs: set[SaveJob] = set()
-        """Those that still need their snapshots."""
+        self._jobs: set[SaveJob] = set()  # those that still need their snapshots
         self._writer = SnapshotWriter(
             store,
             config,
@@ -89,7 +85,7 @@ class SaverService:
         return self._saves.host_ranks.incarnation if self._saves is not None else ""
 
     def run(self) -> None:
-        """Until nobody needs a saver any more; then nothing of the run is left in host memory."""
+        """Run until no saver is needed; then nothing of the run is left in host memory."""
         self._writer.start()
         while True:
             self._workers.turn(_TURN_S)
@@ -119,9 +115,9 @@ class SaverService:
         self._digest_thread.shutdown(wait=False, cancel_futures=True)
 
     def _nobody_comes(self) -> bool:
-        """Whether it is still to leave after a last look: a worker that came in the meantime needs what is here."""
+        """Whether the saver may leave after a last look: a worker that has connected meanwhile needs it."""
         for _ in range(2):
-            # One to let it in, one to receive its hello.
+            # One turn to accept the connection, one to receive its hello.
             self._workers.turn(0.0)
         return decide(self._life()) == "leave"
 
@@ -139,7 +135,7 @@ class SaverService:
         )
 
     def _answer_flush_requests(self, life: SaverClients) -> None:
-        """A launcher waits for nothing any more; for what storage refuses it waits, since that is tried again."""
+        """Answer launchers once nothing is left to write; refused snapshots are tried again, so they are waited for."""
         if life.saving or not life.flushed or life.unsaved:
             return
         for one in self._workers.asking:
@@ -162,7 +158,7 @@ class SaverService:
             case _ if one.rank >= 0 and one.incarnation == self._incarnation and self._saves is not None:
                 self._on_worker_message(one, message, self._saves)
             case messages.RunFinished():
-                # Of the past: what the present incarnation has is still wanted.
+                # Of a past incarnation: snapshots of the present one are still needed.
                 pass
             case _:
                 raise MalformedError("the sender is no worker of the present incarnation")
@@ -195,7 +191,7 @@ class SaverService:
             self._lost = False
             if self._saves is not None:
                 self._saves.release_all()
-            # It may go on from an older step than the one before it has saved.
+            # It may resume from an older step than the last one that its predecessor saved.
             self._saves = IncarnationSaves(hello.host_ranks)
             self._event_logs.move_to(hello.host_ranks)
         one.rank, one.incarnation = hello.rank, hello.incarnation
@@ -208,14 +204,14 @@ class SaverService:
         for outcome in list(self._saves.outcomes.values()):
             # It may have been sent while this worker was not connected.
             self._workers.send(one, outcome)
-        # After a saver was killed its successor finds out from the slots what workers told the one before it.
+        # The successor of a killed saver learns from the slots what workers announced to its predecessor.
         self._take_all(hello.rank)
 
     def _on_snapshot(self, one: WorkerConnection, message: messages.SnapshotTaken, saves: IncarnationSaves) -> None:
         if message.durable:
             saves.announced(message.step)
         error = self._take(one.rank, message.slot, message.step)
-        # Also of one that is of no use: its worker waits for this before it uses the slot again.
+        # Also if the snapshot is unusable: its worker waits for this before it uses the slot again.
         self._workers.send(one, messages.SnapshotSeen(message.slot, message.step))
         if error:
             logger.warning("%s", error)
@@ -225,16 +221,16 @@ class SaverService:
     def _on_gone(self, one: WorkerConnection) -> None:
         if one.incarnation != self._incarnation:
             return
-        # The last thing that it did may have been a snapshot.
+        # Its last act may have been a snapshot.
         self._take_all(one.rank)
         here = any(other.rank == one.rank and other.incarnation == one.incarnation for other in self._workers.connections)
         if not one.said_goodbye and not here:
-            # It may have hung up only: then it comes again.
+            # It may only have disconnected: then it connects again.
             self._missing[one.rank] = one
             self._workers.when_ended(one.pid, lambda: self._on_ended(one))
 
     def _on_ended(self, one: WorkerConnection) -> None:
-        """The process of a worker that hung up without goodbye is gone."""
+        """The process of a worker that disconnected without a goodbye has ended."""
         if self._missing.get(one.rank) is one:
             del self._missing[one.rank]
             self._lost = True
@@ -249,7 +245,7 @@ class SaverService:
             self._take(rank, names[slot].index, None)
 
     def _take(self, rank: int, index: int, step: int | None) -> str:
-        """Lease a snapshot, and have it digested to see what is to be done with it; returns why it cannot be used, if so."""
+        """Lease a snapshot and have it digested; returns why it is unusable, empty if it is usable."""
         name = str(SlotName("own", rank, index))
         try:
             leased = lease(self._folder, name)
@@ -271,7 +267,7 @@ class SaverService:
         return ""
 
     def _give_up(self, step: int, error: str, saves: IncarnationSaves) -> None:
-        """A step cannot become durable: the workers that wait for it are told, and what of it is here is released."""
+        """Fail a step that cannot become durable: notify its workers and the leader, and release its snapshots."""
         saves.give_up(step)
         self._send_outcome(SaveFailure(step, error), saves)
         host_ranks = saves.host_ranks
@@ -280,7 +276,7 @@ class SaverService:
             self._writer.begin(RefusedSave(host_ranks.incarnation, step, min(host_ranks.ranks), error, deadline))
 
     def _send_outcome(self, outcome: Saved | SaveFailure | messages.SlotsReleased, saves: IncarnationSaves) -> None:
-        """What became of a step; a worker that is not connected now gets it when it comes again."""
+        """Send a step's outcome to all workers, and keep it for one that is not connected now."""
         saves.sent(outcome.step, outcome)
         self._workers.send_all(outcome)
 
@@ -301,8 +297,8 @@ class SaverService:
             self._give_up(step, "a rank has no snapshot of this step", saves)
 
     def _on_outcome(self, job: SaveJob, outcome: SaveOutcome, cause: Cause) -> None:
-        """The writer needs the snapshots of a job no more, and maybe it knows what has become of the step."""
-        # The next incarnation may come to the same step.
+        """Handle a report of the writer: it has released a job's snapshots, or knows the outcome of the step."""
+        # The next incarnation may reach the same step.
         saves = self._saves if job.incarnation == self._incarnation else None
         if job in self._jobs:
             self._release(job, saves)
@@ -325,7 +321,7 @@ class SaverService:
         if saves is not None and job.leader:
             self._workers.send_all(released)
         elif saves is not None:
-            # Only the leader learns what became of the step: for the ranks of other hosts it ends here.
+            # Only the leader learns the outcome of the step: for the ranks of other hosts it ends here.
             saves.done_here.add(job.step)
             self._send_outcome(released, saves)
 
@@ -334,7 +330,7 @@ class SaverService:
             self._workers.send_all(messages.ReplicasSent(step, whole))
 
     def _drop_old(self, rank: int, slots: int, saves: IncarnationSaves) -> None:
-        """All ranks have a whole snapshot of this incarnation: what older ones left is of no use. Each rank tells its slots."""
+        """Delete slots of older incarnations: all ranks have a whole snapshot of this one. Each rank lists its slots."""
         for name in slot_names(self._folder):
             unused = name.rank == rank and not slots >> name.index & 1
             if name.kind == "own" and (unused or name.rank not in saves.host_ranks.ranks):

@@ -28,14 +28,12 @@ from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # how often it is looked whether the leader has begun a step that this host has refused
+LOOK_S = 1.0  # seconds between checks whether the leader has begun a refused step
 STREAMS = 8  # files that are written at once
 SaveOutcome: TypeAlias = SlotsReleased | Saved | SaveFailure
 
 
 class SnapshotWriter:
-    """Carries out jobs."""
-
     def __init__(
         self,
         store: Store,
@@ -46,9 +44,8 @@ class SnapshotWriter:
         clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
-        """`record` takes the incarnation that an event belongs to; `report` takes what becomes of a job: its snapshots are not
-        needed any more, it is saved, or it has failed for that cause. Both are called in the writer's thread. `signing` signs
-        what is saved."""
+        """`record` takes the event's incarnation first; `report` takes a job's outcome: snapshots released, saved, or failed
+        for that cause. Both run in the writer's thread. `signing` signs what is saved."""
         self._signing = signing
         self._store = store
         self._run_folder = RunFolder(store)
@@ -60,46 +57,40 @@ class SnapshotWriter:
         self._jobs: queue.Queue[SaveJob | RefusedSave | None] = queue.Queue()
         self._current: tuple[SaveJob, float] | None = None
         self._lock = threading.Lock()
-        self._unfinished: list[SaveJob | RefusedSave] = []
-        """Guarded by the lock."""
-
+        self._unfinished: list[SaveJob | RefusedSave] = []  # guarded by the lock
+        # Refused steps and when they were refused, by incarnation and step: several ranks may lack one.
         self._refused: dict[tuple[str, int], tuple[RefusedSave, float]] = {}
-        """Steps that this host has refused and when, by incarnation and step: several ranks may lack one."""
-
-        self._over: set[str] = set()
-        """Attempts of several hosts that have failed, or that this host has done its part of."""
-
+        self._over: set[str] = set()  # multi-host attempts that have failed, or whose part of this host is done
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
 
     def start(self) -> None:
-        """Begin to wait for jobs."""
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """Whether a job is waiting or being carried out."""
+        """Whether a job is waiting or running."""
         return bool(self._unfinished)
 
     @property
     def under_way(self) -> tuple[SaveJob, float] | None:
-        """The job that is being carried out, and for how many seconds."""
+        """The running job, and for how many seconds it has run."""
         current = self._current
         return (current[0], self._clock() - current[1]) if current is not None else None
 
     def begin(self, job: SaveJob | RefusedSave) -> None:
-        """Carry out a job when its turn comes."""
+        """Queue a job."""
         with self._lock:
             self._unfinished.append(job)
         self._jobs.put(job)
 
     def shorten_deadline(self) -> None:
-        """The group that took the snapshots is gone: do not wait long for other hosts, in none of the jobs that are begun."""
+        """Shorten the wait for other hosts in all jobs: the training group has ended."""
         with self._lock:
             for job in [*self._unfinished, *(refused for refused, _ in list(self._refused.values()))]:
                 job.deadline.shorten()
 
     def close(self) -> None:
-        """End when everything that was begun is done."""
+        """Complete all queued jobs, then end."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -120,7 +111,7 @@ class SnapshotWriter:
                     self._current = (job, self._clock())
                     self._carry_out(job)
             except Exception as error:
-                # The edge of the thread: whatever it is, the run goes on and the next save is tried.
+                # The edge of the thread: training continues after any error, and the next save is tried.
                 if not isinstance(error, ElasticTrainError):
                     logger.exception("step %d could not be saved", job.step)
                 if isinstance(job, SaveJob):
@@ -147,7 +138,7 @@ class SnapshotWriter:
         try:
             self._take_part(job, protocol)
         except BaseException as error:
-            # The leader deletes: it may have been told that these files are written, and commit them.
+            # The leader deletes the files: it may have read that they are written, and commit them.
             protocol.refuse(_reason(error), over=self._over)
             raise
         finally:
@@ -158,14 +149,14 @@ class SnapshotWriter:
         self._check_run()
         if self._saved_before(job, list_checkpoints(self._store)) is not None:
             return
-        # The leader may wait in an older step for a part that does not come.
+        # The leader may be waiting, in an older step, for a part that does not come.
         folder = protocol.wait_for_prepared(job.deadline, over=self._over, meanwhile=self._report_refused)
         parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
         self._tell(job, SlotsReleased(job.step))
         protocol.acknowledge(parts)
 
     def _save(self, job: SaveJob, protocol: CommitProtocol) -> None:
-        """Write this host's files, wait for those of the others, and commit."""
+        """Write this host's files, wait for the other hosts' files, and commit."""
         began = self._clock()
         self._check_run()
         listing = list_checkpoints(self._store)
@@ -205,7 +196,7 @@ class SnapshotWriter:
         self._tidy(job, folder, manifest, listing, protocol)
 
     def _tidy(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing, protocol: CommitProtocol) -> None:
-        """It is committed: remove what is of no use any more."""
+        """After a commit: delete what is obsolete."""
         self._committer.tidy(
             folder, manifest, listing=listing, time_s=time.time(), record=lambda event: self._record(job.incarnation, event)
         )
@@ -216,18 +207,18 @@ class SnapshotWriter:
         self._report(job, outcome, Cause.OTHER)
 
     def _check_run(self) -> None:
-        """A write would make the folder of a run again that somebody has deleted."""
+        """A write would recreate the folder of a run that was deleted."""
         if not self._run_folder.is_there():
             raise CheckpointError(f"{self._store.url} was deleted")
 
     def _saved_before(self, job: SaveJob, listing: Listing) -> tuple[str, Manifest] | None:
-        """The checkpoint and its manifest, if a saver that was killed has committed this very save or a later one."""
+        """A checkpoint that a killed saver committed from this very save or a later one, and its manifest."""
         for folder in listing.folders:
             if folder.step >= job.step and folder.has_manifest and not folder.quarantined:
                 try:
                     manifest = read_manifest(self._store, folder.name, signing=self._signing)
                 except UntrustedCheckpointError:
-                    # Not by a saver of this run.
+                    # Not written by a saver of this run.
                     continue
                 if manifest is not None and manifest.incarnation == job.incarnation:
                     self._tell(job, Saved(job.step, folder.name, manifest.size_bytes))
@@ -248,9 +239,9 @@ class SnapshotWriter:
 
 
 def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool) -> list[RankPart]:
-    """All files of this host's ranks, durable, their bytes the ones that were digested when they came.
+    """Write all files of this host's ranks durably; their bytes must match the digests taken on arrival.
 
-    Raises: StorageError; InvalidCheckpointError if host memory is not what it was.
+    Raises: StorageError; InvalidCheckpointError if host memory has changed.
     """
     tasks: list[tuple[LeasedSnapshot, int]] = [
         (leased, index) for leased in job.snapshots for index in range(len(leased.layout.template))
