@@ -132,7 +132,6 @@ def _sample_text(store: Store, index: TokenIndex, *, sample: int, seq_len: int) 
 
 @contextmanager
 def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -20,7 +20,7 @@ _NAME = re.compile(r"(?P<incarnation>.+)-r(?P<rank>\d{5,})(\.part-\d+)?\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one rank of one incarnation consumed at `step` (optimizer steps committed, from 1)."""
+    """The samples that one rank of one incarnation consumed at `step` (optimizer steps committed, from 1)."""
 
     incarnation: str
     rank: int
@@ -39,8 +39,6 @@ def ledger_key(*, incarnation: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Appends one line per step of one rank."""
-
     log: AppendLog
 
     def record(self, step: int, *, consumed: Sequence[tuple[Portion, Sequence[int]]]) -> None:

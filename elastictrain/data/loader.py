@@ -145,7 +145,6 @@ class Loader:
 
 
 def read_batch(dataset: Dataset, sample_ids: Sequence[int]) -> Batch:
-    """Stack the samples, name by name."""
     try:
         samples = [dataset[sample_id] for sample_id in sample_ids]
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

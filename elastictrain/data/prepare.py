@@ -58,9 +58,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class PlanProgress:
-    """What is finished of the work with digest `plan`."""
-
-    plan: str
+    plan: str  # `plan_digest` of the work
     shards: tuple[Shard, ...]
     position: Position
 
@@ -245,7 +243,6 @@ class _TokenStream:
         return False
 
     def take(self, count: int) -> npt.NDArray[np.uint32]:
-        """The next tokens, at most `count`."""
         taken = self._tokens[self.position.token : self.position.token + count]
         self.position = replace(self.position, token=self.position.token + len(taken))
         return taken

@@ -55,8 +55,6 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
-
     def __init__(self, model: "HuggingFaceModel", *, file: bytes, description: TokenizerDescription) -> None:
         self._model = model
         self.file = file
@@ -68,7 +66,6 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text, special tokens included."""
         text: str = self._model.decode(list(tokens), skip_special_tokens=False)
         return text
 

@@ -145,7 +145,6 @@ def is_there(process: Process, *, proc: Path = PROC) -> bool:
 
 
 def encode(processes: Iterable[Process]) -> str:
-    """The value of an environment variable."""
     return ",".join(f"{one.pid}:{one.started}" for one in processes)
 
 

@@ -70,8 +70,6 @@ def elect_reporter(
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """How one worker ended."""
-
     rank: int  # `NO_RANK` for the process that workers are forked from
     exit_code: int
     phase: str
@@ -143,8 +141,6 @@ def leave_text(path: Path, text: str, *, only_if_none: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExitClassification:
-    """How an exception ends a process."""
-
     exit_code: int
     sentence: str
     show_stack: bool

@@ -18,7 +18,6 @@ from elastictrain.storage.private import clear_folder, sweep_folders
 
 
 def main(folder: str, facts: MonitoredHost) -> NoReturn:
-    """Watch until no worker is left."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     # It ends with its last worker, whatever signal it or a worker receives.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):

@@ -98,7 +98,6 @@ class HangDiagnosis:
         )
 
     def event(self, text: str, *, stacks: str | None) -> Hang:
-        """The event of this hang; `stacks` is the key of its stacks."""
         first = (self.guilty or self.waiting)[0]
         return Hang(
             guilty=tuple(one.name for one in self.guilty),
@@ -145,7 +144,6 @@ def diagnose(statuses: Sequence[RankStatus], *, frozen_s: float) -> HangDiagnosi
 
 
 def paragraph(found: HangDiagnosis) -> str:
-    """Describe a hang in sentences."""
     if not found.guilty:
         where = _places(found.waiting)
         return (

@@ -42,8 +42,8 @@ class Heartbeat:
 class HeartbeatStore:
     """Heartbeats through the shared store, written by a thread.
 
-    A connection that is blocked in a wait blocks all its users, so the store is cloned twice: for writing, so that other ranks
-    hear of this one whatever it reads, and for reading.
+    A connection that is blocked in a wait blocks all its users, so the store is cloned twice: for writing, so that a
+    blocked read delays no heartbeat, and for reading.
     """
 
     store: InitVar[dist.Store]
@@ -74,7 +74,6 @@ class HeartbeatStore:
         self._thread.join(timeout=2 * _READ_TIMEOUT.total_seconds())
 
     def own_status(self, mark: ProgressMark) -> RankStatus:
-        """This rank's status, as the others see it."""
         silent_s = max(0.0, self.stopwatch() - mark.since_s)
         return RankStatus(self.rank, self.hosts[self.rank], mark, silent_s, bound_s(mark, self.options), entered=self.entered)
 

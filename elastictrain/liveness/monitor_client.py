@@ -25,8 +25,6 @@ _MEMORY = "/dev/shm"  # noqa: S108  # only a private folder in it is used
 
 @dataclass(frozen=True, slots=True)
 class MonitoredHost:
-    """What the monitor of a host needs to know of a generation."""
-
     generation: str
     host: str
     ranks: tuple[int, ...]

@@ -81,7 +81,6 @@ class ProgressTracker:
         self._replace(ProgressMark(phase, step, micro_batch, now_s, self._first_step_done, self._longest_s, self._usual_s))
 
     def first_step_done(self) -> None:
-        """From now on the tight bounds apply."""
         self._first_step_done = True
 
     def compiling(self, *, begins: bool) -> None:

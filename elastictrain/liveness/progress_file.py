@@ -88,7 +88,6 @@ class ProgressFile:
             self._map[_ENDING_AT] = 1
 
     def close(self) -> None:
-        """Stop writing and delete the file."""
         with suppress(OSError):
             os.unlink(self.path)  # noqa: PTH108
         self._map.close()

@@ -228,7 +228,6 @@ class RankMonitor:
 
 
 def describe(decisions: Sequence[KillDecision], waiting: Sequence[RankProgress], *, host: str) -> str:
-    """Sentences that name the ranks to end, and why."""
     text = "; ".join(f"rank {one.seen.marks.rank} on {host} {one}" for one in decisions)
     if any(one.hangs for one in decisions):
         text = f"hang: {text}"

@@ -39,7 +39,7 @@ class StrangerError(ChannelError):
 
 
 class Channel:
-    """One TCP connection; owned by one thread at a time. Every wait has a limit in seconds."""
+    """One TCP connection; owned by one thread at a time. Every wait has a limit in seconds. Methods raise ChannelError."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -90,7 +90,6 @@ class Channel:
             raise _broken(error) from error
 
     def send_json(self, value: Mapping[str, object], *, limit_s: float) -> None:
-        """Raises: ChannelError."""
         body = json.dumps(value, separators=(",", ":")).encode()
         if len(body) > MOST_JSON_BYTES:
             raise ChannelError(f"a message must have at most {MOST_JSON_BYTES} bytes, but has {len(body)}")

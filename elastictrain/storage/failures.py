@@ -166,7 +166,6 @@ def storage_error(fault: Fault, *, action: str, url: str, reason: str) -> Storag
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for messages."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__

@@ -229,7 +229,6 @@ class LocalStore:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int]]:
-        """Descriptor and size of the file."""
         with self._place(key) as place:
             descriptor = place.open(os.O_RDONLY, follow=self._follow_links)
         try:
