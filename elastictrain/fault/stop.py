@@ -102,9 +102,7 @@ class StopListener:
 
     clock: Callable[[], float] = time.monotonic
     _: KW_ONLY
-    notice_s: float | None = (
-        None  # from a signal to the end of this process, if `stop_file` gives no time; None: it is not ended
-    )
+    notice_s: float | None = None  # from a signal to this process's end, if `stop_file` gives no time; None: it is not ended
     stop_file: str | None = None
     wall: Callable[[], float] = time.time  # unix seconds
     request: StopRequest | None = field(default=None, init=False)  # any thread may read it; replaced whole
