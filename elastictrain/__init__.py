@@ -1,3 +1,3 @@
-"""A PyTorch training run that keeps going on machines that keep going away."""
+"""Fault-tolerant PyTorch training on preemptible machines."""
 
 from elastictrain.version import __version__ as __version__

@@ -9,15 +9,13 @@ from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_OK, EXIT_USAGE
 from elastictrain.version import __version__
 
-COMMANDS = {
+COMMANDS = {  # command -> the module whose `main(argv) -> int` runs it, and its summary
     "run": ("elastictrain.run", "train: under torchrun a worker of the group, otherwise a world of one"),
     "launch": ("elastictrain.launch.__main__", "one per host: train, start again after failures, shrink and grow"),
     "data": ("elastictrain.data.__main__", "prepare text into token files, and inspect them"),
     "preflight": ("elastictrain.preflight.__main__", "check this host, or under torchrun all hosts and their links"),
     "checkpoint": ("elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),
 }
-"""Command -> the module whose `main(argv) -> int` runs it, and what it does."""
-
 _USAGE = """\
 usage: elastictrain COMMAND ...
        elastictrain --help | --version
@@ -36,7 +34,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that `argv` (default: this process's arguments) names, and returns its exit code."""
+    """Run the command in `argv` (default: this process's arguments); returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     first = arguments[0] if arguments else None
     if first in ("-h", "--help"):

@@ -1,7 +1,7 @@
 """JSON from storage, files and peers, parsed within bounds.
 
-`json.loads` takes what no writer of this project makes: a number of 5,000 digits, `NaN`, 200,000 nested brackets, two values
-under one key. Each is refused here before any caller computes with it.
+`json.loads` accepts what no writer of this project produces: a number of 5,000 digits, `NaN`, 200,000 nested brackets,
+duplicate keys. Each is refused here before any caller computes with it.
 """
 
 import json
@@ -18,12 +18,12 @@ import msgspec
 
 T = TypeVar("T")
 
-_INTEGER_DIGITS = 20  # enough for every integer of 64 bits with its sign
+_INTEGER_DIGITS = 20  # enough for every 64-bit integer with its sign
 _LONG_DIGITS = re.compile(r"[0-9]{20}")
 
+# msgspec caches what it derives from a class at first use. Two threads that do so at once crash the process, since one reads
+# the other's partial entry (msgspec 0.22).
 _KINDS_LOCK = threading.Lock()
-"""msgspec notes what it finds out about a class when it first meets it. Two threads that do so at once end the process, since
-one sees what the other has noted in part (msgspec 0.22)."""
 
 _known_kinds: set[object] = set()
 os.register_at_fork(before=_KINDS_LOCK.acquire, after_in_parent=_KINDS_LOCK.release, after_in_child=_KINDS_LOCK.release)
@@ -35,22 +35,20 @@ class MalformedJsonError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """How much one document may hold. Brackets, commas and colons count as values: Python needs up to 100 bytes for each."""
+    """Limits of one document. Brackets, commas and colons count as values: Python needs up to 100 bytes for each."""
 
     max_bytes: int
     max_values: int
     max_depth: int = 32
 
 
-RECORD = JsonLimits(max_bytes=1 << 20, max_values=1 << 18)
-"""For a mark, a line of a log, an order, the record of one host or one start."""
-
+RECORD = JsonLimits(max_bytes=1 << 20, max_values=1 << 18)  # for a mark, a line of a log, an order, a record
+# For what grows with the number of tensors and ranks: manifests, layouts, digests, headers of shard files.
 DOCUMENT = JsonLimits(max_bytes=256 << 20, max_values=16 << 20)
-"""For what grows with the number of tensors and ranks: manifests, layouts, digests, headers of shard files."""
 
 
 def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits = RECORD) -> Any:
-    """The value in `data`: finite numbers, integers of 64 bits, each key of an object once. Raises: MalformedJsonError."""
+    """Parse `data`: finite numbers, 64-bit integers, each key of an object once. Raises: MalformedJsonError."""
     raw = data.encode("utf-8", errors="surrogatepass") if isinstance(data, str) else bytes(data)
     if (problem := excess(raw, limits=limits)) is not None:
         raise MalformedJsonError(problem)
@@ -62,7 +60,7 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
         value = json.loads(
             text,
             object_pairs_hook=_object,
-            # Called for each number, so only where one may be too long; a digest in hexadecimal can look like one.
+            # Called for each number, so only where one may be too long; a hexadecimal digest can look like one.
             parse_int=_integer if _LONG_DIGITS.search(text) else None,
             parse_float=_number,
             parse_constant=_refuse_constant,
@@ -75,7 +73,7 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
         raise MalformedJsonError(f"must be JSON, but is cut short or garbled: {error}") from error
     _check_depth(value, limits)
     if "\\u" in text:
-        # Half of a surrogate pair is no text: whoever prints or stores it later would fail.
+        # Half of a surrogate pair is no valid text: printing or storing it later would fail.
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -85,16 +83,16 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
 
 
 def parse_record(data: bytes | bytearray | memoryview | str, kind: type[T], *, limits: JsonLimits = RECORD) -> T:
-    """The value in `data` as `kind`: a dataclass, or any type built from them, whose fields must have exactly their types.
+    """Parse `data` as `kind`: a dataclass, or any type built from dataclasses, whose fields must have exactly their types.
 
-    A key that `kind` does not know is ignored. Constraints are `Annotated[int, msgspec.Meta(ge=0)]` or a `ValueError` in
-    `__post_init__`. Raises: MalformedJsonError naming the place of the first wrong field.
+    Unknown keys are ignored. Constraints are `Annotated[int, msgspec.Meta(ge=0)]` or a `ValueError` in `__post_init__`.
+    Raises: MalformedJsonError naming the place of the first wrong field.
     """
     return as_record(parse_json(data, limits=limits), kind)
 
 
 def as_record(value: object, kind: type[T]) -> T:
-    """The same for what was parsed before. Raises: MalformedJsonError."""
+    """As `parse_record`, for a value that is parsed already. Raises: MalformedJsonError."""
     if kind not in _known_kinds:
         with _KINDS_LOCK:
             msgspec.json.Decoder(kind)
@@ -106,12 +104,12 @@ def as_record(value: object, kind: type[T]) -> T:
 
 
 def encode_record(value: object) -> bytes:
-    """Compact JSON of a dataclass or of what is built from them. Raises: ValueError for a number that is not finite."""
+    """Compact JSON of dataclasses and values built from them. Raises: ValueError for a number that is not finite."""
     return json.dumps(msgspec.to_builtins(value, enc_hook=_plain), separators=(",", ":"), allow_nan=False).encode()
 
 
 def excess(raw: bytes, *, limits: JsonLimits) -> str | None:
-    """What there is too much of in a document, without parsing it; None if it is within its limits."""
+    """Which limit a document exceeds, found without parsing it; None if it exceeds none."""
     if len(raw) > limits.max_bytes:
         return f"must have at most {limits.max_bytes} bytes, but has {len(raw)}"
     count = sum(raw.count(sign) for sign in (b"[", b"{", b",", b":"))
@@ -121,7 +119,7 @@ def excess(raw: bytes, *, limits: JsonLimits) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """msgspec takes no subclasses, such as torch's version, which is a text, or the floats of numpy."""
+    """msgspec refuses subclasses, such as torch's version, a str, or numpy's floats."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)

@@ -1,7 +1,7 @@
-"""What is mounted where, and what control groups allow this process: CPUs, memory, processes, in versions 1, 2 or both.
+"""Mounts, and the limits of control groups for this process: CPUs, memory, processes; versions 1, 2 or both.
 
-A limit may be set on any level, and a child never has more than its parents: so the tightest of all levels that can be seen
-counts. Inside a container the levels above it cannot be seen, nor the path that /proc names.
+A limit may be set on any level, and a child never has more than its parents, so the tightest of all visible levels counts.
+Inside a container neither the levels above it nor the path in /proc are visible.
 
 Source: proc_pid_mountinfo(5); cgroups(7); admin-guide/cgroup-v1 (memory, cpu) and admin-guide/cgroup-v2 of the kernel.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 
 _HERE = Path("/")
 _DEFAULT_POINT = "/sys/fs/cgroup"
-_UNLIMITED_BYTES = 1 << 60  # version 1 says "no limit" as the largest multiple of a page that fits 63 bits
+_UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page that fits 63 bits
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mount. `root` is the folder of its file system that is seen at `point`; `options` are those of the file system."""
+    """One mount. `root`: folder of its file system that is visible at `point`; `options`: those of the file system."""
 
     root: str
     point: str
@@ -29,7 +29,7 @@ class Mount:
 
 
 def read_mounts(root: Path = _HERE) -> list[Mount]:
-    """All mounts that this process sees, in order; none if the kernel does not tell. Lines that make no sense are left out."""
+    """All mounts that this process sees, in order; empty if the kernel does not list them. Malformed lines are skipped."""
     found = []
     for line in _text(root, "proc/self/mountinfo").splitlines():
         fields, separator, behind = line.partition(" - ")
@@ -41,20 +41,20 @@ def read_mounts(root: Path = _HERE) -> list[Mount]:
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """The mount on which an absolute path lies; of several at one point the last one hides the others."""
+    """The mount of an absolute path; of several at one point the last one hides the others."""
     points = [(mount.point.rstrip("/"), mount) for mount in reversed(mounts)]
     fitting = [(len(point), mount) for point, mount in points if path == point or path.startswith(f"{point}/")]
     return max(fitting, key=lambda one: one[0], default=(0, None))[1]
 
 
 def _plain(text: str) -> str:
-    """The kernel writes space, tab, newline and backslash as octal numbers."""
+    """Decode the kernel's octal escapes of space, tab, newline and backslash."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 @dataclass(frozen=True, slots=True)
 class Throttling:
-    """How often processes had used up their share of the CPUs, since the control group was made."""
+    """How often processes had used up their share of the CPUs, since the control group was created."""
 
     periods: int
     throttled_periods: int
@@ -62,14 +62,14 @@ class Throttling:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A limit of memory. `used_bytes` is without files that can be dropped from memory at once."""
+    """A memory limit. `used_bytes` excludes file pages that the kernel can drop at once."""
 
     limit_bytes: int
     used_bytes: int
 
     @property
     def free_bytes(self) -> int:
-        """What may still be taken; 0 where more than the limit is used."""
+        """Memory below the limit; 0 if more than the limit is used."""
         return max(0, self.limit_bytes - self.used_bytes)
 
 
@@ -83,7 +83,7 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What control groups allow; None where they set no limit, or where nothing is known."""
+    """The limits of control groups; None where they set none, or it is unknown."""
 
     cpus: float | None = None
     throttling: Throttling | None = None
@@ -92,7 +92,7 @@ class Allowance:
 
 
 def read_allowance(root: Path = _HERE) -> Allowance:
-    """The tightest limits of all levels that can be seen."""
+    """The tightest limits of all visible levels."""
     cpus, throttling, processes = list[float](), list[Throttling](), list[ProcessGroup]()
     for version, text in _levels(root, "cpu"):
         quota, _, period = text("cpu.max").partition(" ")
@@ -110,7 +110,7 @@ def read_allowance(root: Path = _HERE) -> Allowance:
             processes.append(ProcessGroup(limit, used))
     return Allowance(
         cpus=min(cpus, default=None),
-        # Of the level that was throttled most: the counters of a parent do not contain those of its children.
+        # Of the most throttled level: a parent's counters do not include those of its children.
         throttling=max(throttling, key=lambda one: one.throttled_periods, default=None),
         memory=min(memory_groups(root), key=lambda group: group.free_bytes, default=None),
         processes=min(processes, key=lambda group: group.limit - group.used, default=None),
@@ -118,7 +118,7 @@ def read_allowance(root: Path = _HERE) -> Allowance:
 
 
 def memory_groups(root: Path = _HERE) -> list[MemoryGroup]:
-    """Each level that limits memory, the own group first."""
+    """Each level that limits memory, this process's own group first."""
     found = []
     for version, text in _levels(root, "memory"):
         names = ("memory.max", "memory.current", "inactive_file")
@@ -131,7 +131,7 @@ def memory_groups(root: Path = _HERE) -> list[MemoryGroup]:
 
 
 def parse_membership(text: str) -> Mapping[str, str]:
-    """From a text like /proc/self/cgroup: path of the own group by controller of version 1, and by "" of version 2."""
+    """Parse /proc/self/cgroup: path of the own group by controller of version 1, and by "" of version 2."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -143,9 +143,9 @@ def parse_membership(text: str) -> Mapping[str, str]:
 
 
 def _levels(root: Path, controller: str) -> Iterator[tuple[int, Callable[[str], str]]]:
-    """From the own group of a controller up to the uppermost that is mounted: its version, and what reads one of its files."""
+    """From the own group of a controller to the topmost mounted level: version, and a reader of its files."""
     mounts, own = read_mounts(root), parse_membership(_text(root, "proc/self/cgroup"))
-    # Where a controller is in version 1, it is not in version 2.
+    # A controller in version 1 is not in version 2.
     version = 1 if controller in own else 2
     if version == 1:
         path, default = own[controller], f"{_DEFAULT_POINT}/{controller}"
@@ -159,8 +159,8 @@ def _levels(root: Path, controller: str) -> Iterator[tuple[int, Callable[[str], 
         return
     inner = path[len(seen) :] if path == seen or path.startswith(f"{seen}/") else path
     parts = [part for part in inner.split("/") if part]
-    # A container often sees its own group as the root of the mount, while /proc still tells the path on the host, or one that
-    # leads out of what is mounted.
+    # A container often sees its own group as the root of the mount, while /proc has the path on the host, or one outside of
+    # the mount.
     top = root / point.lstrip("/")
     if ".." in parts or not top.joinpath(*parts).is_dir():
         parts = []
@@ -169,13 +169,13 @@ def _levels(root: Path, controller: str) -> Iterator[tuple[int, Callable[[str], 
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """Of lines `name number`; other lines are left out."""
+    """Numbers of lines `name number`; other lines are skipped."""
     rows = (line.partition(" ") for line in text.splitlines())
     return {name: number for name, _, value in rows if (number := _whole(value)) is not None}
 
 
 def _whole(text: str) -> int | None:
-    """A whole number of a size that a kernel can mean."""
+    """A whole number of at most 20 digits; else None."""
     text = text.strip()
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 20 else None
 

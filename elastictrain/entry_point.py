@@ -1,4 +1,4 @@
-"""What the entry points of the commands have in common: how they end, and what they say then."""
+"""How the entry points of all commands run and end."""
 
 import argparse
 import logging
@@ -20,11 +20,11 @@ def run_command(
     *,
     if_interrupted: Callable[[argparse.Namespace], str] = lambda _: "",
 ) -> int:
-    """Call `act` with the parsed arguments; returns the exit code. `if_interrupted`: what to do after Ctrl-C, for a person."""
+    """Call `act` with the parsed arguments; returns the exit code. `if_interrupted`: advice to print after Ctrl-C."""
     try:
         parsed = parser.parse_args(arguments)
     except SystemExit as stop:
-        # argparse ends with 2 for a wrong command line, and with 0 after --help.
+        # argparse exits with 2 for a wrong command line, and with 0 after --help.
         return EXIT_USAGE if stop.code else EXIT_OK
     try:
         code = act(parsed)
@@ -36,17 +36,17 @@ def run_command(
         sys.stderr.write(f"elastictrain: interrupted{if_interrupted(parsed)}\n")
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output, `head` for one, has seen enough; the interpreter must not try to write the rest.
+        # The reader of the output, `head` for example, has closed it; the interpreter must not try to write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_PIPE
     return code
 
 
 def leave_process(code: int) -> NoReturn:
-    """End this process now; what matters is durable by now.
+    """End this process at once; all that matters is durable by now.
 
-    Gloo's threads abort the interpreter in its own shutdown now and then, even after the group was destroyed, and torchrun
-    would count that as a failure. A collective may be stuck in another thread, too.
+    Gloo's threads sometimes abort the interpreter in its own shutdown, even after the group was destroyed, and torchrun would
+    count that as a failure. A collective may be stuck in another thread, too.
     """
     logging.shutdown()
     sys.stdout.flush()

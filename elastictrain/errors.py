@@ -45,20 +45,18 @@ EXIT_CONFIG = 78
 
 
 class ElasticTrainError(Exception):
-    """Something a person can act on: the message says what must be, what is, and what to do."""
+    """An error that a person can act on: the message contains what is required, what was found, and the remedy."""
 
     exit_code = EXIT_BUG
 
 
 class UsageError(ElasticTrainError):
-    """The command line is wrong."""
-
     exit_code = EXIT_USAGE
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: `message` completes the sentence that begins with the dotted path `key`."""
+    """One problem: `message` completes the sentence that begins with the dotted path `key`."""
 
     key: str
     message: str
@@ -99,7 +97,7 @@ class StorageError(ElasticTrainError):
     """A store failed; the message names the URL."""
 
     exit_code = EXIT_STORAGE
-    file: str | None = None  # the file of a checkpoint that was being read, if that is known
+    file: str | None = None  # the file of a checkpoint that was being read, if known
 
 
 class TransientStorageError(StorageError):
@@ -107,7 +105,7 @@ class TransientStorageError(StorageError):
 
 
 class PermanentStorageError(StorageError):
-    """The store refused in a way that trying again cannot mend."""
+    """The store refused; a retry cannot help."""
 
 
 class ObjectNotFoundError(PermanentStorageError):
@@ -115,7 +113,7 @@ class ObjectNotFoundError(PermanentStorageError):
 
 
 class ObjectExistsError(PermanentStorageError):
-    """A create-if-absent found the object there already."""
+    """A create-if-absent found the object."""
 
 
 class IrregularFileError(PermanentStorageError):
@@ -145,7 +143,7 @@ class InvalidCheckpointError(CheckpointError):
 
 
 class UntrustedCheckpointError(InvalidCheckpointError):
-    """One checkpoint is not signed with the key that was given: it may be whole, but nobody vouches for it."""
+    """One checkpoint is not signed with the given key: it may be whole, but its origin is unproven."""
 
 
 class UnknownFormatError(CheckpointError):
@@ -161,12 +159,10 @@ class SavesFailingError(CheckpointError):
 
 
 class TransportError(ElasticTrainError):
-    """A peer is gone, or a collective failed or hung."""
-
     exit_code = EXIT_TRANSPORT
 
     def __init__(self, message: str = "", *, missing: tuple[int, ...] = ()) -> None:
-        """`missing`: ranks that did not come when the group was to be formed."""
+        """`missing`: ranks that did not come when the group was formed."""
         super().__init__(message)
         self.missing = missing
 
@@ -182,7 +178,7 @@ class NonFiniteError(ElasticTrainError):
 
 
 class ReplicasDivergedError(ElasticTrainError):
-    """Replicas of the model do not hold the same parameters and optimizer state; the message names the ranks and hosts."""
+    """Replicas of the model have different parameters or optimizer state; the message names the ranks and hosts."""
 
 
 class StopRequestedError(ElasticTrainError):
@@ -192,7 +188,7 @@ class StopRequestedError(ElasticTrainError):
 
 
 class RunHeldError(ElasticTrainError):
-    """Another run trains in this folder; the message says who, and since when."""
+    """Another run trains in this folder; the message names its owner and since when."""
 
     exit_code = EXIT_STOPPED
 

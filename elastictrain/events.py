@@ -1,4 +1,4 @@
-"""Records of everything that happens to a run, and the journal (JSONL) they are appended to."""
+"""The events of a run, and the journal (JSONL) to which they are appended."""
 
 import json
 import math
@@ -14,13 +14,13 @@ class AppendLog(Protocol):
     """A file that only grows."""
 
     def append(self, data: bytes) -> None:
-        """Add `data` at the end; when this returns, the death of the process alone no longer loses it on a local disk."""
+        """Append `data`; once this returns, the death of the process alone does not lose it on a local disk."""
 
     def flush(self) -> None:
         """Make everything durable as far as the store allows within a bounded time; never raises."""
 
     def close(self) -> None:
-        """Make everything durable; nothing may be appended afterwards."""
+        """Make everything durable; no append may follow."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Start(Event, tag="start", frozen=True):
-    """A group of ranks has come up."""
+    """A group of ranks has started."""
 
     world_size: int
     hosts: tuple[str, ...]
@@ -44,29 +44,29 @@ class Start(Event, tag="start", frozen=True):
 
 
 class Preflight(Event, tag="preflight", frozen=True):
-    """What was checked before a start. `stage` is `hosts` (each host and the links between them) or `group` (collectives)."""
+    """Checks before a start. `stage` is `hosts` (each host and the links between them) or `group` (collectives)."""
 
     stage: str
     level: str
     reason: str
     counts: Mapping[str, int]
-    findings: tuple[Mapping[str, object], ...]  # the verdicts that are warnings or failures
+    findings: tuple[Mapping[str, object], ...]  # verdicts that are warnings or failures
     seconds: float
 
 
 class TransportPlanned(Event, tag="transport", frozen=True):
-    """What was set on a host for NCCL and gloo, before any group was made."""
+    """Variables set on a host for NCCL and gloo, before any group was created."""
 
     host: str
     interface: str | None
     rdma: str
     variables: Mapping[str, str]
     reasons: Mapping[str, str]
-    kept: Mapping[str, str]  # what a person has set, and was left alone
+    kept: Mapping[str, str]  # variables that a person has set, which stay
 
 
 class Resume(Event, tag="resume", frozen=True):
-    """State was restored, or begun (`step` 0, `tier` "none")."""
+    """State was restored, or initialized (`step` 0, `tier` "none")."""
 
     step: int
     tier: str
@@ -76,7 +76,7 @@ class Resume(Event, tag="resume", frozen=True):
 
 
 class Step(Event, tag="step", frozen=True):
-    """One optimizer step was committed. Values are null where they were not finite."""
+    """An optimizer step was committed. Non-finite values are null."""
 
     step: int
     loss: float
@@ -87,7 +87,7 @@ class Step(Event, tag="step", frozen=True):
 
 
 class Skip(Event, tag="skip", frozen=True):
-    """A step's update was left out because its loss or gradient was not finite."""
+    """A step's update was skipped because its loss or gradient was not finite."""
 
     step: int
     loss: float
@@ -111,18 +111,18 @@ class Snapshot(Event, tag="snapshot", frozen=True):
     step: int
     slot: int
     bytes: int
-    copy_s: float  # from the first to the last byte, beside training
+    copy_s: float  # from the first to the last byte, in parallel with training
     stall_s: float  # how long training waited: to begin, and before the update
 
 
 class KeeperStarted(Event, tag="keeper_started", frozen=True):
-    """A host's saver answers this rank."""
+    """A host's saver has answered this rank."""
 
     pid: int
 
 
 class KeeperLost(Event, tag="keeper_lost", frozen=True):
-    """A host's saver is gone without having been asked to; another one is started."""
+    """A host's saver has ended unexpectedly; another one is started."""
 
     pid: int
 
@@ -147,7 +147,7 @@ class ReplicationFailed(Event, tag="replication_failed", frozen=True):
 
 
 class MemoryShort(Event, tag="memory_short", frozen=True):
-    """Host memory has less room for snapshots than was wanted, and what follows."""
+    """Host memory has less room for snapshots than was wanted; `message` has the consequence."""
 
     buffers: int
     replicate: bool
@@ -155,16 +155,16 @@ class MemoryShort(Event, tag="memory_short", frozen=True):
 
 
 class ReplicasDiverged(Event, tag="replicas_diverged", frozen=True):
-    """Replicas hold different parameters or optimizer state: the run ends, and nothing is saved of the step."""
+    """Replicas have different parameters or optimizer state: the run ends, and the step is not saved."""
 
     step: int
-    ranks: tuple[int, ...]  # those that differ from the majority of their replicas; all of them where there is no majority
+    ranks: tuple[int, ...]  # those that differ from the majority of their replicas; all of them if there is no majority
     hosts: tuple[str, ...]
     majority: bool
 
 
 class CheckpointSaved(Event, tag="checkpoint_saved", frozen=True):
-    """A checkpoint is committed: durable, and found by the next start."""
+    """A checkpoint is committed: durable, and visible to the next start."""
 
     step: int
     checkpoint: str
@@ -174,7 +174,7 @@ class CheckpointSaved(Event, tag="checkpoint_saved", frozen=True):
 
 
 class CheckpointSlow(Event, tag="checkpoint_slow", frozen=True):
-    """A save is still under way after a time in which most are done; `trouble` is the last thing that storage complained of."""
+    """A save takes longer than most; `trouble` is the last warning of storage."""
 
     step: int
     seconds: float
@@ -182,7 +182,7 @@ class CheckpointSlow(Event, tag="checkpoint_slow", frozen=True):
 
 
 class CheckpointFailed(Event, tag="checkpoint_failed", frozen=True):
-    """A save failed; the run goes on."""
+    """A save failed; the run continues."""
 
     step: int
     error: str
@@ -190,7 +190,7 @@ class CheckpointFailed(Event, tag="checkpoint_failed", frozen=True):
 
 
 class CheckpointRejected(Event, tag="checkpoint_rejected", frozen=True):
-    """A checkpoint was not taken, and why."""
+    """A checkpoint was refused, and why."""
 
     checkpoint: str
     file: str | None
@@ -210,24 +210,24 @@ class Failure(Event, tag="failure", frozen=True):
     error: str
     phase: str
     step: int
-    last_heard: Mapping[str, str]  # for each other rank: where it was when it was last heard, and how long ago
+    last_heard: Mapping[str, str]  # by other rank: its phase when it was last heard, and how long ago
     flight_recorder: str | None
     """Key of the last collectives of this rank; written after this record, so it is missing where even that hung."""
 
 
 class Hang(Event, tag="hang", frozen=True):
-    """Ranks made no progress for longer than they may, and are ended. Told by whoever ends them: themselves, or their host."""
+    """Ranks made no progress within their limit, and are ended. The process that ends them records it."""
 
-    guilty: tuple[str, ...]  # `rank 3 on host b`; empty where all wait at the same place
+    guilty: tuple[str, ...]  # `rank 3 on host b`; empty if all wait at the same place
     hosts: tuple[str, ...]
     reason: str
     phase: str
     step: int
     silent_s: float
     bound_s: float
-    waiting: Mapping[str, str]  # for each rank that waited for them, as far as it was heard: where
+    waiting: Mapping[str, str]  # where each rank waited for them, as far as it was heard
     text: str
-    stacks: str | None  # key of the stacks of the ranks of this host; written after this record
+    stacks: str | None  # key of the stacks of this host's ranks; written after this record
 
 
 class Stop(Event, tag="stop", frozen=True):
@@ -238,9 +238,8 @@ class Stop(Event, tag="stop", frozen=True):
     exit_code: int
     seconds: float
     saved: str
-    """The safest place that `saved_step` had reached by then: `storage`, `peer`, `memory` or `nothing`. Savers go on writing
-    what is in memory as long as their hosts live."""
-
+    """Safest place of `saved_step` by then: `storage`, `peer`, `memory` or `nothing`. Savers continue to write what is in
+    memory while their hosts live."""
     saved_step: int
 
 
@@ -260,7 +259,7 @@ def _plain(value: object) -> object:
 
 
 class Journal:
-    """Appends events of one rank to its log; safe to use from several threads."""
+    """Appends events of one rank to its log; thread-safe."""
 
     def __init__(self, log: AppendLog, *, incarnation: str, rank: int, clock: Callable[[], float] = time.time) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""Who am I: rank, local rank, world and host, read once from an environment mapping."""
+"""Identity of this process: rank, local rank, world and host, read once from an environment mapping."""
 
 import socket
 from collections.abc import Mapping
@@ -13,36 +13,34 @@ LAUNCHER, GENERATION, RESTARTED, FOLDER, PREDECESSORS, STORE_HOST = (
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The process of `python -m elastictrain.launch` on this host, which starts workers again and again."""
+    """The process of `python -m elastictrain.launch` on this host, which restarts workers."""
 
     pid: int
     generation: int
     restarted: bool  # whether this start follows another one of the same launch
     folder: str
-    predecessors: str = ""
-    """Processes of the generation before that still held devices and memory, as `fault.exits` writes them."""
+    predecessors: str = ""  # processes of the previous generation that held devices and memory, as `fault.exits` writes them
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This process's place in the group that torchrun, our launcher or nobody started. Fixed for the life of the process."""
+    """This process's place in its group. Fixed for the life of the process."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     host: str
-    launched: bool  # whether torchrun or our launcher started us; otherwise we are a world of one and need no rendezvous
+    launched: bool  # whether torchrun or our launcher started it; otherwise it is a world of one and needs no rendezvous
     launcher: Launcher | None = None
 
     @property
     def is_log_rank(self) -> bool:
-        """Whether this rank speaks for the group (terminal, TensorBoard, shared files)."""
+        """Whether this rank writes for the group (terminal, TensorBoard, shared files)."""
         return self.rank == 0
 
     @property
     def host_ranks(self) -> range:
-        """The ranks of this host."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
 
@@ -53,9 +51,9 @@ class Identity:
 
 
 def read_identity(environment: Mapping[str, str]) -> Identity:
-    """Reads torchrun's variables; without them, a world of one.
+    """Read torchrun's variables; without them, a world of one.
 
-    Raises: ConfigError if only some of them are set, one is not a number, or they count workers that nobody has started.
+    Raises: ConfigError if only some of them are set, one is not a number, or they count workers that were not started.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = [name for name in names if name in environment]
@@ -94,7 +92,7 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
 
 
 def pods_without_workers(environment: Mapping[str, str]) -> int:
-    """The pods of a job whose cluster counts GPUs in WORLD_SIZE and pods in RANK, where nobody has started workers; else 0.
+    """The pods of a job whose cluster counts GPUs in WORLD_SIZE and pods in RANK, and where no workers were started; else 0.
 
     Kubeflow's operators and RunAI set both in each pod. torchrun replaces them for its workers, and adds LOCAL_WORLD_SIZE.
     """

@@ -15,8 +15,8 @@ from elastictrain.liveness.progress import Phase
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run to the end; returns the exit code. A process that trained should end with `leave_process`."""
-    # Importing takes seconds, in which the agent that started this worker may die: who it was has to be known before.
+    """Run to the end; returns the exit code. A process that trained must end with `leave_process`."""
+    # Imports take seconds, in which the agent that started this worker may die: its pid must be read before.
     parent = os.getppid()
     arguments = sys.argv[1:] if arguments is None else arguments
     identity: Identity | None = None
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
-    """Say once per host what is wrong; returns the exit code."""
+    """Print once per host what is wrong; returns the exit code."""
     if identity is not None and identity.launcher is not None:
         leave_reason(identity.launcher.folder, Reason(identity.rank, error.exit_code, str(Phase.START), 0, str(error)))
-    # A SIGTERM ends this process here: nothing listens to it yet. A launcher may have held it back.
+    # A pending SIGTERM ends this process here: no handler is installed yet. The launcher may have blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if identity is None or elect_reporter(identity.local_rank, ending=lambda: False):
         sys.stderr.write(f"elastictrain: {error}\n")
@@ -54,6 +54,6 @@ def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Until the worker listens there is nothing to save, and nothing to tell of Ctrl-C.
+    # Until the worker listens, Ctrl-C has nothing to save and nothing to report.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     leave_process(main())

@@ -1,7 +1,7 @@
-"""All that is used of torch without its promise that it stays: private names, and hooks into them.
+"""All uses of torch without a stability promise: private names, and hooks into them.
 
-Each is checked before it is used, by name and by parameters. Where torch has changed, the sentence says what is missing.
-Functions import torch, the module does not.
+Each is checked before use, by name and by parameters; if torch has changed, a sentence names what is missing. Functions import
+torch, the module does not.
 """
 
 import importlib
@@ -23,8 +23,8 @@ COMPILER = "torch._dynamo"  # the module that torch compiles with; the first opt
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """`name` may have dots: an attribute of an attribute. `parameters`: the first ones that it takes, by name; None for what
-    cannot be asked (C++) or does not matter. `exact`: whether it takes no others: those that are overridden."""
+    """`name` may have dots: an attribute of an attribute. `parameters`: its first ones, by name; None if they cannot be
+    inspected (C++) or do not matter. `exact`: whether it takes no others; for functions that are overridden."""
 
     module: str
     name: str
@@ -32,7 +32,7 @@ class PrivateName:
     exact: bool = False
 
     def find(self) -> Any:  # whatever torch has there
-        """None if there is nothing that can be called."""
+        """The callable; None if it does not exist."""
         try:
             found: object = importlib.import_module(self.module)
         except ImportError:
@@ -68,11 +68,10 @@ COMPILATIONS = (
     PrivateName(f"{COMPILER}.callback", "callback_handler.register_start_callback", ("callback",)),
     PrivateName(f"{COMPILER}.callback", "callback_handler.register_end_callback", ("callback",)),
 )
-"""When torch begins to compile, and when it is through."""
+"""Begin and end of each compilation by torch."""
 
+# The last collectives. Only CUDA builds have the second recorder, for those of NCCL.
 FLIGHT_RECORDER = (PrivateName("torch._C._distributed_c10d", "_dump_fr_trace_json"),)
-"""The last collectives. A build for CUDA has another recorder for those of NCCL, which others lack."""
-
 _NCCL_FLIGHT_RECORDER = "_dump_nccl_trace_json"
 
 # Public from 2.14 on, which warns where the private one is used.
@@ -81,31 +80,31 @@ _PRIVATE_TIMEOUT = PrivateName("torch.distributed.distributed_c10d", "_set_pg_ti
 
 
 def find_changes(names: Sequence[PrivateName]) -> tuple[str, ...]:
-    """For each of these that the installed torch lacks, or that takes something else: a sentence."""
+    """One sentence for each name that the installed torch lacks, or that takes other parameters."""
     return tuple(change for name in names if (change := name.change()) is not None)
 
 
 def timeout_names() -> tuple[PrivateName, ...]:
-    """Those by which the installed torch changes the timeout of a group."""
+    """The names with which the installed torch changes a group's timeout."""
     return (_PUBLIC_TIMEOUT,) if _PUBLIC_TIMEOUT.find() is not None else (_PRIVATE_TIMEOUT,)
 
 
 def set_group_timeout(group: "dist.ProcessGroup | None", timeout: timedelta) -> None:
-    """From now on a collective of this group (None: the default one) fails after `timeout`. Raises: HostUnfitError."""
+    """Let collectives of this group (None: the default one) fail after `timeout`. Raises: HostUnfitError."""
     (name,) = timeout_names()
     _require((name,))
     name.find()(timeout, group)
 
 
 def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and offsets of the part that this rank holds. Raises: HostUnfitError."""
+    """Sizes and offsets of the part of `tensor` on this rank. Raises: HostUnfitError."""
     _require(PLACEMENT)
     sizes, offsets = PLACEMENT[0].find()(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(sizes), tuple(offsets)
 
 
 def read_flight_recorders() -> tuple[str, ...]:
-    """What each recorder of collectives that this build of torch has says, NCCL's first."""
+    """The trace of each recorder of collectives in this build of torch, NCCL's first."""
     import torch
 
     found = []
@@ -118,7 +117,7 @@ def read_flight_recorders() -> tuple[str, ...]:
 
 
 def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None]) -> tuple[str, ...]:
-    """Have these called from now on if this process compiles: what runs without does not pay for the import. Returns what torch
+    """Call the hooks from now on if this process compiles: without compilation the import is not paid for. Returns what torch
     lacks for that, in which case they are not called."""
     if COMPILER not in sys.modules:
         return ()

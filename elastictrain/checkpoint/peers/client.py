@@ -1,4 +1,4 @@
-"""The side that asks: reads snapshots of other hosts, and hands replicas to them. Free of torch."""
+"""The requesting side: reads snapshots of other hosts, and sends replicas to them. Free of torch."""
 
 import queue
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ POOL_CONNECTIONS = 4
 
 
 class PeerConnection:
-    """A connection to one peer, made when it is first needed; for one thread at a time."""
+    """A connection to one peer, opened at the first request; for one thread at a time."""
 
     def __init__(self, peer: Peer, *, token: bytes, limits: Limits | None = None) -> None:
         self._peer = peer
@@ -25,7 +25,7 @@ class PeerConnection:
         self._broken_off = False
 
     def get_into(self, buffer: memoryview, facts: SnapshotFacts, *, start: int) -> None:
-        """Fill `buffer` with bytes [start, start + len) of a snapshot; a connection that breaks is made anew, once.
+        """Fill `buffer` with bytes [start, start + len) of a snapshot; reconnects once if the connection breaks.
 
         Raises: ObjectNotFoundError if the peer does not have it; TransientStorageError. Both name host and address.
         """
@@ -46,11 +46,11 @@ class PeerConnection:
                     raise self._error(what, str(error)) from error
 
     def put(self, put: Put, source: Slot, *, before_frame: Callable[[int], None]) -> bool:
-        """Hand over a replica; False if the peer has it already, and nothing was sent.
+        """Send a replica; returns False, with nothing sent, if the peer has it already.
 
-        `before_frame` is called with the number of bytes before they are sent: it may wait, and break off by raising.
+        `before_frame` is called with the number of bytes before they are sent; it may wait, or break off by raising.
 
-        Raises: TransientStorageError naming host and address; whatever `source` and `before_frame` raise.
+        Raises: TransientStorageError naming host and address; the errors of `source` and `before_frame`.
         """
         what = f"the replica of rank {put.facts.rank} at step {put.facts.step} cannot be kept"
         size_bytes = put.layout.size_bytes
@@ -70,20 +70,20 @@ class PeerConnection:
             self.close()
             raise self._error(what, str(error)) from error
         except BaseException:
-            # Midway in a replica: nothing else can be said on this connection.
+            # In the middle of a replica: the connection can carry no other request.
             self.close()
             raise
         return True
 
     def break_off(self) -> None:
-        """From another thread, for good: what is on its way fails at once."""
+        """Make the running and all later requests fail at once; for other threads."""
         self._broken_off = True
         channel = self._channel
         if channel is not None:
             channel.break_off()
 
     def close(self) -> None:
-        """Hang up; the next request connects anew."""
+        """Disconnect; the next request connects anew."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -92,7 +92,7 @@ class PeerConnection:
         if self._channel is not None:
             return self._channel
         try:
-            # Known from now on: `break_off` must reach the handshake, too.
+            # Stored at once: `break_off` must reach the handshake, too.
             channel = self._channel = connect(self._peer.address, self._peer.port, limit_s=self._limits.connect_s)
         except ChannelError as error:
             raise self._error(what, f"no connection: {error}") from error
@@ -116,7 +116,7 @@ class PeerConnection:
 
 
 class OtherHosts:
-    """A few connections to the saver of each other host: reads snapshots, in several threads, while this rank restores."""
+    """A pool of connections to the saver of each other host; several threads read snapshots while this rank restores."""
 
     def __init__(self, roster: Sequence[Peer], *, token: bytes, limits: Limits | None = None) -> None:
         self._idle: dict[int, queue.LifoQueue[PeerConnection]] = {peer.number: queue.LifoQueue() for peer in roster}
@@ -125,13 +125,13 @@ class OtherHosts:
             self._idle[roster[place // POOL_CONNECTIONS].number].put(connection)
 
     def __call__(self, held: Held) -> ReadSnapshot:
-        """Reads a snapshot that another host holds. Raises: TransientStorageError if that is not in the roster."""
+        """Return a reader of a snapshot on another host. Raises: TransientStorageError if that host is not in the roster."""
         idle = self._idle.get(held.host)
         if idle is None:
             raise TransientStorageError(f"host number {held.host} is not in the roster")
 
         def read_peer(buffer: memoryview, start: int) -> None:
-            # The one that was used last is the one that is connected most likely.
+            # LIFO: the connection used last is the most likely to be still open.
             connection = idle.get()
             try:
                 connection.get_into(buffer.cast("B"), held.facts, start=start)
@@ -141,6 +141,6 @@ class OtherHosts:
         return read_peer
 
     def close(self) -> None:
-        """Hang up, when nobody reads any more."""
+        """Disconnect, once all reads have ended."""
         for connection in self._all:
             connection.close()

@@ -1,4 +1,4 @@
-"""How fast replicas may be sent, so that training does not notice: the decision, which is pure, and a pacer that obeys it."""
+"""How fast replicas may be sent without slowing training down: the decision, which is pure, and a pacer that obeys it."""
 
 import statistics
 import threading
@@ -15,22 +15,22 @@ _LONGEST_NAP_S = 0.25
 class PaceOptions:
     """Rates are in bytes/s."""
 
-    slowdown: float = 0.02  # most by which a step may take longer while replicas are sent
-    first: float = 100e6  # before anything is known: a tenth of what the slowest links of a cluster carry
+    slowdown: float = 0.02  # largest accepted increase of the step time while replicas are sent
+    first: float = 100e6  # before any measurement: a tenth of what the slowest links of a cluster carry
     least: float = 4e6
     most: float = 20e9
-    window: int = 10  # steps while sending for one decision
-    baseline: int = 5  # steps without sending that it must be compared with
-    fresh_steps: int = 200  # a baseline older than so many steps is taken anew
+    window: int = 10  # steps while sending per decision
+    baseline: int = 5  # steps without sending for comparison
+    fresh_steps: int = 200  # a baseline older than so many steps is measured again
 
 
 def decide_pace(
     rate: float, *, sending: Sequence[float], quiet: Sequence[float], limited: bool, options: PaceOptions
 ) -> tuple[float, str]:
-    """The next rate in bytes/s and why, from the durations of steps while sending at `rate` and of steps without sending.
+    """Return the next rate in bytes/s and why, from step durations while sending at `rate` and without sending.
 
-    Decreases in proportion to the excess, to between a quarter and nine tenths; increases by a quarter, when the slowdown is
-    clearly below what is allowed and `limited` says that the rate is what held the sender back.
+    The rate decreases in proportion to the excess, to between a quarter and nine tenths; it increases by a quarter if the
+    slowdown is clearly below the limit and the rate is what `limited` the sender.
     """
     if len(sending) < options.window or len(quiet) < options.baseline:
         return rate, f"too few steps to compare: {len(sending)} while sending, {len(quiet)} without"
@@ -50,9 +50,9 @@ def decide_pace(
 
 
 class Pacer:
-    """A token bucket whose rate follows the durations of steps. One thread sends, another one tells of steps.
+    """A token bucket whose rate follows step durations. One thread sends, another one reports steps.
 
-    Steps are told apart by whether replicas were being sent; those that are half of each count for neither.
+    Steps count as sending or quiet; steps with both count as neither.
     """
 
     def __init__(
@@ -62,11 +62,9 @@ class Pacer:
         clock: Callable[[], float] = time.monotonic,
         burst_s: float = 0.05,
     ) -> None:
-        """What was not used in the last `burst_s` may be made up for."""
+        """What was not used in the last `burst_s` may be sent later."""
         self._options = options = options or PaceOptions()
-        self.rate = options.first
-        """In bytes/s."""
-
+        self.rate = options.first  # bytes/s
         self._clock = clock
         self._burst_s = burst_s
         self._lock = threading.Lock()
@@ -75,27 +73,23 @@ class Pacer:
         self._takes = self._waits = 0
         self._sending_now = self._changed = False
         self._num_steps = 0
-        self._sending: list[float] = []
-        """Durations of steps since the last decision."""
-
-        self._quiet: deque[tuple[int, float]] = deque(maxlen=4 * options.baseline)
-        """Numbers and durations."""
+        self._sending: list[float] = []  # durations of steps since the last decision
+        self._quiet: deque[tuple[int, float]] = deque(maxlen=4 * options.baseline)  # numbers and durations of steps
 
     def forget_steps(self) -> None:
-        """Another group trains from now on: its steps take another time."""
+        """Another group trains from now on: its step times differ."""
         with self._lock:
             self._num_steps = 0
             self._sending.clear()
             self._quiet.clear()
 
     def switch(self, *, sending: bool) -> None:
-        """Sending begins or ends."""
         with self._lock:
             self._changed |= sending != self._sending_now
             self._sending_now = sending
 
     def step_took(self, seconds: float) -> str:
-        """A step ended. Returns why the rate is another one from now on; empty if it is not."""
+        """Record a step's duration. Returns why the rate has changed; empty if it has not."""
         with self._lock:
             self._num_steps += 1
             if self._changed:
@@ -119,20 +113,20 @@ class Pacer:
 
     @property
     def needs_quiet(self) -> bool:
-        """Whether steps without sending are wanted before more is sent; never while no steps are told of."""
+        """Whether steps without sending are needed before more is sent; False while no steps are reported."""
         with self._lock:
             oldest = self._num_steps - self._options.fresh_steps
             fresh = len(self._quiet) >= self._options.baseline and self._quiet[-self._options.baseline][0] >= oldest
             return self._num_steps > 0 and not fresh
 
     def take(self, count: int, *, sleep: Callable[[float], object] = time.sleep) -> None:
-        """Wait until `count` bytes may be sent. Raises: whatever `sleep` raises, which is called often enough to break off."""
+        """Wait until `count` bytes may be sent. Raises: the errors of `sleep`, which is called often enough to break off."""
         waited = False
         while True:
             with self._lock:
                 self._fill()
                 if self._tokens >= 0:
-                    # More than there is, perhaps: it is paid off before the next.
+                    # May exceed the bucket; the debt is paid off before the next send.
                     self._tokens -= count
                     self._takes += 1
                     self._waits += waited

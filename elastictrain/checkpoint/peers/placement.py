@@ -1,4 +1,4 @@
-"""The hosts of a run, and which of them keeps whose replicas."""
+"""The hosts of a run, and which host keeps whose replicas."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One saver. Two of the same `host` are on the same machine, and are lost together."""
+    """One saver. Two on the same `host` share a machine, and are lost together."""
 
     host: _Name
-    address: _Name  # an IP address or a name, without the port
+    address: _Name  # IP address or name, without the port
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     ranks: tuple[_Number, ...]  # whose snapshots it has
-    number: _Number  # its place among the peers; no two have the same
+    number: _Number  # its unique number among the peers
 
     def __post_init__(self) -> None:
         if not (self.host.isprintable() and self.address.isprintable()):
@@ -32,7 +32,7 @@ class Peer:
 
 
 def check_roster(roster: Sequence[Peer]) -> None:
-    """Raises: ValueError if there is no peer, or two cannot be told apart."""
+    """Raises: ValueError if there is no peer, or two have the same number or a common rank."""
     if not roster:
         raise ValueError("a roster must have peers")
     numbers = sorted(peer.number for peer in roster)
@@ -45,10 +45,10 @@ def check_roster(roster: Sequence[Peer]) -> None:
 
 
 def replica_target_of(peer: Peer, roster: Sequence[Peer]) -> Peer | None:
-    """The peer that keeps the replicas of `peer`: always on another host; None if there is no other host.
+    """Return the peer that keeps the replicas of `peer`: always on another host; None if there is no other host.
 
-    With one peer on each host it is the next in a ring. In general every peer keeps the replicas of exactly one other, unless
-    one host has more than half of all peers: then the others share out its replicas evenly.
+    With one peer per host it is the next in a ring. In general every peer keeps the replicas of exactly one other, unless one
+    host has more than half of all peers: then the others divide its replicas evenly.
 
     Raises: ValueError if `peer` is not in the roster.
     """
@@ -56,7 +56,7 @@ def replica_target_of(peer: Peer, roster: Sequence[Peer]) -> Peer | None:
 
 
 def replica_sources_of(peer: Peer, roster: Sequence[Peer]) -> tuple[Peer, ...]:
-    """The peers whose replicas `peer` keeps, by number. Raises: ValueError if it is not in the roster."""
+    """Return the peers whose replicas `peer` keeps, by number. Raises: ValueError if it is not in the roster."""
     targets = _targets(roster, of=peer)
     return tuple(sorted((source for source, target in targets.items() if target == peer), key=lambda one: one.number))
 
@@ -67,14 +67,14 @@ def _targets(roster: Sequence[Peer], *, of: Peer) -> dict[Peer, Peer | None]:
     by_host: dict[str, list[Peer]] = defaultdict(list)
     for peer in sorted(roster, key=lambda peer: peer.number):
         by_host[peer.host].append(peer)
-    # The host with most peers first; sorting is stable, so otherwise the order is that of their first numbers.
+    # The host with most peers first; the sort is stable, so equal hosts stay in the order of their first numbers.
     hosts = sorted(by_host.values(), key=len, reverse=True)
     ring = [peer for host in hosts for peer in host]
     largest = len(hosts[0])
     if len(hosts) < 2:
         return dict.fromkeys(ring)
     if 2 * largest <= len(ring):
-        # A step as long as the largest host has peers leads out of every host, and not around the ring into it again.
+        # A shift by the size of the largest host leaves every host, and does not wrap around into it again.
         return {peer: ring[(place + largest) % len(ring)] for place, peer in enumerate(ring)}
     most, others = ring[:largest], ring[largest:]
     crowded: dict[Peer, Peer | None] = {peer: others[place % len(others)] for place, peer in enumerate(most)}

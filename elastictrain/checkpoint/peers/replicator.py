@@ -1,4 +1,4 @@
-"""Sends snapshots of this host to the host that keeps its replicas, in a thread of its own, and never holds anything up."""
+"""Sends snapshots of this host to the host that keeps its replicas, in its own thread, without blocking training."""
 
 import logging
 import random
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicatorOptions:
-    """How insistently replicas are sent."""
+    """Limits and pauses of sending replicas."""
 
-    deadline_s: float = 600.0  # for one rank's replica: after that it is broken off
-    quiet_most_s: float = 30.0  # how long a round waits at most for steps to compare with
-    digest_limit_s: float = 60.0  # how long the digests of a snapshot are waited for: host memory may have no room for them
+    deadline_s: float = 600.0  # per replica of one rank, which is then broken off
+    quiet_most_s: float = 30.0  # longest wait of a step's replicas for training steps to compare with
+    digest_limit_s: float = 60.0  # wait for a snapshot's digests: host memory may have no room for them
     first_pause_s: float = 0.5
     longest_pause_s: float = 60.0
     limits: Limits = field(default_factory=Limits)
 
 
 class _GoneError(Exception):
-    """What was offered is of no use: it is not in its slot any more, or nobody can vouch for it."""
+    """The snapshot cannot be sent: its slot holds another one, or its digests are missing."""
 
 
 class _BrokenOffError(Exception):
@@ -55,10 +55,10 @@ class Replicator:
         pacer: Pacer,
         options: ReplicatorOptions | None = None,
     ) -> None:
-        """`folder`: of the run in host memory. `pacer`: keeps what was found out about this network.
+        """`folder`: of the run in host memory. `pacer`: keeps measurements of this network.
 
-        Called in the replicator's thread: `replicated` with rank, step, bytes that were sent (0: the target had it already) and
-        seconds; `failed` with rank, step and reason, once for each, however often it is tried again.
+        Called in the replicator's thread: `replicated` with rank, step, bytes sent (0: the target had it already) and seconds;
+        `failed` with rank, step and reason, once for each, however often it is retried.
         """
         self._folder = folder
         self._replicated = replicated
@@ -77,24 +77,23 @@ class Replicator:
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
 
     def start(self) -> None:
-        """Begin to wait for snapshots."""
         self._thread.start()
 
     def send(self, held: Sequence[Held]) -> None:
-        """Send the whole snapshots of one step, one of each rank; an older step that still waits is given up."""
+        """Send the whole snapshots of one step, one per rank; replaces an older step that still waits."""
         with self._condition:
             self._waiting = tuple(held)
             self._condition.notify_all()
 
     def step_took(self, seconds: float) -> None:
-        """A step of training ended; tells how fast replicas may be sent."""
+        """Report a training step's duration, which sets the rate of replicas."""
         if reason := self._pacer.step_took(seconds):
             logger.debug("replicas are sent at %.0f MB/s from now on: %s", self._pacer.rate / 1e6, reason)
         with self._condition:
             self._condition.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Break off what is being sent; whether the thread ended within the time."""
+        """Break off what is being sent; returns whether the thread ended within the time."""
         self._closing.set()
         with self._condition:
             self._condition.notify_all()
@@ -110,11 +109,11 @@ class Replicator:
             except _BrokenOffError:
                 continue
             except _GoneError as error:
-                # It is not tried again, so the workers that wait for it are told, also if the last reason was the same.
+                # Not retried, so it is reported to the waiting workers even if the last reason was the same.
                 self._reported = None
                 self._fail(held[0].facts, str(error))
             except Exception as error:
-                # The edge of the thread: a replica that cannot be sent is no reason to send none any more.
+                # The edge of the thread: one failed replica must not stop all later ones.
                 if not isinstance(error, ElasticTrainError | OSError):
                     logger.exception("step %d could not be replicated", held[0].facts.step)
                 self._failures += 1
@@ -125,7 +124,7 @@ class Replicator:
         self._connection.close()
 
     def _next_step(self) -> tuple[Held, ...]:
-        """Waits for snapshots to send; none when closing."""
+        """Wait for snapshots to send; empty when closing."""
         quiet_until_s = 0.0
         with self._condition:
             while not self._closing.is_set():
@@ -141,7 +140,7 @@ class Replicator:
         return ()
 
     def _send_step(self, held: tuple[Held, ...]) -> None:
-        """All slots are held from the beginning: a step that loses one rank is of no use."""
+        """Lease all slots first: a step that loses one rank is useless."""
         digests = self._digests(held)
         with ExitStack() as stack:
             stack.callback(self._connection.close)
@@ -159,7 +158,7 @@ class Replicator:
         self._failures, self._reported = 0, None
 
     def _digests(self, held: tuple[Held, ...]) -> list[RankDigests]:
-        """Of each snapshot; the saver may still compute them."""
+        """Digests of each snapshot; the saver may still be computing them."""
         give_up_s = time.monotonic() + self._options.digest_limit_s
         found = []
         for one in held:

@@ -1,4 +1,4 @@
-"""What peers ask each other for, and the checks of what comes in. Pure."""
+"""Requests between peers, and the checks of received ones. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -21,19 +21,17 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long one side waits for the other, in seconds; all of what is waited for must have come by then."""
+    """How long one side waits for the other, in seconds; each limit holds for the whole operation."""
 
     connect_s: float = 5.0
-    handshake_s: float = 5.0  # of the side that asks; the other one gives it two seconds at most
+    handshake_s: float = 5.0  # of the requesting side; the listening side gives it two seconds at most
     io_s: float = 30.0  # one frame, or the answer to a request
-    prepare_s: float = 180.0
-    """Making room for a replica, for which the system clears the memory first, or digesting one that has come."""
-
+    prepare_s: float = 180.0  # room for a replica, which the kernel zeroes first, or the digests of one that has arrived
     idle_s: float = 60.0  # a connection without a request
 
 
 class RefusedError(Exception):
-    """A request that is not met; the message and the code are for the other side."""
+    """A refused request; message and code go to the other side."""
 
     def __init__(self, message: str, *, code: Literal["refused", "malformed", "missing"] = "refused") -> None:
         super().__init__(message)
@@ -41,7 +39,7 @@ class RefusedError(Exception):
 
 
 class Get(msgspec.Struct, frozen=True, tag_field="op", tag="get"):
-    """Bytes [start, start + length) of a snapshot, counted as its layout does."""
+    """Bytes [start, start + length) of a snapshot, in the order of its layout."""
 
     run: str
     incarnation: str
@@ -54,7 +52,7 @@ class Get(msgspec.Struct, frozen=True, tag_field="op", tag="get"):
         return f"the snapshot of rank {self.rank} at step {self.step} (incarnation {self.incarnation})"
 
     def is_of(self, facts: SnapshotFacts | None) -> bool:
-        """Whether this is the snapshot that is asked for."""
+        """Whether `facts` are those of the requested snapshot."""
         asked = (self.run, self.incarnation, self.step, self.rank)
         return facts is not None and asked == (facts.run, facts.incarnation, facts.step, facts.rank)
 
@@ -68,7 +66,7 @@ class _PutRecord(msgspec.Struct, frozen=True, tag_field="op", tag="put"):
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A replica; its bytes follow when the answer says so."""
+    """A replica; its bytes follow once the peer asks for them."""
 
     facts: SnapshotFacts
     layout: RankLayout
@@ -76,7 +74,6 @@ class Put:
 
 
 def request_to_json(request: Get | Put) -> dict[str, JsonValue]:
-    """The message."""
     record: Get | _PutRecord
     if isinstance(request, Put):
         layout = request.layout
@@ -88,7 +85,7 @@ def request_to_json(request: Get | Put) -> dict[str, JsonValue]:
 
 
 def parse_request(message: Mapping[str, JsonValue]) -> Get | Put:
-    """A request whose parts belong to each other. Raises: RefusedError."""
+    """A request whose parts fit together. Raises: RefusedError."""
     try:
         record: Get | _PutRecord = as_record(message, Get | _PutRecord)  # type: ignore[arg-type]
     except MalformedJsonError as error:
@@ -97,7 +94,7 @@ def parse_request(message: Mapping[str, JsonValue]) -> Get | Put:
         return record
     try:
         layout = layout_from_bytes(record.layout.encode(), where="the layout")
-        # Infinite numbers can be read, but not written.
+        # Infinite numbers can be parsed, but not encoded.
         encode_record(record.facts)
         problem = _mismatch(record, layout)
     except (ValueError, CheckpointError) as error:
@@ -108,13 +105,13 @@ def parse_request(message: Mapping[str, JsonValue]) -> Get | Put:
 
 
 def _mismatch(record: _PutRecord, layout: RankLayout) -> str:
-    """What does not fit together; empty if all of it does. Raises: CheckpointError."""
+    """Why the parts do not fit together; empty if they do. Raises: CheckpointError."""
     facts, digests = record.facts, record.digests
     if not _NAME.fullmatch(facts.incarnation):
         return f"`incarnation` must be a name, but is {facts.incarnation!r:.200}"
     if layout.digest != facts.layout:
         return f"the layout has digest {layout.digest}, but the facts say {facts.layout!r:.200}"
-    # Counted before it is laid out: a layout of a few bytes can have more chunks than there is memory for.
+    # Counted before it is expanded: a layout of a few bytes can have more chunks than there is memory for.
     chunks = sum(_num_chunks(item.sizes, item.size_bytes, layout.chunk_bytes) for item in layout.items)
     if chunks != len(digests.chunks):
         return f"the layout has {chunks} chunks, but {len(digests.chunks)} digests of chunks came"
@@ -127,7 +124,7 @@ def _mismatch(record: _PutRecord, layout: RankLayout) -> str:
 
 
 def _num_chunks(sizes: tuple[int, ...], size_bytes: int, chunk_bytes: int) -> int:
-    """How many `split_item` would make."""
+    """The number of chunks that `split_item` would make."""
     if size_bytes <= chunk_bytes or not sizes:
         return 1
     rows_per_chunk = max(1, chunk_bytes // (size_bytes // sizes[0]))

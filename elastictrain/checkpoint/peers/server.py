@@ -1,4 +1,4 @@
-"""The side that listens: gives out snapshots of this host, and takes replicas of others. Free of torch."""
+"""The listening side: serves snapshots of this host, and stores replicas of other hosts. Free of torch."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer, Pending
 
 @contextmanager
 def locked_snapshot(folder: str, get: Get) -> Iterator[Slot]:
-    """The slot, own or replica, with that very snapshot, locked against its writer. Raises: RefusedError if there is none."""
+    """Yield the slot, own or replica, with this snapshot, locked against its writer. Raises: RefusedError if none has it."""
     for name in slot_names(folder):
         slot = None
         with suppress(OSError):
@@ -43,20 +43,20 @@ def locked_snapshot(folder: str, get: Get) -> Iterator[Slot]:
 
 
 def choose_replica_slot(held: Sequence[SnapshotFacts | None]) -> int:
-    """Which slot the next replica goes to: never the newest whole one, and what is not whole first. Pure.
+    """Return the slot for the next replica: one without a whole snapshot first, never the newest whole one. Pure.
 
-    `held[i]` is the whole snapshot in slot i. Incarnations come before steps: after a restart from an older step, what the old
-    incarnation had reached is not the newest any more.
+    `held[i]` is the whole snapshot in slot i. Incarnations are compared before steps: after a restart from an older step, a
+    higher step of the old incarnation is not the newest.
     """
     whole = {index: (facts.incarnation, facts.step) for index, facts in enumerate(held) if facts is not None}
     return next((index for index in range(len(held)) if index not in whole), min(whole, key=whole.__getitem__, default=0))
 
 
 class ReplicaSlots:
-    """The replicas in a run's folder; safe to use from several threads. No other process writes replicas there."""
+    """The replicas in a run's folder; thread-safe. No other process writes replicas there."""
 
     def __init__(self, folder: str, *, run: str, memory: Callable[..., HostMemory] = memory_of) -> None:
-        """`memory` tells what the host has, as `memory_of` does."""
+        """`memory` returns the host's memory, as `memory_of` does."""
         self._folder = folder
         self._run = run
         self._memory = memory
@@ -65,23 +65,23 @@ class ReplicaSlots:
         self._arriving: set[int] = set()
 
     def set_kept(self, ranks: Iterable[int]) -> None:
-        """Replicas of these ranks are taken from now on, and of no others."""
+        """Accept replicas of these ranks only, from now on."""
         self._kept = frozenset(ranks)
 
     def drop_others(self) -> None:
-        """Remove the replicas of ranks that are not kept any more; who has one mapped keeps its memory until then."""
+        """Remove the replicas of ranks that are not kept any more; a reader that has one mapped keeps its memory."""
         for name in slot_names(self._folder):
             if name.kind == "replica" and name.rank not in self._kept:
                 remove_slot(self._folder, name)
 
     def take(self, put: Put, *, go: Callable[[], None], receive: Callable[[memoryview], int]) -> bool:
-        """Store a replica; False if it is here already, and nothing was received.
+        """Store a replica; returns False, with nothing received, if it is here already.
 
-        `go` is called when there is room; `receive` fills the beginning of what it is given, and returns how much. Whatever
-        fails, the newest whole replica of the rank stays as it is.
+        `go` is called when there is room; `receive` fills the beginning of a buffer, and returns how much. After any failure
+        the newest whole replica of the rank is unchanged.
 
-        Raises: RefusedError if it is not wanted, or not now; CheckpointError if there is no memory, or the bytes do not have
-        their digests; OSError; whatever `go` and `receive` raise.
+        Raises: RefusedError if it is not wanted, or not now; CheckpointError if memory is short, or the bytes do not match
+        their digests; OSError; the errors of `go` and `receive`.
         """
         run, rank = put.facts.run, put.facts.rank
         if run != self._run:
@@ -90,7 +90,7 @@ class ReplicaSlots:
             raise RefusedError(f"this host does not keep replicas of rank {rank}")
         with self._lock:
             if rank in self._arriving:
-                # A sender that gave up and came back could meet its own first attempt, which has not noticed yet.
+                # A sender that reconnects can meet its own first attempt, which has not noticed the lost connection yet.
                 raise RefusedError(f"a replica of rank {rank} is arriving already")
             self._arriving.add(rank)
         try:
@@ -117,7 +117,7 @@ class ReplicaSlots:
             store_digests(path, put.facts, put.digests)
             go()
             _receive_into(slot, put, receive)
-            # Ranks may have been shared out anew in the meantime, and the slot removed.
+            # The roster may have changed meanwhile, and the slot may have been removed.
             if put.facts.rank not in self._kept or not slot.is_current():
                 raise RefusedError(f"this host does not keep replicas of rank {put.facts.rank} any more")
             slot.complete(put.facts)
@@ -125,7 +125,7 @@ class ReplicaSlots:
             slot.close()
 
     def _check_room(self, path: str, size_bytes: int) -> None:
-        """Memory that a slot has already is not asked for again. Raises: CheckpointError."""
+        """Check the host's free memory; what the slot already has is not counted twice. Raises: CheckpointError."""
         there = 0
         with suppress(FileNotFoundError):
             there = os.lstat(path).st_size
@@ -151,7 +151,7 @@ def _receive_into(slot: Slot, put: Put, receive: Callable[[memoryview], int]) ->
 
 
 class PeerServer:
-    """Serves one run's folder in host memory. Until it has a token it lets nobody in."""
+    """Serves one run's folder in host memory. Until it has a token it admits no peer."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class PeerServer:
         connections: int = CONNECTIONS,
         limits: Limits | None = None,
     ) -> None:
-        """Listens at `address`, where others reach this host; port 0: any that is free. Raises: TransportError naming both."""
+        """Listens at `address`, where others reach this host; port 0: any free one. Raises: TransportError naming both."""
         self._folder = folder
         self._limits = limits or Limits()
         self.replicas = ReplicaSlots(folder, run=run)
@@ -185,11 +185,11 @@ class PeerServer:
         self._server.start()
 
     def set_token(self, token: bytes) -> None:
-        """Only whoever has this token is let in from now on; connections under another one end."""
+        """Admit only peers with this token from now on; connections with another one end."""
         self._server.set_secret(Secret(token))
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Hang up everywhere; whether all threads ended within the time. A replica that was arriving stays torn."""
+        """Disconnect all peers; returns whether all threads ended in time. A replica that was arriving stays incomplete."""
         return self._server.close(timeout_s)
 
     def _serve(self, channel: Channel) -> None:
@@ -202,7 +202,7 @@ class PeerServer:
                 else:
                     self._take(channel, request)
             except RefusedError as error:
-                # Before the first byte of a snapshot, or after its last: the next request is read from its beginning.
+                # Before the first byte of a snapshot, or after its last: the next request can be read from its beginning.
                 channel.send_json({"ok": False, "code": error.code, "error": str(error)}, limit_s=self._limits.io_s)
 
     def _give(self, channel: Channel, get: Get) -> None:
