@@ -1,4 +1,4 @@
-"""Reads a command line: what it asks for, and what each override means: a group's choice, a value, a deletion, or a mistake."""
+"""Parses a command line: its action, and the meaning of each override: a group's choice, a value, a deletion, or a mistake."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,6 @@ _HYDRA_OPTIONS = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp", "-cd"), _BY_RECIPE),
     **dict.fromkeys(("--info", "-i", "--resolve", "--package", "-p", "-c", "--hydra-help"), _RESOLVED),
 }
-"""Options of Hydra's own command line, and what there is instead."""
 
 _KEY = re.compile(r"[~+]*[A-Za-z_]\w*(?:[./][A-Za-z_]\w*)*", re.ASCII)
 _LONGEST_SHOWN = 200
@@ -31,28 +30,23 @@ _EXPLAINED = " (--help explains the command line)"
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """What a person typed, taken apart."""
-
     overrides: tuple[str, ...]  # `recipe=X`, `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`, unread
-    config_dirs: tuple[str, ...]  # folders of the person's own with recipes, models and so on
-
-    action: Literal["run", "help", "show"]
-    """Train; or only explain the keys (`--help`); or only show the resolved configuration (`--cfg job`)."""
-
+    config_dirs: tuple[str, ...]  # the user's folders with recipes, models and so on
+    action: Literal["run", "help", "show"]  # train; or print the keys (`--help`), or the configuration (`--cfg job`)
     topic: str  # of `--help TOPIC`: a group or key, "" for all
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the overrides ask for, in their order."""
+    """Parsed overrides, in their order."""
 
     choices: Mapping[str, str | None]  # group -> choice; None leaves the group out
-    values: tuple[Override, ...]  # those of keys: one value or deletion for each
-    problems: tuple[Problem, ...]  # choices that there are not
+    values: tuple[Override, ...]  # of keys: one value or deletion for each
+    problems: tuple[Problem, ...]  # unknown choices
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Raises: UsageError, which names every option that is unknown or lacks its value."""
+    """Raises: UsageError that names every option that is unknown or lacks its value."""
     overrides: list[str] = []
     config_dirs: list[str] = []
     action: Literal["run", "help", "show"] = "run"
@@ -146,7 +140,7 @@ def _unreadable(text: str, error: Exception, *, recipes: Collection[str]) -> str
 
 
 def _misuse(override: Override, text: str) -> str:
-    """What Hydra would understand and we do not offer; empty if there is nothing of it."""
+    """Why an override that Hydra understands is refused; empty if it is not."""
     key = override.key_or_group
     if not key:
         return f"`{text}` must be KEY=VALUE"

@@ -1,7 +1,7 @@
-"""Turns arguments into one plain mapping through Hydra's compose API; values are not judged here.
+"""Composes arguments to one plain mapping through Hydra's compose API, without checking values.
 
-Hydra composes the groups only. Values are laid over its result one by one, so that every key that does not fit is reported, not
-just the first. Nothing is written, and neither the working directory nor logging is touched.
+Hydra composes the groups only. Values are assigned to its result one by one, so that every key that does not fit is
+reported, not just the first. Nothing is written, and neither the working directory nor logging is touched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,22 +23,18 @@ from elastictrain.errors import ConfigError, ElasticTrainError, Problem, UsageEr
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """What conf/ and the command line say together, not yet checked."""
+    """The composition of conf/ and the command line, not yet checked."""
 
-    tree: dict[str, object]
-    """Group -> key -> plain value; "???" where a value must be given and is not. Interpolations are resolved."""
-
-    problems: tuple[Problem, ...]
-    """What could not be read or resolved; to be reported together with what the values are found guilty of."""
-
-    partial: bool  # whether a group's choice could not be taken: keys that are missing then mean nothing
+    tree: dict[str, object]  # group -> key -> resolved plain value; "???" where a required value is missing
+    problems: tuple[Problem, ...]  # values that could not be read or resolved; reported with the checks' problems
+    partial: bool  # whether a group's choice is unknown: then missing keys are no problem
     recipes: tuple[str, ...]
     recipe: str | None
 
 
 def own_conf() -> Path:
     """conf/ beside the modules of an installed package, or beside the package in a checkout."""
-    # Not by `elastictrain.__file__`: in the folder above a checkout of that name the package has none.
+    # `elastictrain.__file__` is None in the folder above a checkout named elastictrain.
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "config.yaml").is_file():
@@ -47,7 +43,7 @@ def own_conf() -> Path:
 
 
 def read_choices(config_dirs: Sequence[str]) -> Mapping[str, Mapping[str, Path]]:
-    """Group -> choice -> its file. Raises: UsageError if a folder is not there or has a file of the same name as another."""
+    """Group -> choice -> its file. Raises: UsageError if a folder does not exist, or two files have the same name."""
     added = [Path(name).expanduser().resolve() for name in config_dirs]
     problems = [f"--config-dir must be a folder, but {folder} is not" for folder in added if not folder.is_dir()]
     choices: dict[str, dict[str, Path]] = {}
@@ -88,7 +84,7 @@ def _compose_groups(choices: Mapping[str, str | None], config_dirs: Sequence[str
         paths = ",".join(f"'file://{path}'" for path in added)
         overrides.append(f"hydra.searchpath=[{paths}]")
     try:
-        # Leaving the context restores Hydra's global state: nothing of it outlives the composition.
+        # Leaving the context restores Hydra's global state.
         with initialize_config_dir(str(own), job_name="elastictrain", version_base="1.3"):
             config = hydra_compose("config", overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
@@ -103,7 +99,7 @@ def _compose_groups(choices: Mapping[str, str | None], config_dirs: Sequence[str
 
 
 def _assign(config: DictConfig, override: Override) -> Problem | None:
-    """Lay one value over the composition, or take one away."""
+    """Set one value in the composition, or delete one."""
     key = override.key_or_group
     try:
         if not override.is_delete():

@@ -1,4 +1,4 @@
-"""What a config field's value must be beyond its type, and how error messages and `--help` word it."""
+"""Constraints on a config field's value beyond its type, and their wording in error messages and `--help`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def describe(hint: object) -> str:
-    """What a value of the type `hint` must be, to follow "must be"."""
+    """The required type of a value, to follow "must be"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return " ".join([describe(arguments[0]), *(_constraint(one) for one in arguments[1:])]).strip()
@@ -49,7 +49,6 @@ def describe(hint: object) -> str:
 
 
 def _constraint(constraint: object) -> str:
-    """What follows the type's name."""
     match constraint:
         case Range(minimum=minimum, maximum=maximum, exclusive=exclusive):
             ends = [] if minimum is None else [f"{'>' if exclusive else '>='} {show_number(minimum)}"]
@@ -60,12 +59,12 @@ def _constraint(constraint: object) -> str:
 
 
 def show_number(value: float) -> str:
-    """A number as a person would write it."""
+    """A number as a user would write it."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def show(value: object) -> str:
-    """A value as a person would write it in YAML."""
+    """A value as a user would write it in YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {show(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -76,7 +75,7 @@ def show(value: object) -> str:
 
 
 def plain(value: object) -> object:
-    """A value as YAML has it: dataclasses are groups of keys, tuples are lists."""
+    """A value in YAML's types: dataclasses become groups of keys, tuples become lists."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""What identifies a configuration: its plain form, its digest, the keys that change the answer of a run, and its stored YAML.
+"""The identity of a configuration: its plain form, its digest, the keys that change a run's answer, and its stored YAML.
 
-What Hydra composes from is a person's own; what lies in a run's folder may come from anywhere: nothing in it is resolved,
-repeated, constructed or looked up.
+Hydra composes only the user's own files. A file in a run folder may come from anywhere, so it may hold no interpolation,
+alias, tag or anchor.
 """
 
 import hashlib
@@ -42,14 +42,12 @@ _FLOAT = re.compile(
     r"(?:[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-_ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
-"""Of the backslashes before `${` each second one is escaped by the first, as in OmegaConf."""
-
+_ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")  # of the backslashes before `${` each second one is escaped, as in OmegaConf
 _TAKEN = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "null")}
 
 
 def to_tree(config: RunConfig) -> dict[str, object]:
-    """The plain mapping of the shape of conf/ that `config` was made from, complete with defaults."""
+    """The plain mapping of the shape of conf/ for `config`, complete with defaults."""
     groups = {name: plain(getattr(config, name)) for name in GROUPS}
     return groups | {"task": {"_target_": config.task.target, **config.task.options}}
 
@@ -60,11 +58,11 @@ def config_digest(config: RunConfig) -> str:
 
 
 def group_digest(config: RunConfig, *, data_digest: str) -> str:
-    """SHA-256 of what all ranks of a group must have in common: every key that is not one host's own business, and the data."""
+    """SHA-256 of the data and of every key in which all ranks of a group must agree."""
     tree: dict[str, Any] = to_tree(config)
     for group, keys in _HOSTS_OWN.items():
         tree[group] = {key: value for key, value in tree[group].items() if key not in keys}
-    # How many workers a host has, and how long it waits for others, concerns its launcher alone.
+    # The number of workers of a host, and its waiting times, concern its launcher alone.
     return hashlib.sha256(_canonical([{**tree, "launch": {}}, data_digest]).encode()).hexdigest()
 
 
@@ -73,13 +71,13 @@ def _canonical(value: object) -> str:
 
 
 def answer_keys(config: RunConfig) -> dict[str, object]:
-    """The keys that change what a run computes, dotted, with their values; what they leave out may change at any restart.
+    """The keys that change what a run computes, dotted, with their values; other keys may change at any restart.
 
     - `run.seed`: everything random derives from it. `run.num_threads`: it changes the order of additions on a CPU.
-      Not `dir` (where), `on_change` and `on_held` (how to go on), `deterministic` (how exactly a device repeats the same
+      Not `dir` (where), `on_change` and `on_held` (how to resume), `deterministic` (how exactly a device repeats the same
       arithmetic).
-    - `task.*`, `model.*`: all; what they mean is the task's business.
-    - `data.path`, `holdout_samples`, `shuffle`: which sample comes when. Not caches, read-ahead and ledger.
+    - `task.*`, `model.*`: all; only the task knows their meaning.
+    - `data.path`, `holdout_samples`, `shuffle`: the order of samples. Not caches, read-ahead and ledger.
     - `train.global_batch`, `seq_len`, `precision`, `clip_norm`; and `steps` where the learning rate decays towards the last
       step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
       `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at).
@@ -108,11 +106,9 @@ def _flatten(values: object, path: str) -> dict[str, object]:
 def changed_answers(
     stored: Mapping[str, object], *, now: RunConfig, neutral: Collection[str] = ()
 ) -> list[tuple[str, object, object]]:
-    """Each key that changes the answer and differs: (key, stored value, value now), in order of key.
-
-    `stored` is the tree of a stored config.yaml (`from_yaml`). A key that only one side has counts, with None for the other.
-    `neutral` names options of the task that do not count.
-    """
+    """Each key that changes the answer and differs: (key, stored value, value now), in order of key. `stored` is the tree of a
+    stored config.yaml (`from_yaml`). A key that only one side has counts, with None for the other. `neutral` names options of
+    the task that do not count."""
     before, after = _answers(stored), answer_keys(now)
     keys = sorted((before.keys() | after.keys()) - {f"task.{name}" for name in neutral})
     differ = [key for key in keys if _canonical(_number(before.get(key))) != _canonical(_number(after.get(key)))]
@@ -130,7 +126,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _escaped(value: object) -> object:
-    """A value that looks like an interpolation is text by now, and must be text again when read."""
+    """Escape a text that looks like an interpolation, so that it is read as text again."""
     if isinstance(value, Mapping):
         return {name: _escaped(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -150,9 +146,8 @@ def from_yaml(data: bytes | str, *, source: str) -> dict[str, object]:
 
 
 class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
-    """Scalars as OmegaConf reads them: `1e-3` is a number, and there are no dates and no merging of keys.
-
-    Not OmegaConf itself: it parses interpolations even where none is resolved, and 800 kB of `${` take it two minutes."""
+    """Reads scalars as OmegaConf does: `1e-3` is a number, and there are no dates and no merging of keys. OmegaConf itself
+    parses interpolations even where none is resolved, and takes two minutes for 800 kB of `${`."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -172,7 +167,7 @@ _PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+01
 
 
 def parse_stored_yaml(data: bytes | str) -> object:
-    """The value in `data`, all of it plain. Raises: ValueError that says what the text must be and is not."""
+    """The plain value in `data`. Raises: ValueError that names the rule which the text breaks."""
     raw = data.encode("utf-8", errors="surrogatepass") if isinstance(data, str) else data
     if len(raw) > MOST_BYTES:
         raise ValueError(f"it must have at most {MOST_BYTES} bytes, but has {len(raw)}")
@@ -189,7 +184,7 @@ def parse_stored_yaml(data: bytes | str) -> object:
 
 
 def _check_events(text: str) -> None:
-    """Before anything is built: what can grow or construct is not there."""
+    """Refuse aliases, anchors, tags and deep nesting before anything is built."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         at = f"line {event.start_mark.line + 1}"

@@ -1,4 +1,4 @@
-"""What a command prints instead of training: its keys explained, or its configuration resolved."""
+"""What a command prints instead of training: the explanation of its keys, or its resolved configuration."""
 
 import shutil
 import textwrap
@@ -36,7 +36,7 @@ _MODEL = Key("model.*", "what the task declares; --help recipe=NAME lists it", "
 
 
 def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> str | None:
-    """What `--help` or `--cfg job` asks for; None: the program is to do its work. Raises: UsageError; ConfigError."""
+    """The text of `--help` or `--cfg job`; None without either. Raises: UsageError; ConfigError."""
     line = read_command_line(arguments)
     if line.action == "show":
         return to_yaml(load(arguments)).rstrip()
@@ -56,7 +56,6 @@ def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> s
 
 
 def _all_keys(arguments: Sequence[str]) -> tuple[Key, ...]:
-    """Every key; those of `task` and `model` only if the arguments choose a task."""
     task = compose(arguments).tree.get("task") if arguments else None
     target = task.get("_target_") if isinstance(task, dict) else None
     declared = task_keys(target) if isinstance(target, str) else []
@@ -73,7 +72,7 @@ def _choices(choices: Choices, group: str, width: int) -> str:
 
 
 def first_comment(file: Path) -> str:
-    """What a file says about itself: its first comment that is not an instruction to Hydra."""
+    """The first comment of a file that is not an instruction to Hydra."""
     for line in file.read_text(encoding="utf-8").splitlines():
         text = line.removeprefix("#").strip()
         if line.startswith("#") and text and not text.startswith("@"):

@@ -1,4 +1,4 @@
-"""From arguments to a frozen RunConfig; everything that is wrong is reported at once."""
+"""From arguments to a frozen RunConfig; all problems are reported at once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,8 @@ from elastictrain.errors import ConfigError, Problem
 
 
 def load(arguments: Sequence[str], *, with_task: bool = True) -> RunConfig:
-    """The configuration that a command line asks for. Raises: UsageError; ConfigError with every problem.
-
-    Without `with_task` nothing imports the task's module, and torch: `task.*` and `model.*` stay as they were written.
-    """
+    """The configuration of a command line. Raises: UsageError; ConfigError with every problem. Without `with_task` nothing
+    imports the task's module, or torch: `task.*` and `model.*` stay unchecked."""
     composed = compose(arguments)
     config, found = check_tree(composed.tree, with_task=with_task)
     problems = [*composed.problems, *_worth_telling(found, composed)]
@@ -27,7 +25,7 @@ def load(arguments: Sequence[str], *, with_task: bool = True) -> RunConfig:
 
 
 def _worth_telling(found: Sequence[Problem], composed: Composed) -> list[Problem]:
-    """Of the problems of values those that do not follow from one of the composition."""
+    """Problems of values that do not follow from a problem of the composition."""
     broken = {problem.key for problem in composed.problems}
     found = [problem for problem in found if problem.key not in broken]
     given = [problem for problem in found if _is_given(composed.tree, problem.key)]
@@ -49,7 +47,7 @@ def _is_given(tree: Mapping[str, object], key: str) -> bool:
 
 
 def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration in a plain mapping of the shape of conf/ (a composition, or a stored config.yaml), and its problems."""
+    """The configuration in a mapping of the shape of conf/ (a composition, or a stored config.yaml), and its problems."""
     given, problems = _split_groups(tree)
     groups: dict[str, Any] = {}
     for name, cls in DATACLASSES.items():
@@ -83,7 +81,7 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
 
 
 def _split_groups(tree: Mapping[str, object]) -> tuple[dict[str, dict[str, object]], list[Problem]]:
-    """The keys of each group, none for one that is left out; a group that is not one is missing."""
+    """The keys of each group, none for one that is left out; a value that is no group becomes a problem."""
     given: dict[str, dict[str, object]] = {}
     problems = []
     for name in GROUPS:

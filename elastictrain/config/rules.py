@@ -1,4 +1,4 @@
-"""Decides which combinations of otherwise good keys are impossible."""
+"""Finds impossible combinations of valid keys."""
 
 import ipaddress
 from collections.abc import Callable, Iterator, Mapping
@@ -10,9 +10,9 @@ from elastictrain.config.composed import FaultGroup, LaunchGroup, ParallelGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
-TORCHRUN_KILL_S = 30.0
-"""torchrun kills its workers this long after asking them to end, whatever its own option says, when it restarts a group."""
+TORCHRUN_KILL_S = 30.0  # torchrun kills its workers this long after SIGTERM when it restarts, whatever its own option says
 
+# The first key must be the smaller one, for the given reason. Most are timeouts: a wait must outlast what it waits for.
 ORDERS = (
     ("train.micro_batch", "<=", "train.global_batch", ""),
     ("launch.poll_s", "<", "launch.lost_s", "a host must be heard before it is lost"),
@@ -27,15 +27,13 @@ ORDERS = (
     ("preflight.limit_s", "<", "fault.init_timeout_s", "it names what hangs before"),
     ("preflight.thresholds.clock_warn_s", "<=", "preflight.thresholds.clock_fail_s", ""),
 )
-"""Of two keys which must be less, and why. Most are timeouts: what is waited for must end before what waits for it gives up."""
 
-
+# keys of `parallel` that only some kinds read, with their defaults
 SCOPES = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp"), True), ("bucket_mb", ("ddp",), 25.0))
-"""Keys of `parallel` that some kinds alone read, with their defaults."""
 
 
 def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Problem]:
-    """Everything impossible. A group that is missing is not known to be good: no rule about it applies."""
+    """All impossible combinations. A missing group may be invalid, so no rule about it applies."""
     rules: Mapping[str, Callable[[Any], Iterator[Problem]]]
     rules = {"parallel": _check_parallel, "launch": _check_launch, "fault": _check_grace}
     problems = [problem for name, rule in rules.items() if name in groups for problem in rule(groups[name])]
@@ -69,7 +67,6 @@ def _check_parallel(parallel: ParallelGroup) -> Iterator[Problem]:
 
 
 def _check_launch(launch: LaunchGroup) -> Iterator[Problem]:
-    """The hosts that are waited for can come, and the others can be told where this host is."""
     try:
         ipaddress.ip_address(launch.address or "::")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Every key there is, with its type, default and docstring, read from the dataclasses' own source or the fields' metadata."""
+"""All keys with their type, default and docstring, read from the dataclasses' source or the fields' metadata."""
 
 import ast
 import inspect
@@ -15,31 +15,28 @@ from elastictrain.config.validate import parameters_of
 
 GROUPS = tuple(field.name for field in fields(RunConfig))
 
+# groups whose keys are a dataclass of this package; the task's class declares `task` and `model`
 DATACLASSES: Mapping[str, type] = {
     name: hint
     for name, hint in get_type_hints(RunConfig).items()
     if isinstance(hint, type) and is_dataclass(hint) and hint is not TaskGroup
 }
-"""Groups whose keys are a dataclass of the program's own; `task` and `model` are declared by the task's class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, explained."""
-
     path: str
     must_be: str
-    default: str | None  # as one would write it; None if the key must be given
+    default: str | None  # in YAML; None if the key must be given
     doc: str
 
 
 def own_fields(cls: type) -> tuple[Field[Any], ...]:
-    """Those of a dataclass."""
     return fields(cls) if is_dataclass(cls) else ()
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field, or in its metadata; empty for fields without, and where the source is not at hand."""
+    """The docstring below each field, or in its metadata; empty for fields without, and where the source is not available."""
     if docs := {one.name: one.metadata["doc"] for one in own_fields(cls) if "doc" in one.metadata}:
         return docs
     try:
@@ -58,7 +55,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def keys_of(cls: type, *, path: str) -> list[Key]:
-    """The keys that the parameters of `cls` are, a dataclass or not, in its order."""
+    """The keys that `cls`, a dataclass or not, declares by its parameters, in its order."""
     docs = field_docs(cls)
     made = {one.name: one.default_factory() for one in own_fields(cls) if one.default_factory is not MISSING}
     keys = []

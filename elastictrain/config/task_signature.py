@@ -15,12 +15,12 @@ from elastictrain.errors import ConfigError, Problem
 
 TARGET = "task._target_"
 METHODS = ("build_model", "loss")
+# pairs of methods that make one ability: a task with only one of them would silently count as one without
 TOGETHER = (("train_dataset", "eval_dataset"), ("init_parameter", "init_buffer"), ("flops_per_sample", "tokens_per_sample"))
-"""Methods that make one ability: with only one of them, a task would silently be taken for one without."""
 
 
 def plain_arguments(cls: type, arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Plain values of `task.*` and of `model.*`, with the defaults of `cls` filled in where they are plain."""
+    """Plain values of `task.*` and of `model.*`, with the plain defaults of `cls` filled in."""
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(cls).parameters.items()
@@ -32,7 +32,7 @@ def plain_arguments(cls: type, arguments: Mapping[str, object]) -> tuple[dict[st
 
 
 def find_task(target: str) -> tuple[type | None, list[Problem]]:
-    """Import the class at a dotted path. Whatever its module does on import, happens."""
+    """Import the class at a dotted path, with all side effects of its module's import."""
     module_name, _, class_name = target.rpartition(".")
     if not module_name:
         return None, [Problem(TARGET, f"must be package.module.Class, but is {target!r}")]
@@ -58,7 +58,6 @@ def find_task(target: str) -> tuple[type | None, list[Problem]]:
 
 
 def brings_datasets(cls: type) -> bool:
-    """Whether the task has samples of its own instead of token files."""
     return callable(getattr(cls, "train_dataset", None))
 
 
@@ -68,7 +67,7 @@ def _import_failure(module_name: str, error: Exception) -> str:
             f"must be in a module that can be imported, but there is no module {error.name}; "
             "install it, or start in the folder that holds it"
         )
-    # The frame where the module's own code failed; the import system's frames are of no use to anyone.
+    # The frame where the module's own code failed; frames of the import system help no one.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     return f"names a class in {module_name}, which cannot be imported: {type(error).__name__}: {error}{where}"
@@ -77,7 +76,7 @@ def _import_failure(module_name: str, error: Exception) -> str:
 def check_call(
     cls: type, *, options: Mapping[str, object], model: Mapping[str, object], vocabulary: Sequence[str] = ()
 ) -> tuple[dict[str, object] | None, list[Problem]]:
-    """Arguments for the task's class that the keys `task.*` and `model.*` give, and everything wrong with them."""
+    """The arguments for the task's class from the keys `task.*` and `model.*`, and all problems with them."""
     problems: list[Problem] = []
     target = f"{cls.__module__}.{cls.__qualname__}"
     try:
@@ -109,7 +108,7 @@ def task_keys(target: str) -> list[Key]:
 
 
 def make_task(cls: type, *, options: Mapping[str, object], model: Mapping[str, object]) -> object:
-    """The task with these values of `task.*` and `model.*`. Raises: ConfigError with everything that is wrong with them."""
+    """The task with these values of `task.*` and `model.*`. Raises: ConfigError with all their problems."""
     arguments, problems = check_call(cls, options=options, model=model)
     task = None
     if arguments is not None:
@@ -120,7 +119,7 @@ def make_task(cls: type, *, options: Mapping[str, object], model: Mapping[str, o
 
 
 def build_task(config: RunConfig) -> object:
-    """The task that `config` describes. Raises: ConfigError."""
+    """Raises: ConfigError."""
     cls, problems = find_task(config.task.target)
     if cls is None:
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""Decides whether plain values are what a dataclass declares; all problems are collected, none is raised."""
+"""Checks plain values against the fields of a dataclass; collects all problems, and raises none."""
 
 import inspect
 import math
@@ -18,8 +18,8 @@ Checked = tuple[object, list[Problem]]
 
 
 def parameters_of(cls: type) -> dict[str, tuple[object, inspect.Parameter]]:
-    """The type of each parameter by which a key may be given, and itself. Raises: NameError for an unreadable annotation."""
-    # Of an inherited constructor, too.
+    """The type and the parameter of each key of `cls`. Raises: NameError for an unreadable annotation."""
+    # `getattr_static` finds an inherited constructor, too.
     constructor: object = inspect.getattr_static(cls, "__init__")
     hints = get_type_hints(constructor, include_extras=True)
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -30,7 +30,7 @@ def parameters_of(cls: type) -> dict[str, tuple[object, inspect.Parameter]]:
 def check_dataclass(
     cls: type[T], *, values: Mapping[str, object], path: str, vocabulary: Sequence[str] = ()
 ) -> tuple[T | None, list[Problem]]:
-    """An instance of `cls` (or None), and everything that is wrong with `values`. Arguments as for `check_keys`."""
+    """An instance of `cls` (or None), and all problems of `values`. Arguments as for `check_keys`."""
     arguments, problems = check_keys(parameters_of(cls), values=values, path=path, vocabulary=vocabulary)
     return (None, problems) if problems else construct(cls, arguments=arguments, path=path)
 
@@ -42,7 +42,7 @@ def check_keys(
     path: str,
     vocabulary: Sequence[str] = (),
 ) -> tuple[dict[str, object], list[Problem]]:
-    """Good values of the keys that are given, and everything wrong; `vocabulary`: all dotted keys, for suggestions."""
+    """Valid values of the given keys, and all problems; `vocabulary`: all dotted keys, for suggestions."""
     words = [*(f"{path}.{name}" for name in declared), *vocabulary]
     problems = [unknown_key(f"{path}.{name}", vocabulary=words) for name in values if name not in declared]
     arguments: dict[str, object] = {}
@@ -57,7 +57,7 @@ def check_keys(
 
 
 def construct(cls: type[T], *, arguments: Mapping[str, object], path: str) -> tuple[T | None, list[Problem]]:
-    """Call `cls`; what its own checks refuse (`ConfigError`, `ValueError`) becomes problems under `path`."""
+    """Call `cls`; its own `ConfigError` or `ValueError` becomes problems under `path`."""
     try:
         return cls(**arguments), []
     except ConfigError as error:
@@ -69,14 +69,13 @@ def construct(cls: type[T], *, arguments: Mapping[str, object], path: str) -> tu
 
 
 def _under(path: str, problem: Problem) -> Problem:
-    """A class knows its fields' names but not where the config puts them."""
+    """Prefix the key: a class knows its fields' names but not where the config puts them."""
     if problem.key == path or problem.key.startswith(f"{path}."):
         return problem
     return Problem(f"{path}.{problem.key}", problem.message)
 
 
 def unknown_key(key: str, *, vocabulary: Sequence[str]) -> Problem:
-    """The problem of a key that nothing reads."""
     if meant := suggest_key(key, vocabulary=vocabulary):
         return Problem(key, f"is not a key; did you mean `{meant}`?")
     group = key.rpartition(".")[0]
@@ -85,13 +84,13 @@ def unknown_key(key: str, *, vocabulary: Sequence[str]) -> Problem:
 
 
 def suggest_choice(wrong: str, *, choices: Sequence[str]) -> str:
-    """A "did you mean", to be added to a message, or nothing."""
+    """A "did you mean" to append to a message, or nothing."""
     close = get_close_matches(wrong, choices, n=1, cutoff=0.65)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def suggest_key(wrong: str, *, vocabulary: Sequence[str]) -> str:
-    """The dotted key that was probably meant by `wrong`, or ""; within a group that exists, only one of its own."""
+    """The dotted key probably meant by `wrong`, or ""; within an existing group, only one of its own."""
     group, _, leaf = wrong.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in vocabulary if group and key.rpartition(".")[0] == group]
     if siblings:
@@ -103,7 +102,7 @@ def suggest_key(wrong: str, *, vocabulary: Sequence[str]) -> str:
 
 
 def check_value(value: object, *, hint: object, path: str) -> Checked:
-    """`value` converted to `hint` without loss (1 is a float, 1e3 a whole number, text is no number), and what is wrong."""
+    """`value` converted to `hint` without loss (1 is a float, 1e3 a whole number, text is no number), and its problems."""
     checked = _convert(value, hint, path)
     if checked is not None:
         return checked
@@ -113,7 +112,7 @@ def check_value(value: object, *, hint: object, path: str) -> Checked:
 
 
 def _yaml_trap(value: object, members: tuple[object, ...]) -> str:
-    """YAML reads a bare 007 as a number, and the bare words on, off, yes and no as true and false."""
+    """A hint where YAML reads a bare 007 as a number, or the bare words on, off, yes and no as true and false."""
     words = [word for member in members for word in get_args(member) if word in ("on", "off", "yes", "no")]
     if isinstance(value, bool) and words:
         return f'; YAML reads a bare {words[0]} as {show(value)}, write "{words[0]}" in quotes'
@@ -135,7 +134,7 @@ def _holds(constraint: object, value: object) -> bool:
 
 
 def _convert(value: object, hint: object, path: str) -> Checked | None:
-    """Like `check_value`; problems are of what is inside `value`, and None says that it is not of this type itself."""
+    """Like `check_value`, with the problems inside `value`; None if `value` itself is not of this type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         checked = _convert(value, arguments[0], path)

@@ -1,4 +1,4 @@
-"""Calls that may never return, made from where waiting for ever is not an option."""
+"""Runs calls that may never return, with a time limit."""
 
 import threading
 import time
@@ -14,9 +14,8 @@ T = TypeVar("T")
 
 
 def call_until(act: Callable[[], T], *, left_s: Callable[[], float], poll: Callable[[], None] = lambda: None) -> T:
-    """What `act` returns or raises, in a thread of its own that is left behind where there is no answer in time. `left_s`: how
-    much time is left. `poll` is called by the waiting thread again and again, and may raise to leave early. Raises:
-    TimeoutError."""
+    """Return or raise what `act` does, in a thread that is abandoned without an answer in time. `left_s` returns the seconds
+    left. The waiting thread calls `poll` repeatedly, which may raise to leave early. Raises: TimeoutError."""
     answers: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
 
     def run() -> None:
@@ -45,7 +44,7 @@ def within(limit_s: float, act: Callable[[], T]) -> T | None:
 
 
 def each_within(calls: Sequence[tuple[float, Callable[[], T]]]) -> list[T | None]:
-    """What each call returns, all of them side by side; None for one that does not return within its limit, or raises."""
+    """What each call returns, all in parallel; None for one that does not return within its limit, or raises."""
     began_s = time.monotonic()
     answers: dict[int, T] = {}
 

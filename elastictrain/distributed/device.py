@@ -1,4 +1,4 @@
-"""This rank's device and collective library: which there is, its early start, and the environment that both read."""
+"""This rank's device and collective library: their choice, an early start, and the environment that both read."""
 
 import logging
 import threading
@@ -20,9 +20,8 @@ Backend = Literal["nccl", "gloo"]
 def start_device(
     backend: Literal["auto", "nccl", "gloo"], *, local_rank: int, wait: Callable[[], object]
 ) -> threading.Thread | None:
-    """Make the CUDA context of the device that this rank will use, in the background; None where it will use none. Where there
-    is no room for it, it is tried again when `wait` returns: another process gives the device back. What goes wrong then goes
-    wrong again, and is reported, where the device is used first."""
+    """Create the CUDA context of this rank's device, in the background; None where it uses none. Without room for it, the
+    thread tries again when `wait` returns: another process releases the device. Errors are reported at the first use."""
     if backend == "gloo" or torch.cuda.device_count() <= local_rank:
         return None
 
@@ -46,12 +45,12 @@ def start_device(
 def find_backend(
     wanted: Literal["auto", "nccl", "gloo"], *, environment: Mapping[str, str], local_world_size: int
 ) -> tuple[Backend, str]:
-    """The collective library; and why the CPU is used although this host has GPUs, if nobody has asked for that. Raises:
-    HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs."""
+    """The collective library; and why this host's GPUs are not used, if nobody has asked for the CPU. Raises: HostUnfitError
+    without the GPUs that nccl needs; ConfigError for more ranks than GPUs."""
     if wanted == "gloo":
         return "gloo", ""
     with warnings.catch_warnings():
-        # What torch would warn of is said below.
+        # torch's warning is repeated below, in plain words.
         warnings.simplefilter("ignore")
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not usable:
@@ -71,8 +70,8 @@ def find_backend(
 
 
 def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str, present: Mapping[str, str]) -> dict[str, str]:
-    """What to set before a process group is made; what the user has set already is kept. `dump_prefix` is a local path, to
-    which the rank is appended."""
+    """The variables to set before a process group is made; the user's own are kept. `dump_prefix`: a local path; torch appends
+    the rank."""
     wanted = {
         # The store's client looks up the name of 127.0.0.1: a resolver that does not answer costs a second, not five each time.
         "RES_OPTIONS": "timeout:1 attempts:1",
@@ -82,11 +81,11 @@ def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str,
     }
     if backend == "nccl":
         wanted |= {
-            # Before the communicator is torn down.
+            # The dump is written before the communicator is torn down.
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             # Abort on a collective that failed or timed out, instead of hanging.
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            # The end of a failed group is reported once, by us.
+            # We report the end of a failed group once.
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         }
     return {name: value for name, value in wanted.items() if name not in present}

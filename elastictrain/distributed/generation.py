@@ -36,12 +36,12 @@ _SHOWN_PROBLEMS = 8
 
 _WAITING = f"{_ROOT}/waiting"
 _LOOK_BEFORE_S = 1.0
-_WAITS_ON_S = 10.0  # how long a word of rank 0 that it still waits for the run's lease is good for
+_WAITS_ON_S = 10.0  # by which rank 0's sign that it waits for the run's lease extends the time-out
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a rank tells of itself, so that all know what only each host can see."""
+    """A rank's facts that only its host can observe."""
 
     host: str
     local_world_size: int
@@ -51,33 +51,30 @@ class Introduction:
 
 @dataclass(frozen=True, slots=True)
 class AgreedGeneration:
-    """One life of the group. `name` is the number of the generation and a nonce: it sorts in the order of lives in a folder."""
+    """One start of the group. `name` is the generation's number and a nonce: names in a folder sort in the order of starts."""
 
     name: str
     ranks: tuple[Introduction, ...]
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host of each rank."""
         return tuple(rank.host for rank in self.ranks)
 
     @property
     def shared_local_size(self) -> int:
-        """The largest number of ranks that divides every host evenly; the same on all ranks, however uneven the hosts are."""
+        """The greatest common divisor of the hosts' numbers of ranks; the same on all ranks."""
         return math.gcd(*(rank.local_world_size for rank in self.ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class _Hello:
-    """One rank is there."""
-
     nonce: str
     introduction: Introduction
 
 
 @dataclass(frozen=True, slots=True)
 class _NameProposal:
-    """What rank 0 publishes."""
+    """The proposal of rank 0."""
 
     name: str
     nonces: tuple[str, ...]
@@ -86,7 +83,7 @@ class _NameProposal:
 
 @dataclass(frozen=True, slots=True)
 class _Heading:
-    """Where the newest proposal is."""
+    """The name of the newest proposal."""
 
     name: str
     pieces: int
@@ -110,7 +107,7 @@ def check_alike(generation: AgreedGeneration) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KeepWaiting:
-    """Rank 0 cannot go on yet: these ranks are missing, at this stage."""
+    """Rank 0 must wait: these ranks are missing at this stage."""
 
     ranks: tuple[int, ...]
     stage: str
@@ -119,7 +116,7 @@ class KeepWaiting:
 def coordinate(
     hellos: Mapping[int, str], *, world_size: int, proposed: tuple[str, ...] | None, acknowledged: frozenset[int]
 ) -> KeepWaiting | Literal["publish", "go"]:
-    """What rank 0 does next: wait, publish a proposal with the nonces of `hellos`, or give the go for the published one.
+    """The next action of rank 0: wait, publish a proposal with the nonces of `hellos`, or give the go for the published one.
     `hellos` maps ranks to the nonces read now; `acknowledged` are acks of the proposal with the nonces `proposed`."""
     silent = tuple(rank for rank in range(world_size) if rank not in hellos)
     if silent:
@@ -143,11 +140,11 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> AgreedGeneration:
-    """Agree with all other ranks. `number` counts the run's generations; rank 0's is taken. `poll` may raise to leave early.
-    `put_off` hears for how long the time-out is put off, where rank 0 says that it waits for another run. `tell` hears once, on
-    rank 0, who is being waited for if that takes long.
+    """Agree with all other ranks. `number` counts the run's generations; rank 0's counts. `poll` may raise to leave early.
+    `put_off` is called with the seconds by which the time-out is extended, while rank 0 waits for another run. `tell` is called
+    once, on rank 0, with the missing ranks if the agreement takes long.
 
-    Collective: yes. Raises: TransportError that names the ranks that are missing.
+    Collective: yes. Raises: TransportError that names the missing ranks.
     """
     nonce = uuid.uuid4().hex
     store.set(f"{_ROOT}/hello/{identity.rank}", encode_record(_Hello(nonce, introduction)).decode())
@@ -172,7 +169,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
                 waiting, deadline, silent = word, clock() + _WAITS_ON_S, None
                 put_off(_WAITS_ON_S)
             elif silent is None:
-                # While there is time left to ask.
+                # Asked while there is time left for the answer.
                 silent = own.find_missing()
         if clock() > deadline:
             sentence = f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {own.describe_missing()}"
@@ -182,7 +179,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
 
 
 def say_waiting(store: BoundedStore) -> None:
-    """As rank 0, again and again before it meets the others: it waits for another run to end, and so do they."""
+    """As rank 0, repeatedly before the agreement: signal that it waits for another run to end, so that the others wait, too."""
     store.set(_WAITING, uuid.uuid4().hex)
 
 
@@ -191,7 +188,7 @@ def _waiting_sign(store: BoundedStore) -> bytes:
 
 
 def pack(text: str) -> list[str]:
-    """Small pieces for a store that takes texts."""
+    """Compress a text into small pieces for a store that takes texts."""
     packed = base64.b64encode(zlib.compress(text.encode())).decode()
     return [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
 
@@ -202,16 +199,12 @@ def unpack(pieces: Iterable[bytes]) -> str:
 
 
 class _Participant:
-    """One rank's side of the agreement."""
-
     def __init__(self, store: BoundedStore, identity: Identity, nonce: str, number: int) -> None:
         self._store = store
         self._identity = identity
         self._nonce = nonce
         self._number = number
-        self._proposal: _NameProposal | None = None
-        """As rank 0: the newest that it has published."""
-
+        self._proposal: _NameProposal | None = None  # as rank 0: the newest that it has published
         self._acknowledged: set[int] = set()
         self._waiting: KeepWaiting | None = None
         self._joined: AgreedGeneration | None = None
@@ -228,7 +221,7 @@ class _Participant:
             pending = [rank for rank in range(world_size) if rank not in self._acknowledged]
             self._acknowledged |= {rank for rank in pending if self._has(f"ack/{proposal.name}/{rank}")}
             if self._heading().name != proposal.name:
-                # A rank 0 whose place was taken may have written its last message over ours.
+                # A rank 0 that was replaced may have overwritten our message with its last one.
                 proposal = None
         decision = coordinate(
             {rank: hello.nonce for rank, hello in hellos.items()},
@@ -242,7 +235,7 @@ class _Participant:
             nonces, ranks = tuple(one.nonce for one in said), tuple(one.introduction for one in said)
             self._proposal, self._acknowledged = _NameProposal(name, nonces, ranks), set()
             pieces = pack(encode_record(self._proposal).decode())
-            # Each is waited for: on a network that drops large frames this is what must still pass, to find that out.
+            # Wait for each piece: this must pass even a network that drops large frames, for the preflight to find that fault.
             for number, piece in enumerate(pieces):
                 self._set(f"proposal/{name}/{number}", piece)
                 self._has(f"proposal/{name}/{number}")
@@ -251,8 +244,8 @@ class _Participant:
             self._set(f"go/{proposal.name}", "")
 
     def follow(self) -> AgreedGeneration | None:
-        """Acknowledge a proposal that names this rank; returns what was agreed once its go is there."""
-        # The go is looked for before another proposal is joined: one that comes after it is no business of this group's.
+        """Acknowledge a proposal that names this rank; returns the agreed generation after the go."""
+        # Check for the go before another proposal: one that comes after the go does not concern this group.
         if not self._may_go() and self._has("proposal"):
             heading, rank = self._heading(), self._identity.rank
             if self._joined is None or self._joined.name != heading.name:
@@ -264,13 +257,12 @@ class _Participant:
         return self._joined if self._may_go() else None
 
     def find_missing(self) -> tuple[int, ...]:
-        """The ranks that are to blame: those that did not come, or else who does not go on."""
+        """The missing ranks; if all ranks have come, rank 0, which does not proceed."""
         if self._identity.rank == 0:
             return self._waiting.ranks if self._waiting is not None else ()
         return tuple(rank for rank in range(self._identity.world_size) if not self._has(f"hello/{rank}")) or (0,)
 
     def describe_missing(self) -> str:
-        """Who is waited for."""
         if self._identity.rank != 0:
             heard = "heard nothing of rank 0" if not self._joined else "rank 0 still waits for others; its message names them"
             return f"rank {self._identity.rank} on {self._identity.host} {heard}"

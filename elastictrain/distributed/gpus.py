@@ -1,4 +1,4 @@
-"""What this host has of GPUs, and why the installed torch cannot use them. Imports no torch: a launcher asks, too."""
+"""The GPUs of this host, and why the installed torch cannot use them. Imports no torch, since a launcher uses it, too."""
 
 import ctypes
 import re
@@ -9,8 +9,7 @@ from pathlib import Path
 
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _HIDES_ALL = ("", "-1", "NoDevFiles")
-_FILES = ("nvidia[0-9]*", "nvhost-gpu", "dxg", "kfd")
-"""NVIDIA's, those of its boards with shared memory, those of Windows, AMD's."""
+_FILES = ("nvidia[0-9]*", "nvhost-gpu", "dxg", "kfd")  # NVIDIA, its boards with shared memory, Windows, AMD
 
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)? +(\S+)")
 _BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= '([0-9.]+)", re.MULTILINE)
@@ -19,7 +18,7 @@ _VERSION = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """Facts. An empty text is something that is not there, or not known.
+    """GPU facts of a host; an empty text is absent or unknown.
 
     `files`: devices that the kernel shows, like /dev/nvidia0. `driver`: version of the NVIDIA driver in the kernel;
     `driver_cuda`: the newest CUDA that its library knows. `mask`: `NAME=value` of the variable that hides GPUs here.
@@ -37,7 +36,7 @@ class Gpus:
 
 
 def read_gpus(environment: Mapping[str, str], *, root: Path = Path("/")) -> Gpus:
-    """What the kernel, the driver and the files of torch say."""
+    """Read the GPU facts from the kernel, the driver and the files of torch."""
     shown = [path for pattern in _FILES for path in sorted((root / "dev").glob(pattern))]
     masks = sorted((environment[name] not in _HIDES_ALL, name) for name in _MASKS if name in environment)
     spec = find_spec("torch")
@@ -57,7 +56,7 @@ def read_gpus(environment: Mapping[str, str], *, root: Path = Path("/")) -> Gpus
 
 
 def why_no_gpu(gpus: Gpus, *, error: str = "") -> str:
-    """Why torch can use no GPU here, and what to do. `error` is what it says itself; empty if nothing speaks against it."""
+    """Why torch can use no GPU here, and the remedy; empty if nothing is wrong. `error`: torch's own message."""
     shown = ", ".join(gpus.files)
     if gpus.all_hidden:
         return f"{gpus.mask} hides all GPUs from this process: unset it"
@@ -65,7 +64,7 @@ def why_no_gpu(gpus: Gpus, *, error: str = "") -> str:
         return "this host has none (no /dev/nvidia0, no /dev/kfd): take one that has, or start the container with its GPUs"
     if not (gpus.torch_cuda or gpus.torch_hip):
         return f"torch {gpus.torch} is built for the CPU, though this host has {shown}: install a build for its GPUs"
-    # Some sandboxes do not show the driver, and it works.
+    # Some sandboxes hide a driver that works.
     if error and gpus.files[0].startswith("/dev/nvidia") and not gpus.driver:
         return f"the NVIDIA driver is not loaded, though this host has {shown}: as root, modprobe nvidia"
     if (
@@ -89,12 +88,12 @@ def why_no_gpu(gpus: Gpus, *, error: str = "") -> str:
 
 
 def needs_gpu(reason: str) -> str:
-    """What to say where a GPU is asked for and `why_no_gpu` has a reason."""
+    """The message where a GPU is required and `why_no_gpu` has a reason."""
     return f"parallel.backend=nccl needs a GPU, and none can be used: {reason}; parallel.backend=gloo uses the CPU"
 
 
 def _cuda_of_driver() -> str:
-    """Asks the driver's library, without starting a device."""
+    """Query the driver's library, without starting a device."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

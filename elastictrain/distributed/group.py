@@ -21,8 +21,8 @@ _CONNECT_MARGIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What ranks meet through. `control` is a gloo group of its own for everything that is not the training step: collectives
-    from elsewhere on the training's group would be paired with the wrong ones."""
+    """The training group of the default process group, and `control`, a gloo group for everything but the training step:
+    collectives from elsewhere on the training's group would be paired with the wrong ones."""
 
     control: dist.ProcessGroup
     backend: Backend
@@ -30,9 +30,9 @@ class Group:
 
 
 def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
-    """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address. A store
-    whose host is frozen keeps this call for ever: `BoundedStore` bounds it. Where nobody listens, it ends later than
-    `timeout_s`, so that whoever bounds it speaks first."""
+    """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address. A frozen
+    store host blocks this call for ever: `BoundedStore` bounds it. Without a listener the call ends later than `timeout_s`, so
+    that the caller's bound reports first."""
     if not identity.launched:
         return dist.HashStore()
     try:
@@ -65,25 +65,24 @@ def make_group(
 
 
 def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, timeout_s: float) -> None:
-    """From now on a collective of the default group and of these fails after `timeout_s`. Start-up, restore and compilation
-    take minutes and differ between ranks, so groups begin with a generous timeout, and get the tight one when the first step is
-    through."""
+    """From now on a collective of the default group and of `groups` fails after `timeout_s`. Groups begin with a generous
+    timeout, since start-up, restore and compilation take minutes and differ between ranks; the first step ends it."""
     for group in (None, *groups):
         set_group_timeout(group, _collective_timeout(timeout_s, backend))
 
 
 def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
-    # NCCL's own watchdog ends the process without a word that a person could use. It is the second line: ours is faster.
+    # NCCL's own watchdog ends the process without a readable reason. It comes second: our watchdog is faster.
     return timedelta(seconds=timeout_s + (_NCCL_MARGIN_S if backend == "nccl" else 0.0))
 
 
 def flight_recorder() -> str | None:
-    """The last collectives of this rank as JSON, if the flight recorder is on and has any."""
+    """The last collectives of this rank as JSON; None if the flight recorder is off or empty."""
     return next((trace for trace in read_flight_recorders() if '"entries"' in trace), None)
 
 
 def leave(group: Group) -> None:
-    """Meet once more, so that no rank leaves while another still needs it, then end the group. Collective: yes."""
+    """Wait until no rank needs another one, then destroy the group. Collective: yes."""
     dist.barrier(group=group.control)
     if group.backend == "nccl":
         torch.cuda.synchronize()

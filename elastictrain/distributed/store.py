@@ -18,12 +18,9 @@ from elastictrain.distributed.bounded import call_until
 from elastictrain.errors import TransportError
 from elastictrain.identity import STORE_HOST
 
+# Through these messages hosts report that a network drops large frames, so each must fit into a small one. Every network
+# carries 1,280 bytes (RFC 8200, section 5), headers and the store's own bytes included.
 PIECE_BYTES = 1000
-"""A network that drops large frames must still carry the messages in which hosts tell each other of it.
-
-Every network carries 1,280 bytes (RFC 8200, section 5), headers and the store's own bytes included.
-"""
-
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
@@ -33,7 +30,7 @@ T = TypeVar("T")
 
 
 class BoundedStore:
-    """All questions together have one deadline. As in torch's stores otherwise; each raises TransportError in time."""
+    """A torch store whose requests share one deadline; each raises TransportError in time."""
 
     def __init__(
         self,
@@ -43,24 +40,22 @@ class BoundedStore:
         poll: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`poll` is called while a question is asked, and may raise to leave early. Raises: TransportError."""
+        """`poll` is called during a request, and may raise to leave early. Raises: TransportError."""
         self._poll = poll
         self._clock = clock
         self._deadline_s = clock() + limit_s
         self.unbounded = self.ask(connect)
-        """The store itself."""
 
     @property
     def left_s(self) -> float:
-        """Until the deadline."""
         return max(0.0, self._deadline_s - self._clock())
 
     def put_off(self, seconds: float) -> None:
-        """Have the deadline that much after now, if it is earlier."""
+        """Move the deadline to `seconds` from now, if it is earlier."""
         self._deadline_s = max(self._deadline_s, self._clock() + seconds)
 
     def ask(self, act: Callable[[], T]) -> T:
-        """What `act` returns. Raises: TransportError that names the store's host, in time or where the store fails."""
+        """Return what `act` returns. Raises: TransportError that names the store's host, in time or where the store fails."""
         asked_s = self._clock()
         return _ask(act, left_s=lambda: self.left_s, silent_s=lambda: self._clock() - asked_s, poll=self._poll)
 
@@ -78,9 +73,8 @@ class BoundedStore:
 
 
 class StoreExchange:
-    """Leaves messages in a store, in small pieces, and waits for them; may be used by several threads. The store's own wait
-    would block every other user of the connection, and has a limit of its own; so it is asked again and again, over a
-    connection that nobody else uses."""
+    """Leaves messages in a store, in small pieces, and waits for them; several threads may use it. The store's own wait would
+    block every other user of the connection, and has a limit of its own; so this polls, over a connection of its own."""
 
     def __init__(
         self,
@@ -91,7 +85,7 @@ class StoreExchange:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`poll` is called by the main thread while it waits, and may raise to leave early. `patience_s`: how much longer than
-        asked for the store may take over an answer."""
+        the limit of a request the store's answer may take."""
         self._store: dist.Store = store.clone() if hasattr(store, "clone") else store
         self._store.set_timeout(timedelta(seconds=patience_s))
         self._poll = poll
@@ -104,16 +98,16 @@ class StoreExchange:
         self._bounded(lambda: self._put(key, value), limit_s=0.0)
 
     def get(self, key: str, *, limit_s: float) -> bytes | None:
-        """Wait for a message; None if nobody has left it in time. Raises: TransportError if the store cannot be reached."""
+        """Wait for a message; None if there is none in time. Raises: TransportError if the store cannot be reached."""
         return self._bounded(lambda: self._get(key, limit_s), limit_s=max(0.0, limit_s))
 
     def _put(self, key: str, value: bytes) -> None:
         packed = zlib.compress(value)
         pieces = [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
-            # The stub of torch knows texts only; the store takes bytes.
+            # The type stub of torch takes texts only; the store takes bytes.
             self._store.set(f"{key}#{number}", piece)  # type: ignore[arg-type]
-            # Waits for the answer: the kernel must not put several messages into one large frame.
+            # Wait for the answer: the kernel must not put several messages into one large frame.
             self._store.check([f"{key}#{number}"])
         self._store.set(key, str(len(pieces)))
 
@@ -146,7 +140,7 @@ class StoreExchange:
 
 
 def store_host() -> str:
-    """The host of the store that torchrun named, for people."""
+    """The host of the store that torchrun named, for messages."""
     place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')} (MASTER_ADDR, MASTER_PORT)"
     name = os.environ.get(STORE_HOST)
     return f"{name} at {place}" if name else place
@@ -158,7 +152,7 @@ def _ask(act: Callable[[], T], *, left_s: Callable[[], float], silent_s: Callabl
     except TimeoutError:
         why = "that host is frozen, cut off or gone, or a firewall drops what is sent to it"
         sentence = f"{_WHERE}{store_host()}, has not answered for {silent_s():.0f} s: {why}"
-        # It is on the host of the first rank.
+        # The store is on the host of rank 0.
         raise TransportError(sentence, missing=(0,)) from None
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), "")

@@ -1,4 +1,4 @@
-"""The mesh of ranks; checkpointing, compilation and DDP / FSDP2 / HSDP, which change no parameter's name."""
+"""The mesh of ranks; checkpointing, compilation and DDP / FSDP2 / HSDP, none of which changes a parameter's name."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class MeshShape:
 
 
 def mesh_shape(parallel: ParallelGroup, *, world_size: int, local_world_size: int) -> MeshShape:
-    """The mesh for whatever world there is. A world that the shard size does not divide is sharded whole."""
+    """The mesh for any world. A world that the shard size does not divide is sharded whole."""
     if parallel.kind == "ddp":
         return MeshShape(world_size, 1)
     wanted = parallel.shard_size or local_world_size
@@ -54,24 +54,18 @@ def mesh_shape(parallel: ParallelGroup, *, world_size: int, local_world_size: in
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A model ready to train. `module` is what the forward pass goes through, `bare` the model with its own parameter names.
-
-    Gradients after the backward pass are sums over ranks divided by the world size.
-    """
+    """A model ready to train: `module` runs the forward pass, `bare` is the model with its own parameter names. Gradients after
+    the backward pass are sums over ranks divided by the world size."""
 
     module: nn.Module
     bare: nn.Module
     shape: MeshShape
     precision_context: Callable[[], AbstractContextManager[object]]  # entered around each forward pass and loss
-
-    groups: tuple[dist.ProcessGroup, ...] = ()
-    """The groups that the model communicates through, where they are not the default one alone."""
+    groups: tuple[dist.ProcessGroup, ...] = ()  # the model's own groups, besides the default one
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """How the model is prepared for this world."""
-
     shape: MeshShape
     parallel: ParallelGroup
     train: TrainGroup
@@ -79,9 +73,7 @@ class Wrapping:
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled.
-
-        Order matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes.
-        """
+        Order matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes."""
         shape, parallel, train = self.shape, self.parallel, self.train
         for block in blocks:
             if train.activation_checkpointing != "none":
@@ -102,14 +94,14 @@ class Wrapping:
         return model
 
     def finish(self, model: nn.Module) -> Wrapped:
-        """Make a filled model trainable: DDP where asked, and the precision of the forward pass. Collective: yes."""
+        """Make a filled model trainable: wrap it in DDP if configured, and set the forward precision. Collective: yes."""
         if self.parallel.kind != "ddp":
             meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
             groups = next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
             return Wrapped(model, model, self.shape, nullcontext, groups)
         module: nn.Module = model
         if self.shape.world_size > 1:
-            # Positional tables and the like are the same everywhere; only buffers that training changes have to be kept equal.
+            # Constant buffers like positional tables are the same everywhere; only buffers that training changes need a sync.
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             # torch 2.13 gave the option a new name, and warns of the old one.
             new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -144,7 +136,7 @@ def accumulation(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 def gather_no_more(module: nn.Module) -> None:
-    """After a forward pass without a backward pass: free what FSDP gathered, and put the sharded parameters back in place."""
+    """After a forward pass without a backward pass: free gathered FSDP parameters, and restore the sharded ones."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -165,19 +157,19 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
 
 @torch.no_grad()
 def share_copies(wrapped: Wrapped) -> None:
-    """Where each rank has a whole copy, all take that of rank 0, as when DDP was made. Collective: yes."""
+    """Where each rank has a whole copy, broadcast that of rank 0, as DDP does when it is made. Collective: yes."""
     if isinstance(wrapped.module, DistributedDataParallel):
         for tensor in (*wrapped.bare.parameters(), *wrapped.bare.buffers()):
             dist.broadcast(tensor, src=0)
 
 
 def _settle_buckets(ddp: DistributedDataParallel) -> None:
-    """Have DDP lay out its gradient buckets for good, before the first step. Collective: yes.
+    """Have DDP lay out its gradient buckets finally, before the first step. Collective: yes.
 
     DDP lays them out anew after its first backward pass, in the order in which gradients became ready. The place of a gradient
     in its bucket decides in which order three or more ranks are summed, so the first step after a restart would round
-    differently than the same step of the run that was not disturbed. A rehearsal with gradients of zero, last parameter first,
-    takes the place of that first pass.
+    differently than the same step of an undisturbed run. A rehearsal with zero gradients, last parameter first, takes the place
+    of that first pass.
     """
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     ddp.reducer.prepare_for_forward()

@@ -1,1 +1,1 @@
-"""What a person sees: TensorBoard, progress on the terminal, utilisation."""
+"""What the user sees: TensorBoard, progress on the terminal, utilisation."""

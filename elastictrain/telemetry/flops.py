@@ -1,8 +1,8 @@
 """The dense peaks of devices, which the utilisation of a model's FLOPs (MFU) is measured against.
 
 Source: the vendors' data sheets. Figures are dense (a data sheet's "with sparsity" halved), with accumulation in float32, at
-the boost clock of the stock board. fp32 is without TF32, which torch leaves off for matrix products. An MI250X shows itself to
-torch as two devices, so the figure is half a board's.
+the boost clock of the stock board. fp32 is without TF32, which torch leaves off for matrix products. torch sees an MI250X
+as two devices, so the figure is half a board's.
 
 - NVIDIA: data sheets of A100, H100, H200, L4, L40S, A10, T4, V100; HGX and GB200 brief for B200; the Ampere GA102 and Ada
   architecture white papers for the GeForce boards.
@@ -15,8 +15,8 @@ from typing import Literal
 
 Precision = Literal["fp32", "bf16"]
 
-# bf16 and fp32 in 10^12 operations per second; None: the hardware has no such arithmetic. Keyed by words that must all be in
-# the device's name. The entry with the most words wins: "H100 PCIe" before "H100".
+# bf16 and fp32 in 10^12 operations per second; None: the hardware has no such arithmetic. The device's name must contain all
+# words of a key; the key with the most words wins: "H100 PCIe" before "H100".
 PEAKS: Mapping[tuple[str, ...], tuple[float | None, float]] = {
     ("A100",): (312.0, 19.5),
     ("H100",): (989.4, 66.9),
@@ -41,10 +41,10 @@ PEAKS: Mapping[tuple[str, ...], tuple[float | None, float]] = {
 
 
 def peak_flops(device_name: str, *, precision: Precision) -> float | None:
-    """Dense peak in operations per second of the device that calls itself `device_name`; None if it is not in the table."""
+    """Dense peak in operations per second of a device by its name; None if it is not in the table."""
     words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+", device_name)}
     fitting = [key for key in PEAKS if all(word.lower() in words for word in key)]
-    # A MIG slice is a part of the device whose name it carries.
+    # A MIG slice has the name of the whole device.
     if not fitting or "mig" in words:
         return None
     bf16, fp32 = PEAKS[max(fitting, key=len)]

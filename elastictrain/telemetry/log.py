@@ -1,4 +1,4 @@
-"""Logging of worker processes: to stderr, prefixed with generation, rank and step; rank 0 speaks for the group."""
+"""Logging of worker processes: to stderr, prefixed with generation, rank and step; only rank 0 logs below WARNING."""
 
 import logging
 import sys
@@ -13,11 +13,11 @@ OWN_LOGGERS = ("elastictrain", "recipes", "__main__")
 
 @dataclass(slots=True)
 class LogPrefix:
-    """What stands before each message; the trainer changes it as the run goes on."""
+    """The prefix of each message; the trainer updates it."""
 
     rank: int
     incarnation: str = "-"
-    step: Callable[[], int] = int  # the step that is being worked on; 0, for none, is not shown
+    step: Callable[[], int] = int  # the current step; 0, for none, is not shown
 
     def text(self) -> str:
         """`[incarnation rank 0 step 12]`"""
@@ -26,7 +26,7 @@ class LogPrefix:
 
 
 class WorkerHandler(logging.Handler):
-    """Writes to a stream without tearing a progress bar that is drawn on it."""
+    """Writes to a stream without tearing its progress bar."""
 
     def __init__(self, stream: TextIO, *, prefix: LogPrefix) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class WorkerHandler(logging.Handler):
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == "py.warnings":
-            # The text of a Python warning carries the source line below it.
+            # The text of a Python warning is followed by its source line.
             record = logging.makeLogRecord({**record.__dict__, "msg": record.getMessage().split("\n")[0], "args": ()})
         record.prefix = self._prefix.text()
         return super().format(record)
@@ -50,11 +50,9 @@ class WorkerHandler(logging.Handler):
 
 
 def set_up_logging(prefix: LogPrefix, *, stream: TextIO | None = None) -> None:
-    """Sends everything that is logged in this process to `stream` (stderr), and Python's warnings with it.
-
-    Rank 0 logs what we and the recipes say; other ranks, and other libraries, only warn. Python's warnings come from rank 0
-    alone: they are the same on every rank. May be called again; the handler is then replaced.
-    """
+    """Send all logging of this process, and Python's warnings, to `stream` (stderr). Rank 0 logs the messages of elastictrain
+    and the recipes; other ranks, and other libraries, only warn. Only rank 0 logs Python's warnings, since all ranks have the
+    same. A second call replaces the handler."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, WorkerHandler)]:
         root.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""What a person sees on the terminal: a bar with the time to go, or single lines. Rank 0 speaks for the group."""
+"""Progress on the terminal of rank 0: a bar with the time to go, or single lines."""
 
 import math
 from collections import deque
@@ -55,16 +55,16 @@ class RemainingTime:
     def observe(self, *, time_s: float, step: int) -> None:
         """Note that `step` steps were committed at the monotonic time `time_s`."""
         self._latest = (time_s, step)
-        # A hundred moments per window suffice, however short the steps are.
+        # A hundred points per window suffice, however short the steps are.
         if self._passed and time_s - self._passed[-1][0] < self._window_s / 100:
             return
         self._passed.append(self._latest)
-        # The newest moment outside the window stays, so that steps longer than the window still have a speed.
+        # The newest point outside the window stays, so that steps longer than the window still have a speed.
         while len(self._passed) > 2 and self._passed[1][0] <= time_s - self._window_s:
             self._passed.popleft()
 
     def estimate_s(self) -> float | None:
-        """Seconds to go; None before a step was seen to pass."""
+        """Seconds to go; None before a step has passed."""
         (first_s, first_step), (last_s, last_step) = self._passed[0] if self._passed else self._latest, self._latest
         if last_step <= first_step:
             return None
@@ -72,7 +72,7 @@ class RemainingTime:
 
 
 class Progress:
-    """Shows how far the run is: a bar that is redrawn in place, a line for each logged step, or messages alone."""
+    """Shows progress: a bar that is redrawn in place, a line for each logged step, or messages alone."""
 
     def __init__(
         self,
@@ -103,26 +103,24 @@ class Progress:
             )
 
     def advance(self, step: int) -> None:
-        """`step` optimizer steps are committed. Called at every step; a bar redraws itself a few times a second at most."""
+        """Set the number of committed steps. Called at every step; a bar redraws itself a few times a second at most."""
         self._remaining.observe(time_s=self._clock(), step=step)
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def show(self, step: int, figures: Mapping[str, float]) -> None:
-        """The figures of a logged step, after `advance` to it."""
+        """Show the figures of a logged step, after `advance` to it."""
         text = figures_text(figures, eta_s=self._remaining.estimate_s())
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=True)
         elif self._shows_lines:
-            # Steps are aligned.
             self.print_line(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}: {text}")
 
     def print_line(self, text: str) -> None:
-        """A message of one or more lines that stays on the terminal, above the bar; at once also through a pipe."""
+        """Print a message of one or more lines above the bar; flushed, so that it passes a pipe at once."""
         tqdm.write(text, file=self._stream)
         self._stream.flush()
 
     def close(self) -> None:
-        """Leave the terminal in order."""
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""TensorBoard's scalars, written to the run's folder as events are: by a log that never fails the trainer."""
+"""TensorBoard's scalars, written to the run folder through the same kind of log as events, which never fails the trainer."""
 
 import logging
 import os
@@ -36,24 +36,21 @@ def encode_event(**fields: object) -> bytes:
 
 
 class ScalarWriter:
-    """Writes scalars to <run.dir>/tensorboard/. What cannot be written is lost: curves are not worth a run."""
+    """Writes scalars to <run.dir>/tensorboard/. Scalars that cannot be written are lost: curves are not worth a run."""
 
     def __init__(
         self, store: Store, *, purge_step: int, flush_s: float, close_s: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """`store` is rooted at run.dir; `clock` is wall time. `flush_s` and `close_s` are those of the log.
-
-        `purge_step`: the first step that is written again (steps committed + 1); TensorBoard forgets what an earlier
-        generation wrote of it and of later steps.
-        """
+        """`store` is rooted at run.dir; `clock` is wall time. `flush_s` and `close_s` are those of the log. `purge_step`: the
+        first step that is written again (steps committed + 1); TensorBoard drops this step and later ones of earlier
+        generations."""
         self._clock = clock
         self._open_log = partial(self._begin, store, purge_step=purge_step, flush_s=flush_s, close_s=close_s)
         self._log: AppendLog | None = None
-        # By the first point what takes long to import is there, and no step has waited for it.
+        # The slow imports finish in the background before the first point, so no step waits for them.
         threading.Thread(target=encode_event, name="tensorboard", daemon=True).start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values of a step."""
         if self._log is None:
             try:
                 self._log = self._open_log()
@@ -67,7 +64,7 @@ class ScalarWriter:
             self._log.append(encode_event(wall_time=self._clock(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write what is waiting, within the log's limit."""
+        """Write pending scalars, within the log's limit."""
         if self._log is not None:
             self._log.close()
 
@@ -85,11 +82,11 @@ class ScalarWriter:
 
 
 def host_scalars(device: torch.device) -> Mapping[str, float]:
-    """Tag to value for this host and its device now; percentages and device memory (its peak) are since the call before.
+    """Tag to value for this host and its device now; percentages and device memory (its peak) are since the previous call.
 
-    The first call gives a meaningless processor share of 0. GB are 10^9 bytes. A host's memory is without caches that the
-    system would give back. `device_busy_percent` is the share of the last moment in which a kernel ran; it needs the extra
-    `gpu`. A call takes well under a millisecond.
+    The first call returns a meaningless processor share of 0. GB are 10^9 bytes. Host memory excludes caches that the system
+    would free. `device_busy_percent` is the share of the last moment in which a kernel ran; it needs the extra `gpu`. A call
+    takes well under a millisecond.
     """
     memory = psutil.virtual_memory()
     values = {
@@ -101,7 +98,7 @@ def host_scalars(device: torch.device) -> Mapping[str, float]:
     values["system/device_memory_gb"] = torch.cuda.max_memory_allocated(device) / GB
     torch.cuda.reset_peak_memory_stats(device)
     if find_spec("pynvml") is not None:
-        # A slice of a device, or a driver without its management library, does not tell.
+        # A MIG slice, or a driver without its management library, does not report this.
         with suppress(RuntimeError):
             values["system/device_busy_percent"] = float(torch.cuda.utilization(device))
     return values

@@ -49,10 +49,8 @@ def meet_ranks(
     parent: int = 0,
     on_lost: Callable[[str], None] = lambda _: None,
 ) -> TrainContext:
-    """Check what a rank can check alone, then agree with the other ranks. Collective: yes.
-
-    `parent` is the process that started this one. A thread of rank 0 calls `on_lost` when another run has taken the lease.
-    """
+    """Check what a rank can check alone, then agree with the other ranks. Collective: yes. `parent` is the process that started
+    this one. A thread of rank 0 calls `on_lost` when another run has taken the lease."""
     began = time.monotonic()
     context = check_alone(config, identity, tracker=tracker, stop_request=stop_request)
     context.seconds["checks"] = round(time.monotonic() - began, 4)
@@ -141,10 +139,8 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
 
 
 def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> Lease:
-    """Take the lease as rank 0 of a group without a launcher.
-
-    Raises: RunHeldError, StorageError, StopRequestedError, TransportError.
-    """
+    """Take the lease as rank 0 of a group without a launcher. Raises: RunHeldError, StorageError, StopRequestedError,
+    TransportError."""
     run, rendezvous = context.config.run, context.rendezvous
 
     def wait_on() -> None:

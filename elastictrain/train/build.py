@@ -115,10 +115,8 @@ def _agreed_key(context: TrainContext) -> SigningKey | None:
 def _restore(
     context: TrainContext, checkpointer: Checkpointer, state: TrainState, *, wrapped: Wrapped, memory: SnapshotMemory | None
 ) -> Resume:
-    """Load the newest state of any tier, and record it. Collective: yes.
-
-    Raises: CheckpointError, ConfigError, StorageError; with run.on_change=stop, DataError if it was trained on other data.
-    """
+    """Load the newest state of any tier, and record it. Collective: yes. Raises: CheckpointError, ConfigError, StorageError;
+    with run.on_change=stop, DataError if it was trained on other data."""
     config, identity = context.config, context.identity
 
     def begin_again() -> None:

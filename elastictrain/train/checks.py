@@ -98,10 +98,8 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
-    """Check that the folder takes writes (`try_writing`) and that this configuration continues the run in it.
-
-    Raises: StorageError; ConfigError that names the keys which would change the answer.
-    """
+    """Check that the folder takes writes (`try_writing`) and that this configuration continues the run in it. Raises:
+    StorageError; ConfigError that names the keys which would change the answer."""
     try:
         if try_writing:
             check_writable(store)
@@ -171,10 +169,8 @@ class MemorySize:
 
 
 def measure_state(task: Task) -> StateSize | None:
-    """The size of what the task trains; None if its model cannot be built without memory.
-
-    Raises: ConfigError if the model cannot be built at all.
-    """
+    """The size of what the task trains; None if its model cannot be built without memory. Raises: ConfigError if the model
+    cannot be built at all."""
     try:
         with torch.device("meta"):
             model = task.build_model()
@@ -204,10 +200,8 @@ def size_of(model: nn.Module) -> StateSize:
 
 
 def judge_fit(size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize) -> str:
-    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU.
-
-    Returns a warning; empty if there is room. Raises: HostUnfitError if it does not fit here; ConfigError if it fits nowhere.
-    """
+    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU. Returns a
+    warning; empty if there is room. Raises: HostUnfitError if it does not fit here; ConfigError if it fits nowhere."""
     memory, ranks = device or host, 1 if device is not None else spread.local_world_size
     needed = ranks * size.of_rank(shards=spread.shards)
     spreading = f"spread over {spread.shards} ranks" if spread.shards > 1 else "whole on each rank"

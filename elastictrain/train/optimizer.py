@@ -11,11 +11,8 @@ from elastictrain.config.composed import OptimGroup
 
 
 def learning_rate(step: int, options: OptimGroup, *, total_steps: int) -> float:
-    """The rate of the optimizer step `step`, counted from 1.
-
-    Rises linearly to `lr` over the warm-up, then follows the schedule to `final_lr_ratio * lr` at step `total_steps`.
-    Source: Loshchilov and Hutter 2017 (cosine).
-    """
+    """The rate of the optimizer step `step`, counted from 1. Rises linearly to `lr` over the warm-up, then follows the schedule
+    to `final_lr_ratio * lr` at step `total_steps`. Source: Loshchilov and Hutter 2017 (cosine)."""
     warmup_steps = effective_warmup(options, total_steps=total_steps)
     if step <= warmup_steps:
         return options.lr * step / warmup_steps
@@ -47,11 +44,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizer(model: nn.Module, options: OptimGroup) -> AdamW:
-    """AdamW with weight decay on matrices only, its state allocated: zero moments, zero steps.
-
-    The fused kernel takes a divisor of the gradients and a flag that leaves the whole update out. `Stepper` relies on both:
-    normalising, clipping and skipping need no further pass over the gradients and no synchronization with the device.
-    """
+    """AdamW with weight decay on matrices only, its state allocated: zero moments, zero steps. The fused kernel takes a divisor
+    of the gradients and a flag that leaves the whole update out. `Stepper` relies on both: normalising, clipping and skipping
+    need no further pass over the gradients and no synchronization with the device."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, object]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},

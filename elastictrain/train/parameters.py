@@ -34,11 +34,9 @@ def build_model(task: Task, *, seed: int, device: torch.device) -> nn.Module:
 
 
 def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> None:
-    """Allocate a model from the meta device and fill it with its first values.
-
-    Each parameter is made whole once, on `device`, from a generator seeded by its name; a rank keeps its shard of it. So the
-    values do not depend on world size, sharding or order, and only one whole parameter exists at a time.
-    """
+    """Allocate a model from the meta device and fill it with its first values. Each parameter is made whole once, on `device`,
+    from a generator seeded by its name; a rank keeps its shard of it. So the values do not depend on world size, sharding or
+    order, and only one whole parameter exists at a time."""
     if not isinstance(task, InitializesParameters):
         return
     shared: dict[int, list[str]] = {}

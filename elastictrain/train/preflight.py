@@ -62,10 +62,8 @@ class RunPreflight:
         self.chosen = self._choose()
 
     def check_hosts(self) -> None:
-        """Check each host and the links between them; then set the variables of NCCL and gloo. Collective: yes.
-
-        Raises: HostUnfitError on a host that failed; ConfigError where all failed alike; PreflightError on the others.
-        """
+        """Check each host and the links between them; then set the variables of NCCL and gloo. Collective: yes. Raises:
+        HostUnfitError on a host that failed; ConfigError where all failed alike; PreflightError on the others."""
         level, reason = self.chosen.level, self.chosen.reason
         if level is Level.OFF:
             return
@@ -119,9 +117,7 @@ class RunPreflight:
 
     def check_group(self, *, on_part: Callable[[str], None]) -> None:
         """Check the collectives of the new group. `on_part` is called with each part that this rank enters. Collective: yes.
-
-        Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in flight.
-        """
+        Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in flight."""
         if self.chosen.level is Level.OFF or self._identity.world_size == 1:
             return
         layout, began = self._layout(), time.monotonic()

@@ -129,10 +129,8 @@ def describe_divergence(divergence: Divergence, *, step: int, hosts: Sequence[st
 
 @dataclass(frozen=True, slots=True)
 class ReplicaComparison:
-    """Compares digests of parameters and optimizer state between replicas; without replicas it does nothing.
-
-    Buffers are left out: a forward pass changes them on each rank by itself, and DDP replaces them by those of rank 0.
-    """
+    """Compares digests of parameters and optimizer state between replicas; without replicas it does nothing. Buffers are left
+    out: a forward pass changes them on each rank by itself, and DDP replaces them by those of rank 0."""
 
     context: TrainContext
     state: TrainState

@@ -20,8 +20,7 @@ from elastictrain.train.step import SaveReason, StepFlags
 
 Tier = Literal["storage", "peer", "memory", "nothing"]
 
-_LEAST_COPY_S = 5.0
-"""The least time for a snapshot in host memory, however late it is: it takes 1 s at most, and the kill may be late, too."""
+_LEAST_COPY_S = 5.0  # a snapshot in host memory takes 1 s at most; it is tried however late: the kill may be late, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +64,8 @@ class LeaveDecision:
 
 
 def judge(told: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | None:
-    """Decide from the statuses of one round whether the wait is over; None if not.
-
-    `replicating`: whether replicas of the step were requested. Ranks wait for storage as long as there is time; replicas count
-    only when there is none.
-    """
+    """Decide from the statuses of one round whether the wait is over; None if not. `replicating`: whether replicas of the step
+    were requested. Ranks wait for storage as long as there is time; replicas count only when there is none."""
     left = least([one.left_s for one in told])
     limited = left is not None
     if any(one.saved for one in told):
@@ -133,9 +129,7 @@ class SynchronousSaving:
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
         """Save, and return when the save is durable or the deadline is reached; then host memory may be the only place.
-
-        Collective: yes. Raises: SavesFailingError.
-        """
+        Collective: yes. Raises: SavesFailingError."""
         # Nothing else holds the state, so a save that has begun is completed, however late it is.
         while (error := self._try(step, reason)) is not None:
             left = least(as_record(gather_json(self.context.left_s(), group=self.context.group.control), list[float | None]))

@@ -170,11 +170,9 @@ def _roster(rows: Sequence[tuple[str, str, str, int, int]]) -> tuple[Peer, ...]:
 
 
 def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *, in_storage: bool) -> Saving:
-    """Allocate snapshot slots where all hosts have room; else training waits for checkpoints. Collective: yes.
-
-    `in_storage`: storage has the restored state, or there is none. A state that only memory holds stays there until it is
-    durable. Raises: CheckpointError; StorageError if that state has to be written first, and cannot be.
-    """
+    """Allocate snapshot slots where all hosts have room; else training waits for checkpoints. Collective: yes. `in_storage`:
+    storage has the restored state, or there is none. A state that only memory holds stays there until it is durable. Raises:
+    CheckpointError; StorageError if that state has to be written first, and cannot be."""
     if memory is None:
         return synchronous
     context, state, link = synchronous.context, synchronous.state, memory.link
@@ -288,10 +286,8 @@ def _choose_slots(
 def _agree_on_steps(
     memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, restored: SnapshotSet | None, layout: str
 ) -> list[int | None]:
-    """Step of the snapshot that every rank already holds in the same slot, by slot: only the restored one counts.
-
-    Two generations may have reached the same step, and a slot may have the size of another layout. Collective: yes.
-    """
+    """Step of the snapshot that every rank already holds in the same slot, by slot: only the restored one counts. Two
+    generations may have reached the same step, and a slot may have the size of another layout. Collective: yes."""
     context, step = synchronous.context, synchronous.state.step
     wanted = (restored.incarnation, restored.world_size, step, layout) if restored is not None else None
     held = {

@@ -33,9 +33,7 @@ _NOW = 1 << 62  # newer than any step: while training waits, every status holds 
 
 class SnapshotSaving:
     """Takes snapshots between steps; the saver makes them durable. Where that fails, training waits for checkpoints instead.
-
-    Its public methods are those of `SynchronousSaving`.
-    """
+    Its public methods are those of `SynchronousSaving`."""
 
     def __init__(
         self,

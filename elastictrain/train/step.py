@@ -84,12 +84,9 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True)
 class Stepper:
-    """Executes optimizer steps.
-
-    The backward passes accumulate gradients of the loss *sum*; its divisor, the weight of the whole global batch, is known only
-    when every rank has finished. Dividing, clipping and leaving out a non-finite update are then one factor and one flag,
-    computed on the device and applied by the fused optimizer kernel as it reads the gradients.
-    """
+    """Executes optimizer steps. The backward passes accumulate gradients of the loss *sum*; its divisor, the weight of the
+    whole global batch, is known only when every rank has finished. Dividing, clipping and leaving out a non-finite update are
+    then one factor and one flag, computed on the device and applied by the fused optimizer kernel as it reads the gradients."""
 
     context: TrainContext
     wrapped: Wrapped

@@ -23,9 +23,7 @@ from elastictrain.train.snapshot_memory import start_saver
 
 def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
     """Train to the end in this process; returns the exit code. Only this function and run.py touch process-wide settings.
-
-    `parent` is the process that started this one, read before anything else was done.
-    """
+    `parent` is the process that started this one, read before anything else was done."""
     tracker = ProgressTracker()
     prefix = LogPrefix(identity.rank, step=lambda: tracker.mark.step)
     set_up_logging(prefix)
