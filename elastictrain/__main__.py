@@ -28,7 +28,6 @@ commands:
 
 
 def usage() -> str:
-    """The text of `elastictrain --help`."""
     width = max(map(len, COMMANDS))
     return _USAGE.format(commands="\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()))
 

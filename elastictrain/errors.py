@@ -1,4 +1,4 @@
-"""The exception tree; each leaf has an exit code and says what to do.
+"""The exception tree; each leaf has an exit code, and its message contains the remedy.
 
     ElasticTrainError                    70  a bug, or a crash loop without progress
     ├── UsageError                       64  the command line is wrong

@@ -97,8 +97,6 @@ class Skip(Event, tag="skip", frozen=True):
 
 
 class Evaluated(Event, tag="eval", frozen=True):
-    """The loss on held-out samples."""
-
     step: int
     loss: float
     samples: int

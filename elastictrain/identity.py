@@ -46,7 +46,6 @@ class Identity:
 
     @property
     def only_host(self) -> bool:
-        """Whether all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 

@@ -130,7 +130,6 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
 
 
 def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[int, str]:
-    """Return exit code and sentence where no process left a reason."""
     if dead is not None:
         rank, code = dead
         if code < 0:

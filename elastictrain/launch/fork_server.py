@@ -142,7 +142,7 @@ class ForkServer:
             os.setsid()
             if follow_parent(server, with_signal=signal.SIGKILL):
                 become()
-        except BaseException:  # noqa: BLE001  # the edge of a process that must not go on as another server
+        except BaseException:  # noqa: BLE001  # the child must never continue as a second server
             traceback.print_exc()
         finally:
             os._exit(_EXIT_FAILED)
@@ -199,7 +199,7 @@ def _become_store(port: int, writer: int) -> NoReturn:
     try:
         # Over the loopback: the address that other hosts use does not matter here.
         store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False)
-    except Exception as error:  # noqa: BLE001  # told to the launcher
+    except Exception as error:  # noqa: BLE001  # reported to the launcher
         os.write(writer, _summary(error).encode())
         os._exit(_EXIT_FAILED)
     os.write(writer, _READY)

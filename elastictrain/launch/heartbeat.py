@@ -150,7 +150,6 @@ class HeartbeatMesh:
         self._socket.close()
 
     def follow(self, generation: Generation) -> None:
-        """Watch the members of this generation from now on."""
         others = [member for member in generation.members if member.host != self.host]
         with self._lock:
             self._members = self._targets_of(others)

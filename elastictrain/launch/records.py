@@ -11,8 +11,6 @@ logger = logging.getLogger(__name__)
 
 
 class GenerationBegun(Event, tag="generation", frozen=True):
-    """This host takes part in a generation."""
-
     hosts: tuple[str, ...]
     world_size: int
     reason: str
@@ -38,7 +36,7 @@ class LauncherEnded(Event, tag="launcher_ended", frozen=True):
 
 
 class NoticeGiven(Event, tag="notice", frozen=True):
-    """Somebody announced that this host is about to be taken away, or may be."""
+    """The cloud, the cluster or the time limit announces that this host will or may be taken away."""
 
     reason: str
     leave: bool  # whether the host leaves; otherwise it was only a hint

@@ -320,7 +320,6 @@ class Supervisor:
         return None
 
     def _wait(self, decision: Wait) -> None:
-        """Print what is waited for, each time that it changes."""
         now_s = self.clock()
         if decision.for_what != self._waits_for:
             self._waits_for, self._waits_since_s = decision.for_what, now_s

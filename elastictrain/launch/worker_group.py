@@ -187,7 +187,6 @@ class WorkerGroup:
         return WorkersEnd(_EXIT_FAILED if run.failed else code, run.failed)
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to each worker; may be repeated."""
         if self._run is not None:
             self._receive()
             for process in self._run.living:
@@ -311,7 +310,6 @@ def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def _outlives(process: psutil.Process) -> bool:
-    """Whether the process must outlive the workers."""
     try:
         return not _OUTLIVE_WORKERS.isdisjoint(process.cmdline())
     except psutil.Error:

@@ -27,7 +27,6 @@ class Peer:
 
     @property
     def place(self) -> str:
-        """For messages."""
         return f"{self.host} ({f'[{self.address}]' if ':' in self.address else self.address}:{self.port})"
 
 

@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicatorOptions:
-    """Limits and pauses of sending replicas."""
-
     deadline_s: float = 600.0  # per replica of one rank, which is then broken off
     quiet_most_s: float = 30.0  # longest wait of a step's replicas for training steps to compare with
     digest_limit_s: float = 60.0  # wait for a snapshot's digests: host memory may have no room for them

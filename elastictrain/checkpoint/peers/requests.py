@@ -52,7 +52,6 @@ class Get(msgspec.Struct, frozen=True, tag_field="op", tag="get"):
         return f"the snapshot of rank {self.rank} at step {self.step} (incarnation {self.incarnation})"
 
     def is_of(self, facts: SnapshotFacts | None) -> bool:
-        """Whether `facts` are those of the requested snapshot."""
         asked = (self.run, self.incarnation, self.step, self.rank)
         return facts is not None and asked == (facts.run, facts.incarnation, facts.step, facts.rank)
 

@@ -42,7 +42,6 @@ T = TypeVar("T")
 
 
 def pending_folder(incarnation: str, step: int) -> str:
-    """Folder of the objects of one save."""
     return f"{PENDING}/{incarnation}-{step:09d}"
 
 

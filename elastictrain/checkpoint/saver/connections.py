@@ -61,7 +61,7 @@ class WorkerConnections:
 
     @property
     def connections(self) -> list[WorkerConnection]:
-        """Connected workers whose hello has come."""
+        """Connected workers that have sent their hello."""
         return [one for one in self._connections if one.rank >= 0]
 
     @property

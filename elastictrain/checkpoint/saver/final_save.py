@@ -213,7 +213,6 @@ class FinalSaveLoop:
         self._begin_round()
 
     def try_again(self) -> None:
-        """Search again, if it is time."""
         if self._clock() >= self._next_s:
             self._begin_round()
 
@@ -261,7 +260,6 @@ class FinalSaveLoop:
         threading.Thread(target=choose, name="flush", daemon=True).start()
 
     def failed(self, incarnation: str, step: int, *, cause: Cause, error: str = "") -> None:
-        """Handle a step that could not be saved."""
         if cause is Cause.PASSING and self._since_s is not None and self._clock() - self._since_s < self._config.save_timeout_s:
             # No worker would try again, and an older step would fare no better.
             self._tried.discard((incarnation, step))
@@ -291,7 +289,7 @@ class FinalSaveLoop:
     def _save(self, chosen: Sequence[Held]) -> None:
         """Save the newest whole step, or else the one before it: all workers have ended, and host memory may be lost soon."""
         leased: list[LeasedSnapshot] = []
-        # A slot in use becomes free; one that cannot be read stays so, and the step before it must wait no longer.
+        # A slot in use becomes free later; an unreadable one does not change, and the step before it need not wait.
         cause = Cause.PASSING
         for held in chosen:
             try:

@@ -174,7 +174,6 @@ class SaverLink:
                 raise CheckpointError(f"the saver in {self._folder} does not answer within {timeout_s:g} s")
 
     def announce(self, slot: int, step: int, *, durable: bool) -> None:
-        """Announce a whole snapshot."""
         with self._changed:
             self._send(self._pending_saves.announce(slot, step, durable=durable, now_s=self._clock()))
             if self.broken:
@@ -209,7 +208,6 @@ class SaverLink:
                 self._send(messages.StepTook(round(1e6 * seconds)))
 
     def needs(self, slot: int, step: int) -> bool:
-        """Whether the saver must still look at a snapshot, or write it."""
         with self._changed:
             return self._pending_saves.needs(slot, step)
 

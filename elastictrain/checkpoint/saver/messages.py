@@ -38,8 +38,6 @@ class _Message(msgspec.Struct, frozen=True, tag_field="op", tag=""):
 
 
 class WorkerHello(_Message, frozen=True, tag="hello"):
-    """One worker and its group."""
-
     rank: Count
     ranks: tuple[Count, ...]
     world_size: Count
@@ -67,8 +65,6 @@ class SnapshotTaken(_Message, frozen=True, tag="snapshot"):
 
 
 class SaverRoster(_Message, frozen=True, tag="roster"):
-    """The savers of all hosts."""
-
     hosts: tuple[Peer, ...]
     own: Count  # number of this host's saver among them
     token: str  # in hexadecimal; the savers admit only peers that have it
@@ -91,8 +87,6 @@ class SendReplicas(_Message, frozen=True, tag="send"):
 
 
 class StepTook(_Message, frozen=True, tag="step"):
-    """The duration of a step."""
-
     micros: Count
 
 
@@ -160,8 +154,6 @@ class Saved(_Message, frozen=True, tag="saved"):
 
 
 class SaveFailure(_Message, frozen=True, tag="failed"):
-    """A save that failed."""
-
     step: Count
     error: str
 
@@ -204,7 +196,6 @@ ToWorker: TypeAlias = (
 
 
 def encode(message: ToSaver | ToWorker) -> bytes:
-    """One line."""
     return encode_record(message) + b"\n"
 
 

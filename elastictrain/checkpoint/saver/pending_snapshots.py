@@ -88,7 +88,6 @@ class SaveJob:
 
     @property
     def leader(self) -> bool:
-        """Whether this host commits."""
         return self.first.rank == 0
 
     @property

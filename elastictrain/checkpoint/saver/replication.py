@@ -55,7 +55,6 @@ class ReplicaService:
         return 0
 
     def set_roster(self, roster: SaverRoster) -> None:
-        """Set the list of all savers."""
         self._stop_sending()
         self.pacer.forget_steps()
         self._roster = roster
@@ -113,7 +112,6 @@ class ReplicaService:
             self.pacer.step_took(seconds)
 
     def drop_others(self) -> None:
-        """Remove replicas of ranks that other hosts keep now."""
         if self._server is not None:
             self._server.replicas.drop_others()
 

@@ -68,7 +68,6 @@ class SnapshotWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is waiting or running."""
         return bool(self._unfinished)
 
     @property
@@ -78,7 +77,6 @@ class SnapshotWriter:
         return (current[0], self._clock() - current[1]) if current is not None else None
 
     def begin(self, job: SaveJob | RefusedSave) -> None:
-        """Queue a job."""
         with self._lock:
             self._unfinished.append(job)
         self._jobs.put(job)
@@ -149,7 +147,7 @@ class SnapshotWriter:
         self._check_run()
         if self._saved_before(job, list_checkpoints(self._store)) is not None:
             return
-        # The leader may be waiting, in an older step, for a part that does not come.
+        # The leader may be waiting, in an older step, for a part that this host refuses.
         folder = protocol.wait_for_prepared(job.deadline, over=self._over, meanwhile=self._report_refused)
         parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
         self._tell(job, SlotsReleased(job.step))
@@ -196,7 +194,6 @@ class SnapshotWriter:
         self._tidy(job, folder, manifest, listing, protocol)
 
     def _tidy(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing, protocol: CommitProtocol) -> None:
-        """After a commit: delete what is obsolete."""
         self._committer.tidy(
             folder, manifest, listing=listing, time_s=time.time(), record=lambda event: self._record(job.incarnation, event)
         )

@@ -77,7 +77,6 @@ def is_kubernetes(environment: Mapping[str, str]) -> bool:
 
 
 def is_runai(environment: Mapping[str, str]) -> bool:
-    """Whether RunAI started this pod."""
     by_runai = any(name.startswith("RUNAI_") for name in environment)
     return _RUNAI_GPUS in environment or (is_kubernetes(environment) and by_runai)
 

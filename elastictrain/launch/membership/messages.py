@@ -21,7 +21,6 @@ def headline(reason: str) -> str:
 
 
 def unconnected(pairs: Sequence[tuple[str, str]]) -> str:
-    """Which hosts do not receive each other's heartbeats."""
     return f"UDP between the launchers' ports does not get through: {listed(f'{one} - {other}' for one, other in pairs)}"
 
 

@@ -195,7 +195,6 @@ def unconnected_members(cluster: ClusterState, generation: Generation) -> list[s
 
 
 def unconnected_pairs(ready: Sequence[HostRecord], cluster: ClusterState) -> list[tuple[str, str]]:
-    """Names of hosts that are not connected."""
     heard = connections(cluster)
     return [
         (one.name, other.name)

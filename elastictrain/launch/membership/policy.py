@@ -147,7 +147,7 @@ def to_blame(cause: End, ends: Mapping[str, End], *, members: Sequence[str]) -> 
 
 
 def most_accused(ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[str, ...]:
-    """The host that most others accuse; none in a tie."""
+    """The host that more others accuse than any other host; none in a tie."""
     accused: Counter[str] = Counter()
     for end in ends.values():
         accused.update({*end.blames, end.lost}.intersection(members) - {end.host})
