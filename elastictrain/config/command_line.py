@@ -38,8 +38,6 @@ class CommandLine:
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Parsed overrides, in their order."""
-
     choices: Mapping[str, str | None]  # group -> choice; None leaves the group out
     values: tuple[Override, ...]  # of keys: one value or deletion for each
     problems: tuple[Problem, ...]  # unknown choices

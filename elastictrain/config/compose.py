@@ -99,7 +99,6 @@ def _compose_groups(choices: Mapping[str, str | None], config_dirs: Sequence[str
 
 
 def _assign(config: DictConfig, override: Override) -> Problem | None:
-    """Set one value in the composition, or delete one."""
     key = override.key_or_group
     try:
         if not override.is_delete():

@@ -339,7 +339,7 @@ class LaunchGroup:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Everything that a run is told. `model` belongs to the task and is checked against its constructor."""
+    """The configuration of a run. `model` belongs to the task and is checked against its constructor."""
 
     run: RunGroup
     task: TaskGroup

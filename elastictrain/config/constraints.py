@@ -59,7 +59,6 @@ def _constraint(constraint: object) -> str:
 
 
 def show_number(value: float) -> str:
-    """A number as a user would write it."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 

@@ -15,7 +15,7 @@ from elastictrain.errors import ConfigError, Problem
 
 def load(arguments: Sequence[str], *, with_task: bool = True) -> RunConfig:
     """The configuration of a command line. Raises: UsageError; ConfigError with every problem. Without `with_task` nothing
-    imports the task's module, or torch: `task.*` and `model.*` stay unchecked."""
+    imports the task's module, or torch: `task.*` and `model.*` stay as written."""
     composed = compose(arguments)
     config, found = check_tree(composed.tree, with_task=with_task)
     problems = [*composed.problems, *_worth_telling(found, composed)]

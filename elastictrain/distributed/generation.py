@@ -74,8 +74,6 @@ class _Hello:
 
 @dataclass(frozen=True, slots=True)
 class _NameProposal:
-    """The proposal of rank 0."""
-
     name: str
     nonces: tuple[str, ...]
     ranks: tuple[Introduction, ...]
@@ -83,8 +81,6 @@ class _NameProposal:
 
 @dataclass(frozen=True, slots=True)
 class _Heading:
-    """The name of the newest proposal."""
-
     name: str
     pieces: int
 
@@ -140,7 +136,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> AgreedGeneration:
-    """Agree with all other ranks. `number` counts the run's generations; rank 0's counts. `poll` may raise to leave early.
+    """Agree with all other ranks. `number` counts the run's generations; rank 0's is used. `poll` may raise to leave early.
     `put_off` is called with the seconds by which the time-out is extended, while rank 0 waits for another run. `tell` is called
     once, on rank 0, with the missing ranks if the agreement takes long.
 
@@ -194,7 +190,6 @@ def pack(text: str) -> list[str]:
 
 
 def unpack(pieces: Iterable[bytes]) -> str:
-    """The inverse of `pack`."""
     return zlib.decompress(base64.b64decode(b"".join(pieces))).decode()
 
 

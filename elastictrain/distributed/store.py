@@ -1,7 +1,6 @@
-"""The store that ranks meet through: each question to it has a limit, for of a frozen host no answer ever comes.
+"""The store that ranks meet through, with a time limit on each request, since a frozen host never answers.
 
-torch's client of that store has no limit of its own where a host accepts a connection and then says nothing, whatever time-out
-it is given.
+torch's client has no limit of its own where a host accepts a connection and then is silent, whatever time-out it is given.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""State, schedules, the step, the loop, and the one place where parts are put together."""
+"""State, schedules, the step, the loop, and `build`, which puts the parts together."""

@@ -39,7 +39,6 @@ class JobNotes:
         self._write()
 
     def committed(self, step: int) -> None:
-        """Note that `step` is in storage."""
         self._memory = replace(self._memory, step=max(self._memory.step, step))
         self._write()
 

@@ -1,4 +1,4 @@
-"""Shows a person how the run goes: progress on the terminal and curves in TensorBoard. Rank 0 only."""
+"""Shows the progress of a run: on the terminal, and as curves in TensorBoard. Rank 0 only."""
 
 import sys
 import time

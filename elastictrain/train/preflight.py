@@ -211,13 +211,13 @@ class _HostsPreflight:
 
 @dataclass(frozen=True, slots=True)
 class PastStarts:
-    """Earlier starts of the run in `store`, before start `number`. Unreadable records count as unknown, with a warning."""
+    """Starts of the run in `store` before start `number`, read without a listing. Unreadable records are unknown: it warns."""
 
     store: Store
     number: int
 
     def exit_codes(self) -> list[int | None]:
-        """Exit codes that the (first) ranks of the last generation recorded; None for a rank without a record."""
+        """Exit codes that the first ranks of the last generation recorded, or None: a rank that was killed may leave no log."""
         logs = self._logs("how the last incarnation ended", first=False)
         return [last_exit_code(data) for data in logs]
 

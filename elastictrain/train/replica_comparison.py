@@ -135,7 +135,7 @@ class ReplicaComparison:
     context: TrainContext
     state: TrainState
     shape: MeshShape
-    _pending: dict[int, HostCopy] = field(default_factory=dict, init=False)  # by step: the next one is launched before
+    _pending: dict[int, HostCopy] = field(default_factory=dict, init=False)  # by step; read after the next launch
 
     def step_launched(self, step: int) -> None:
         """Called when the update of a step is launched. Collective: yes, at every `every_steps`."""

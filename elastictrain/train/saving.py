@@ -35,10 +35,10 @@ class Reached:
 class SaveStatus:
     """One rank's status while all ranks wait for one save. All decide by the same statuses, and so alike."""
 
-    left_s: float | None  # until it must end; None: no stop was requested, or none with a deadline
+    left_s: float | None  # seconds until it must end; None: no stop was requested, or none with a deadline
     sending: bool = False  # whether its host still sends replicas
     unsent: bool = False  # whether replicas failed to arrive
-    saved: bool = False  # whether the saver has committed the step; rank 0 alone knows
+    saved: bool = False  # whether the saver has committed the step; only rank 0 sets it
     error: str = ""  # why the save fails
     busy: tuple[bool, ...] = ()
     torn: tuple[bool, ...] = ()  # of its slots, as in `StepFlags`
@@ -50,7 +50,6 @@ def least(times_s: Sequence[float | None]) -> float | None:
 
 
 def copy_limit_s(left: float | None, *, most_s: float) -> float:
-    """Seconds to wait for a copy into host memory."""
     return most_s if left is None else min(most_s, max(left, _LEAST_COPY_S))
 
 

@@ -31,7 +31,7 @@ class StepFlags:
     unsaved: bool = False  # a save is under way to storage; only rank 0 sets it
     unusable: bool = False  # the rank can take no snapshots
     sending: bool = False  # its host still sends replicas
-    unsent: bool = False  # they did not arrive
+    unsent: bool = False  # replicas of its host did not arrive
     failed_saves: int = 0  # failed saves in a row; only rank 0 sets it
     busy: tuple[bool, ...] = ()  # by slot for snapshots: it cannot be written now
     torn: tuple[bool, ...] = ()  # by slot: its snapshot is not whole
@@ -164,8 +164,6 @@ SaveReason = Literal["interval", "time", "stop", "end"]
 
 @dataclass(frozen=True, slots=True)
 class StepActions:
-    """What follows a committed step."""
-
     save: SaveReason | None
     evaluate: bool
     leave: bool
