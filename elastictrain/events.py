@@ -209,8 +209,7 @@ class Failure(Event, tag="failure", frozen=True):
     phase: str
     step: int
     last_heard: Mapping[str, str]  # by other rank: its phase when it was last heard, and how long ago
-    flight_recorder: str | None
-    """Key of the last collectives of this rank; written after this record, so it is missing where even that hung."""
+    flight_recorder: str | None  # key of its last collectives; written after this record, so missing where even that hung
 
 
 class Hang(Event, tag="hang", frozen=True):

@@ -15,7 +15,6 @@ from elastictrain.launch.membership.records import Generation, GenerationMember,
 from elastictrain.net.channel import SIGNATURE_BYTES, signature
 
 _LARGEST_BYTES = 512  # fits the smallest MTU of any network: a path that drops large datagrams must not silence this host
-
 _LARGEST_WITH_RECORD_BYTES = 1232  # fits the IPv6 minimum MTU; a host that it does not reach reads the record in storage
 _REASONS = (300, 100, 0)  # lengths to which a reason is cut, tried in this order until the record fits
 _HEADER_BYTES = 300

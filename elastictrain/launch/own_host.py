@@ -23,7 +23,6 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import describe, failures
 
 _NVIDIA_DEVICE = re.compile(r"nvidia\d+")
-
 _LEAD_S = 120.0  # a known limit is met in time even if a large state must be saved
 
 

@@ -26,7 +26,6 @@ _LOOPBACK = "127.0.0.1"
 
 # Unbuffered (-u), because its forks print as workers do.
 _SERVER = (sys.executable, "-u", "-m", "elastictrain.launch.fork_server")
-
 _OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
 
 _DEFAULTS = {

@@ -35,7 +35,6 @@ _ANSWER = re.compile(r"(host|failed)-(\d+)-(\w+)\.json")
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-
 SHORTENED_S = 10.0  # limit for other hosts once the training group has ended: some of these hosts may have ended, too
 
 T = TypeVar("T")

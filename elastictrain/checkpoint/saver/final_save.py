@@ -24,7 +24,6 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 ALONE_S = 60.0  # lifetime of a saver that no worker ever connected to: the worker that started it may have died at once
-
 KEPT_S = 12 * 3600.0  # how long snapshots that storage refuses stay in host memory after all workers: a person may need a night
 
 Decision = Literal["stay", "flush", "keep", "leave"]

@@ -17,7 +17,6 @@ from elastictrain.launch.cluster.slurm import is_slurm, read_slurm
 _HOSTS_KEY = "launch.hosts"
 _PODS = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE")
 _RANKS: tuple[str, ...] = ("RANK", "WORLD_SIZE")
-
 _DOCKER = ipaddress.ip_network("172.16.0.0/12")  # Docker's range for bridges to the public network
 
 

@@ -14,9 +14,7 @@ _MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 @dataclass(frozen=True, slots=True)
 class ClusterPlace:
     kind: Literal["slurm", "kubernetes", "runai", "vast", "plain"]
-    role: Literal["launcher", "idle"] = "launcher"
-    """Of several tasks on this host one is the launcher. Idle tasks wait for it to end, and end with it."""
-
+    role: Literal["launcher", "idle"] = "launcher"  # idle tasks wait for this host's launcher task to end, and end with it
     order: int = -1  # this host's number among the cluster's hosts; -1 if they have no numbers
     num_hosts: int = 0  # hosts that the cluster promised; 0 if unknown
     processes: int = 0  # workers of this host; 0: as many as it has GPUs

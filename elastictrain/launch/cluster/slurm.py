@@ -21,9 +21,7 @@ _NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _NAMES = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-
 _SPECIAL_STEPS = range(2**32 - 16, 2**32)  # of batch scripts, interactive shells and the like; sometimes printed as negatives
-
 _STEP_ID = re.compile(r"-?[0-9]{1,10}")
 _REQUEST = re.compile(r"(?:[^,:\s]+:)?([0-9]{1,6})")
 _LAST_SECOND = 253402300799  # the last one of the year 9999

@@ -31,7 +31,6 @@ from elastictrain.launch.membership.records import (
 )
 
 _TYPICAL_COST_S = 30.0  # seconds that an interruption costs, before one was measured
-
 _PAYS_WITHIN_S = 1800.0  # an interruption must pay for itself within this time: preemptible machines do not stay for ever
 
 

@@ -15,9 +15,7 @@ from elastictrain.launch.membership.records import End, Generation, GenerationMe
 
 _REMEMBERED_S = 3600.0
 _GONE_KEPT_S, _LEFTOVER_KEPT_S = 120.0, 1800.0
-
 _MOST_EXACT = 12  # hosts up to which every set is tried; the number of sets grows exponentially
-
 _MOST_TRIES = 16  # sets tried for more hosts than that: network partitions are found, the largest set may be missed
 
 

@@ -11,7 +11,6 @@ from elastictrain.launch.membership.records import DRAFT, End, EndKind, Generati
 
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
 _OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)  # exit codes of workers where the network or another host is the cause
-
 _MAY_BE_NOTICED = (EXIT_STORAGE, *_OTHER_HOST)  # codes that may be effects of another host's failure, the likelier cause first
 _BLAMED_TIMES = 3  # a host to blame for so many failures in a row is left out for a while
 
