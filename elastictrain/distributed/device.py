@@ -45,8 +45,8 @@ def start_device(
 def find_backend(
     wanted: Literal["auto", "nccl", "gloo"], *, environment: Mapping[str, str], local_world_size: int
 ) -> tuple[Backend, str]:
-    """The collective library; and why this host's GPUs are not used, if nobody has asked for the CPU. Raises: HostUnfitError
-    without the GPUs that nccl needs; ConfigError for more ranks than GPUs."""
+    """The collective library, and the reason why GPUs of this host stay unused; empty if they are hidden, or gloo is requested.
+    Raises: HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs."""
     if wanted == "gloo":
         return "gloo", ""
     with warnings.catch_warnings():

@@ -197,8 +197,6 @@ class RunPreflight:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The last record of a rank that recorded its end."""
-
     event: Literal["failure", "stop"]
     exit_code: int
 
@@ -211,7 +209,7 @@ class _HostsPreflight:
 
 @dataclass(frozen=True, slots=True)
 class PastStarts:
-    """Starts of the run in `store` before start `number`, read without a listing. Unreadable records are unknown: it warns."""
+    """Starts of the run in `store` before start `number`, read without a listing. A storage error counts as no records."""
 
     store: Store
     number: int
@@ -227,7 +225,7 @@ class PastStarts:
         return [one for data in logs for one in findings_in(data)]
 
     def _logs(self, what: str, *, first: bool) -> list[bytes]:
-        """The first records of rank 0 of all starts, or the last records of all ranks of the last start."""
+        """The first records of rank 0 of the last `STARTS` starts, or the last records of the last start's first ranks."""
         try:
             starts = Starts(self.store).last(self.number, count=STARTS)
             places = [(start, 0) for start in starts]

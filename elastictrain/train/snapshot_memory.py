@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMemory:
-    """This rank's access to host memory."""
-
     link: SaverLink | None
     restore: MemoryRestore
     others: OtherHosts | None = None  # access to other hosts' memory, if there are any
