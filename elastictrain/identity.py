@@ -51,9 +51,7 @@ class Identity:
 
 def read_identity(environment: Mapping[str, str]) -> Identity:
     """Read torchrun's variables; without them, a world of one.
-
-    Raises: ConfigError if only some of them are set, one is not a number, or they count workers that were not started.
-    """
+    Raises: ConfigError if only some of them are set, one is not a number, or they count workers that were not started."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = [name for name in names if name in environment]
     host = socket.gethostname()
@@ -92,9 +90,7 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
 
 def pods_without_workers(environment: Mapping[str, str]) -> int:
     """The pods of a job whose cluster counts GPUs in WORLD_SIZE and pods in RANK, and where no workers were started; else 0.
-
-    Kubeflow's operators and RunAI set both in each pod. torchrun replaces them for its workers, and adds LOCAL_WORLD_SIZE.
-    """
+    Kubeflow's operators and RunAI set both in each pod. torchrun replaces them for its workers, and adds LOCAL_WORLD_SIZE."""
     pods, world_size = environment.get("PET_NNODES", ""), environment.get("WORLD_SIZE", "")
     if "RANK" not in environment or "LOCAL_WORLD_SIZE" in environment or not (pods.isdecimal() and world_size.isdecimal()):
         return 0

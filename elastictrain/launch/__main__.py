@@ -153,9 +153,7 @@ class HostAgent:
 
     def run(self) -> int | None:
         """Return the exit code; None if another run took the folder first and this launcher must wait for it.
-
-        Raises: RunHeldError, StorageError if the run folder cannot be used; StopRequestedError.
-        """
+        Raises: RunHeldError, StorageError if the run folder cannot be used; StopRequestedError."""
         with ExitStack() as ending:
             supervisor = self._put_together()
             ending.callback(supervisor.recorder.close)
@@ -226,9 +224,7 @@ class HostAgent:
 
     def _first_answers(self, store: Store) -> tuple[bytes, int]:
         """Return the run's token, and the newest generation once no torchrun trains in its folder.
-
-        Storage is retried for up to a minute; a stop request ends the wait at once.
-        """
+        Storage is retried for up to a minute; a stop request ends the wait at once."""
         run = self.config.run
 
         def poll(waits_for: str) -> None:

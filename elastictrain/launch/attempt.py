@@ -58,9 +58,7 @@ class Attempt:
 
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, deadline_s: float | None) -> bool:
         """End the generation here; returns whether this is the first request.
-
-        `stop_limit_s` limits an orderly end; `deadline_s` is when this host is taken away, None if it is not.
-        """
+        `stop_limit_s` limits an orderly end; `deadline_s` is when this host is taken away, None if it is not."""
         if at_once:
             # Also during an orderly end: without the group it cannot complete.
             self.kill_s = min(self.kill_s, now_s + _DEAD_GROUP_S)

@@ -211,9 +211,7 @@ def _become_store(port: int, writer: int) -> NoReturn:
 
 def import_ahead(modules: Sequence[str] = _AHEAD) -> str:
     """Import what workers import; returns why this host is unfit, if torch cannot be imported.
-
-    If another import fails, the workers fail at it themselves and report it.
-    """
+    If another import fails, the workers fail at it themselves and report it."""
     try:
         importlib.import_module("torch")
     except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything

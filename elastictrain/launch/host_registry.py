@@ -81,9 +81,7 @@ class HostRegistry:
 
     def post(self, record: Generation | End) -> None:
         """Have a generation created, or an end published in this host's record.
-
-        An end is always published. A generation is tried once; the caller may propose a newer one after it.
-        """
+        An end is always published. A generation is tried once; the caller may propose a newer one after it."""
         with self._lock:
             if isinstance(record, End):
                 self.record = replace(self.record, end=record, beat=self.record.beat + 1)

@@ -43,9 +43,7 @@ def default_interface(surroundings: Surroundings) -> str:
 
 class OwnAddress:
     """This host's address, checked at each `look()`. An address set by an operator or the cluster stays.
-
-    Otherwise it stays while the host has it, even if the default route changes: a change costs a restart.
-    """
+    Otherwise it stays while the host has it, even if the default route changes: a change costs a restart."""
 
     def __init__(self, first: str, *, own: Callable[[], Collection[str]], find: Callable[[], str]) -> None:
         """`own`: this host's addresses; `find`: the one that others may reach. A `first` outside `own()` was set by someone."""
@@ -92,9 +90,7 @@ def _count_amd(root: Path) -> int:
 
 def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) -> str:
     """Why no GPU is usable where one is needed, or the first failed check with its remedy; empty if the host is fit.
-
-    With `preflight=off` there are no checks.
-    """
+    With `preflight=off` there are no checks."""
     if config.parallel.backend == "nccl":
         reason = why_no_gpu(read_gpus(surroundings.environment, root=surroundings.root))
         if reason:

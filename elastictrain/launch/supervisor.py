@@ -87,9 +87,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until nothing is left to do here; returns the exit code.
-
-        Raises: RunHeldError if another run took the folder first; this launcher must begin anew after it.
-        """
+        Raises: RunHeldError if another run took the folder first; this launcher must begin anew after it."""
         while True:
             self._look_after_workers()
             self._exchange_records()
@@ -288,9 +286,7 @@ class Supervisor:
 
     def _leave_if_taken(self) -> int | None:
         """Leave if a run that no launcher started took the folder, at the start or while this host was frozen or cut off.
-
-        Raises: RunHeldError if it came first and `run.on_held` is "wait".
-        """
+        Raises: RunHeldError if it came first and `run.on_held` is "wait"."""
         newest = self.registry.known.newest
         if newest is None or newest.outcome is not GenerationOutcome.ELSEWHERE or newest.number <= self.free_after:
             return None

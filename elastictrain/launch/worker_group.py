@@ -54,9 +54,7 @@ def plan_workers(
     generation: Generation, host: str, *, folder: str, pid: int, run_arguments: tuple[str, ...], restarted: bool
 ) -> WorkerOrder:
     """The workers of a member, with the environment that torchrun would set.
-
-    `folder` is for messages between the launcher and the workers of one generation; `pid` is the launcher's.
-    """
+    `folder` is for messages between the launcher and the workers of one generation; `pid` is the launcher's."""
     members = generation.members
     index = next(place for place, member in enumerate(members) if member.host == host)
     first_rank, count = generation.first_rank(host), members[index].processes

@@ -26,9 +26,7 @@ class PeerConnection:
 
     def get_into(self, buffer: memoryview, facts: SnapshotFacts, *, start: int) -> None:
         """Fill `buffer` with bytes [start, start + len) of a snapshot; reconnects once if the connection breaks.
-
-        Raises: ObjectNotFoundError if the peer does not have it; TransientStorageError. Both name host and address.
-        """
+        Raises: ObjectNotFoundError if the peer does not have it; TransientStorageError. Both name host and address."""
         get = Get(facts.run, facts.incarnation, facts.step, facts.rank, start, len(buffer))
         what = f"{get} cannot be read"
         for last_try in (False, True):

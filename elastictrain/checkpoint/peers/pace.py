@@ -51,9 +51,7 @@ def decide_pace(
 
 class Pacer:
     """A token bucket whose rate follows step durations. One thread sends, another one reports steps.
-
-    Steps count as sending or quiet; steps with both count as neither.
-    """
+    Steps count as sending or quiet; steps with both count as neither."""
 
     def __init__(
         self,

@@ -122,9 +122,7 @@ class Deadline:
 
     def left_s(self, since_s: float, *, alike_s: float = 0.0) -> float:
         """Seconds left of a wait that began at `since_s` of the clock; 0 or less: it is over.
-
-        `alike_s`: how long this host took for the work that it waits for.
-        """
+        `alike_s`: how long this host took for the work that it waits for."""
         now_s = self._clock()
         left_s = since_s + self._limit_s - now_s
         if self._shortened_s is None:
@@ -157,9 +155,7 @@ class CommitProtocol:
 
     def prepare(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
         """As the leader: write `begin`; returns the folder, from `choose` unless this save has begun already.
-
-        Attempts that are `over` could not be cleared when they failed. Raises: StorageError, and the errors of `choose`.
-        """
+        Attempts that are `over` could not be cleared when they failed. Raises: StorageError, and the errors of `choose`."""
         try:
             begun = self._begun(over)
         except InvalidCheckpointError as error:
@@ -175,9 +171,7 @@ class CommitProtocol:
         self, deadline: Deadline, *, over: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
     ) -> str:
         """Wait for the folder that the leader chose, in an attempt that is not `over` here. `meanwhile` runs at each poll.
-
-        Raises: CheckpointError if the leader chooses none; StorageError.
-        """
+        Raises: CheckpointError if the leader chooses none; StorageError."""
 
         def look() -> str | None:
             meanwhile()
@@ -190,9 +184,7 @@ class CommitProtocol:
 
     def find_prepared(self, *, over: Container[str] = ()) -> str | None:
         """Return the folder that the leader chose, in an attempt that is not `over` here; None if it may still begin.
-
-        Raises: CheckpointError if it will not begin any more; StorageError.
-        """
+        Raises: CheckpointError if it will not begin any more; StorageError."""
         begun = self._begun(over)
         if begun is None:
             # The leader saves one step after the other: it begins no step older than one that it has begun.
@@ -235,9 +227,7 @@ class CommitProtocol:
         self, world_size: int, *, own: Sequence[RankPart], deadline: Deadline, wrote_s: float
     ) -> list[RankPart]:
         """As the leader, who took `wrote_s` for its own files: return the parts of the other hosts.
-
-        Raises: CheckpointError naming the hosts that failed or are missing; StorageError.
-        """
+        Raises: CheckpointError naming the hosts that failed or are missing; StorageError."""
         parts = list(own)
         read: set[str] = set()
 
@@ -314,9 +304,7 @@ class RefusedSave:
 
     def report(self, store: Store, *, over: set[str], since_s: float) -> bool:
         """Report it if the leader has begun an attempt that is not `over`; adds that attempt to `over`.
-
-        Returns whether nothing is left to report: the leader has the report, or begins no more.
-        """
+        Returns whether nothing is left to report: the leader has the report, or begins no more."""
         done = self.deadline.left_s(since_s) <= 0
         protocol = CommitProtocol(store, self.incarnation, self.step, first_rank=self.first_rank)
         try:

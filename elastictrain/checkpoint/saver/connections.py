@@ -184,9 +184,7 @@ class WorkerConnections:
 
 def is_exiting(pid: int) -> bool:
     """Whether a process is irreversibly exiting: releasing its GPU memory can take it long after that.
-
-    Source: proc(5), the field `flags` of stat, PF_EXITING of linux/sched.h.
-    """
+    Source: proc(5), the field `flags` of stat, PF_EXITING of linux/sched.h."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             fields = file.read().rpartition(b")")[2].split()

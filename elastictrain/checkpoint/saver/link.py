@@ -186,9 +186,7 @@ class SaverLink:
 
     def send(self, step: int | None, *, unpaced: bool = False) -> None:
         """Have the saver send the snapshots of a step, and none older, to another host; None: stop sending.
-
-        `sending` reports the end. `unpaced`: nothing is training that could be slowed down.
-        """
+        `sending` reports the end. `unpaced`: nothing is training that could be slowed down."""
         with self._changed:
             if self._starts:
                 # Without a saver there is no answer, and its successor does not get this message.

@@ -34,9 +34,7 @@ known_layout = lru_cache(maxsize=64)(load_layout)  # files are planned once for 
 
 def lease(folder: str, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | None:
     """Lease the snapshot in a slot; None if it is being written for longer than `wait_s`, or the slot holds no whole one.
-
-    Raises: OSError if the slot cannot be opened; InvalidCheckpointError if its layout is missing.
-    """
+    Raises: OSError if the slot cannot be opened; InvalidCheckpointError if its layout is missing."""
     slot = Slot.hold(f"{folder}/{name}", wait_s=wait_s)
     if slot is None:
         return None

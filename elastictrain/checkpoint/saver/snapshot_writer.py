@@ -237,9 +237,7 @@ class SnapshotWriter:
 
 def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool) -> list[RankPart]:
     """Write all files of this host's ranks durably; their bytes must match the digests taken on arrival.
-
-    Raises: StorageError; InvalidCheckpointError if host memory has changed.
-    """
+    Raises: StorageError; InvalidCheckpointError if host memory has changed."""
     tasks: list[tuple[LeasedSnapshot, int]] = [
         (leased, index) for leased in job.snapshots for index in range(len(leased.layout.template))
     ]

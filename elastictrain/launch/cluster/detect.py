@@ -71,9 +71,7 @@ def detect(
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:
     """Otherwise each worker would start a launcher.
-
-    RunAI sets LOCAL_RANK=0 in each pod beside a RANK that numbers pods: such a process is a host, not a worker.
-    """
+    RunAI sets LOCAL_RANK=0 in each pod beside a RANK that numbers pods: such a process is a host, not a worker."""
     in_pod = is_kubernetes(environment) or is_runai(environment)
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     by_another = all(name in environment for name in ("LOCAL_RANK", *_RANKS))

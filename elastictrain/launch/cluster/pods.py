@@ -21,9 +21,7 @@ _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 def read_torchrun_environment(reader: EnvironmentReader) -> ClusterPlace:
     """Read torchrun's own `PET_*` variables. Conclusions and problems go to `reader`.
-
-    Of a range of hosts the largest number counts. The peer is torchrun's master, unless that is this host.
-    """
+    Of a range of hosts the largest number counts. The peer is torchrun's master, unless that is this host."""
     least, most = _range_of_hosts(reader)
     if most:
         hosts = count(most, "host") if least == most else f"{least} to {most} hosts"
@@ -150,11 +148,8 @@ def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
 
 
 def _count_hosts(reader: EnvironmentReader, torchrun_env: ClusterPlace, *, gpus: int) -> tuple[int, int]:
-    """Number of hosts, and workers per host; 0 if unknown. Reconciles WORLD_SIZE with PET_NNODES.
-
-    WORLD_SIZE counts pods under Kubeflow's operator up to 1.6. Later operators multiply them by PET_NPROC_PER_NODE, and RunAI
-    by the GPUs of a pod.
-    """
+    """Number of hosts, and workers per host; 0 if unknown. Reconciles WORLD_SIZE with PET_NNODES. WORLD_SIZE counts pods under
+    Kubeflow's operator up to 1.6. Later operators multiply them by PET_NPROC_PER_NODE, and RunAI by the GPUs of a pod."""
     world_size = reader.whole("WORLD_SIZE", least=1)
     num_hosts, processes = torchrun_env.num_hosts, torchrun_env.processes
     per_host = [number for number in (processes, gpus) if number]

@@ -249,9 +249,7 @@ def _expand(reader: EnvironmentReader, name: str, expand: Callable[[str], tuple[
 
 def expand_hosts(text: str) -> tuple[str, ...]:
     """The hosts in Slurm's order: the last bracket varies fastest; the first number of a range sets the width.
-
-    Raises: ValueError with what is wrong, to follow "must be a list of hosts like gpu[001-003,7],login1".
-    """
+    Raises: ValueError with what is wrong, to follow "must be a list of hosts like gpu[001-003,7],login1"."""
     hosts: list[str] = []
     for choices in _choices_of_each(text):
         if not choices:
@@ -296,9 +294,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 def expand_counts(text: str) -> tuple[int, ...]:
     """One number per host, from a text like `4(x2),3`.
-
-    Raises: ValueError with what is wrong, to follow "must be numbers like 4(x2),3".
-    """
+    Raises: ValueError with what is wrong, to follow "must be numbers like 4(x2),3"."""
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item)

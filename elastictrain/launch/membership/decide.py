@@ -89,9 +89,7 @@ def _while_running(cluster: ClusterState, running: Generation, options: LaunchGr
 
 def _to_follow(cluster: ClusterState, others: list[End]) -> End | None:
     """Return the other host's end that ends this host's part, too; an end after which nothing can be saved comes first.
-
-    Hosts reach the last step together, but not at the same moment: DONE on one host does not stop the others at once.
-    """
+    Hosts reach the last step together, but not at the same moment: DONE on one host does not stop the others at once."""
     done = [end for end in others if end.kind is EndKind.DONE]
     rest = [end for end in others if end.kind is not EndKind.DONE]
     if rest:
@@ -130,9 +128,7 @@ def worth_growing(cluster: ClusterState, running: Generation, options: LaunchGro
 
 def _newcomers_that_fit(cluster: ClusterState, running: Generation, options: LaunchGroup) -> list[HostRecord]:
     """Hosts that have been ready for long enough, the oldest first.
-
-    Limited by `launch.max_hosts` and the global batch; each must be connected with all the others.
-    """
+    Limited by `launch.max_hosts` and the global batch; each must be connected with all the others."""
     observed = [
         one
         for one in cluster.observed.values()

@@ -72,11 +72,8 @@ def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[s
 def observe(
     before: Mapping[str, HostObservation], records: Iterable[HostRecord], *, own: str, now_s: float
 ) -> dict[str, HostObservation]:
-    """Return the state of all records but the host's own.
-
-    A record that is missing this time, or older than before, stays as it was: reads may lag. It is dropped after an hour
-    without a change.
-    """
+    """Return the state of all records but the host's own. A record that is missing this time, or older than before, stays as it
+    was: reads may lag. It is dropped after an hour without a change."""
     observed = {host: known for host, known in before.items() if now_s - known.changed_s < _REMEMBERED_S}
     for record in records:
         if record.host == own:
@@ -98,9 +95,7 @@ def observe_datagrams(
     before: Mapping[str, HostObservation], records: Iterable[HostRecord], *, own: str, now_s: float
 ) -> dict[str, HostObservation]:
     """Merge records from datagrams, before storage shows them; only of hosts whose record was read from storage before.
-
-    A datagram leaves out `hears` and `writers`, which take room: they stay as they were.
-    """
+    A datagram leaves out `hears` and `writers`, which take room: they stay as they were."""
     complete = (
         replace(one, hears=before[one.host].record.hears, writers=before[one.host].record.writers)
         for one in records
@@ -138,9 +133,7 @@ def may_be_alive(observed: HostObservation, cluster: ClusterState, options: Laun
 
 def missing_member(cluster: ClusterState, running: Generation, options: LaunchGroup) -> tuple[GenerationMember, str] | None:
     """A member without which the generation cannot continue, and why; None if all seem to be alive.
-
-    Heartbeats begin when a host joins a generation, which hosts do at different times: at first the limit is longer.
-    """
+    Heartbeats begin when a host joins a generation, which hosts do at different times: at first the limit is longer."""
     for member in running.members:
         if member.host in cluster.silent and cluster.now_s > cluster.newest_since_s + options.lost_s:
             return member, f"has not been heard for {options.lost_s:g} s"
@@ -204,9 +197,7 @@ def unconnected_pairs(ready: Sequence[HostRecord], cluster: ClusterState) -> lis
 
 def settles_s(ready: Sequence[HostRecord], cluster: ClusterState, options: LaunchGroup, *, since_s: float) -> float:
     """From when on a missing connection counts: what each host receives must have been the same for a while.
-
-    After a network heals, hosts do not hear each other all at the same moment.
-    """
+    After a network heals, hosts do not hear each other all at the same moment."""
     observed = [cluster.observed[one.host] for one in ready if one.host in cluster.observed]
     changes_s = [time_s for one in observed for time_s in (one.hears_since_s, one.since_s)]
     return max([since_s, cluster.heard_since_s, *changes_s]) + options.lost_s / 2
@@ -214,9 +205,7 @@ def settles_s(ready: Sequence[HostRecord], cluster: ClusterState, options: Launc
 
 def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[HostRecord]:
     """The largest set of `ready` hosts that are all connected, in their order; of equal ones that of the foremost host.
-
-    The result is the same on every host that calls it.
-    """
+    The result is the same on every host that calls it."""
     heard = connections(cluster)
     hosts = {one.host for one in ready}
     if all(hosts - {host} <= heard.get(host, frozenset()) for host in hosts):

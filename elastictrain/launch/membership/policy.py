@@ -97,9 +97,7 @@ def _harmless_reason(
     ends: Mapping[str, End], cause: End | None, names: Mapping[str, str], *, ready: Set[str], unheard: Set[str]
 ) -> str | None:
     """Why this end is no host's failure; None if it is one.
-
-    If a host has left or is lost, the others' workers fail: their reasons are only effects.
-    """
+    If a host has left or is lost, the others' workers fail: their reasons are only effects."""
     if leaving := [host for host, end in ends.items() if end.kind is EndKind.LEAVING]:
         return f"{messages.listed(names[host] for host in leaving)} left: {ends[leaving[0]].reason}"
     # A host that has vanished reports no end of its own, at most that another host is silent.

@@ -43,9 +43,7 @@ _STAGGER_S = 1.0  # head start of each host to propose before the next one does:
 
 def propose_generation(cluster: ClusterState, options: LaunchGroup) -> Decision | None:
     """Decide about the next generation on a host that runs nothing; None while the newest one may be running elsewhere.
-
-    The host itself must be able to take part.
-    """
+    The host itself must be able to take part."""
     newest = cluster.newest
     if newest is None or newest.terminal:
         return _GenerationProposal(cluster, options, None, cluster.began_s).decide()
@@ -109,9 +107,7 @@ class _GenerationProposal:
 
     def _all_members_told(self) -> bool:
         """Whether another read can show nothing new: all members reported that they are ready, and no other host is alive.
-
-        Newcomers and connections are known from storage alone, so ends that involve them need a read.
-        """
+        Newcomers and connections are known from storage alone, so ends that involve them need a read."""
         cluster, previous = self.cluster, self.previous
         if previous is None or is_network_suspected(previous, cluster.ends):
             return False

@@ -38,9 +38,7 @@ class MembershipStore:
 
     def token(self) -> bytes:
         """Return the run's secret, known to all that can read its storage; the first caller creates it.
-
-        Raises: PermanentStorageError, AccessDeniedError if the stored object can be no secret of this run.
-        """
+        Raises: PermanentStorageError, AccessDeniedError if the stored object can be no secret of this run."""
         with suppress(ObjectExistsError):
             create_secret(self._store, _TOKEN, secrets.token_bytes(_TOKEN_BYTES))
         token = read_secret(self._store, _TOKEN, most_bytes=_MOST_TOKEN_BYTES)
@@ -116,9 +114,7 @@ class MembershipStore:
 
     def settle(self) -> None:
         """Make the generations that this host created durable against power loss: commits carry their numbers.
-
-        Apart from their creation, for which all hosts wait each time.
-        """
+        Apart from their creation, for which all hosts wait each time."""
         while self._unsettled:
             self._store.write(*self._unsettled[0])
             self._unsettled.pop(0)
