@@ -132,11 +132,8 @@ def check_host(surroundings: Surroundings, asked: OwnChecks) -> list[Verdict]:
 
 
 def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
-    """The table of checks. To add one, write its function below, or its facts and judge in `preflight/host`.
-
-    On a healthy host all of them together take well under a second; only `storage` takes longer, when the client of an object
-    store must be imported. Without GPUs the GPU checks return nothing.
-    """
+    """The table of checks; a new one has its function below, or its facts and judge in `preflight/host`. On a healthy host they
+    take well under a second together; only `storage` takes longer, to import an object store's client."""
     at, host, storage_s = HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
     names_s = names.LIMIT_S + _MARGIN_S
     ports, num_ranks = asked.settings.ports if asked.ports_free else (), asked.local_world_size

@@ -1,9 +1,6 @@
-"""The preflight of all hosts of a group, before any process group.
-
-The first rank of each host checks the host, takes part in the link checks, decides and applies the transport plan, and sends
-its report to the first host, which judges all. The other ranks take over plan and result. All ranks return the same verdicts.
-Every wait has a limit.
-"""
+"""The preflight of all hosts of a group, before any process group. The first rank of each host checks the host, takes part in
+the link checks, decides and applies the transport plan, and reports to the first host, which judges all. The other ranks take
+over plan and result. All ranks return the same warnings and failures. Every wait has a limit."""
 
 import json
 import logging
@@ -37,7 +34,6 @@ logger = logging.getLogger(__name__)
 _LOOK_UP_S = 5.0
 _LATE_WORD_S = 2.0
 _READ_S = 2.0
-
 _FOLLOW_S = 5.0  # the first host may exceed its own limit by this to gather and judge all reports
 
 
@@ -54,12 +50,10 @@ class HostLayout:
 
     @property
     def host(self) -> str:
-        """Its name in verdicts."""
         return self.hosts[self.node_rank]
 
     @property
     def leads_host(self) -> bool:
-        """Whether this rank checks on behalf of its host."""
         return self.local_rank == 0
 
     @property
@@ -100,8 +94,6 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """One host's report to the first one."""
-
     verdicts: tuple[Verdict, ...]
     likeness: Likeness
     hcas: tuple[str, ...]  # ports that it plans to use
@@ -110,8 +102,7 @@ class HostReport:
 def judge_host_reports(
     words: Mapping[str, HostReport | None], *, kinds: Mapping[str, frozenset[Rdma]], waited_s: float
 ) -> list[Verdict]:
-    """Findings of hosts about themselves, and differences between hosts. A host whose report is None sent none, or one that
-    cannot be parsed. `kinds`: what RDMA each could do."""
+    """Findings of hosts about themselves, and their differences. None for a host: no report, or one that cannot be parsed."""
     known = {host: word for host, word in words.items() if word is not None}
     verdicts = [verdict for word in known.values() for verdict in word.verdicts]
     for host in (host for host, word in words.items() if word is None):
@@ -142,7 +133,7 @@ def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdi
 
 @dataclass(slots=True)
 class HostPreflight:
-    """One rank's part of the preflight. All fields but `layout` must be the same on all hosts."""
+    """One rank's part of the preflight; all hosts request the same checks."""
 
     layout: HostLayout
     own: OwnChecks
@@ -157,10 +148,8 @@ class HostPreflight:
     _began: float = field(default=0.0, init=False)
 
     def check(self) -> Report:
-        """Collective: yes, through the exchange.
-
-        Raises: PreflightError if a host that the others need does not report; TransportError if the exchange does not answer.
-        """
+        """Collective: yes, through the exchange. Raises: PreflightError if a host that the others need does not report;
+        TransportError if the exchange does not answer."""
         self._began = self.clock()
         plan = result = None
         if self.layout.leads_host:

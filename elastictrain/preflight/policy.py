@@ -25,11 +25,8 @@ class Chosen:
 
 
 def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chosen:
-    """The level if the configuration leaves it open. `exit_codes`: of the last generation's ranks; None: no exit report.
-
-    If all ranks ended with a transport failure, the network failed. A rank without an exit report was killed, and the others
-    only noticed.
-    """
+    """The level if the configuration leaves it open. `exit_codes`: of the last generation's ranks. A transport failure means
+    the network, unless a rank without exit code (None) was killed: then the others only noticed that."""
     if first_start:
         return Chosen(Level.FULL, "first start")
     if EXIT_TRANSPORT in exit_codes and None not in exit_codes:

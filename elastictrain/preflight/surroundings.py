@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """A tool's output."""
-
     returncode: int  # means nothing if `timed_out`
     stdout: str
     stderr: str
@@ -27,10 +25,7 @@ class ToolOutput:
 
 
 class Exchange(Protocol):
-    """A table of small values that hosts or ranks share, for example the store of torchrun.
-
-    Both methods raise TransportError if the table cannot be reached.
-    """
+    """Table of small values that hosts or ranks share, such as torchrun's store. Raises: TransportError if unreachable."""
 
     def put(self, key: str, value: bytes) -> None:
         """Write a value, visible to all, under a key that is used once."""
@@ -101,8 +96,8 @@ def system_addresses() -> dict[str, tuple[str, ...]]:
 
 
 def ask_kernel(target: str) -> tuple[str, str]:
-    """From a peer's name or address to its address and the own one towards it, both perhaps with `%SCOPE`: the first address in
-    the resolver's order that has a route. Raises: OSError."""
+    """A peer's address and the own one towards it, both perhaps with `%SCOPE`: the first address in the resolver's order that
+    has a route. Raises: OSError."""
     refused: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM):
         try:

@@ -20,8 +20,6 @@ class Status(StrEnum):
 
 
 class Scope(StrEnum):
-    """What a verdict is about."""
-
     HOST = "host"
     LINK = "link"  # from one host to another, in that direction
     GROUP = "group"  # several hosts or ranks together
@@ -77,7 +75,6 @@ class Reporter:
     def failed(
         self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "", may_pass: bool = False
     ) -> Verdict:
-        """The subject cannot take part."""
         return self(self.subject, Status.FAIL, measured, expected, remedy, unit=unit, may_pass=may_pass)
 
     def __call__(
@@ -138,8 +135,7 @@ def shown(figure: Figure) -> str:
 
 
 def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything: bool = True) -> str:
-    """A table, worst first, with the remedy below each row that did not pass. Without `everything`, passed and skipped checks
-    are only counted."""
+    """A table, worst first, with remedies below their rows. Without `everything`, passed and skipped are only counted."""
     listed = worst_first(verdicts if everything else findings(verdicts))
     if not listed:
         return summary(verdicts)

@@ -1,5 +1,4 @@
-"""A part of the checks that all ranks do at once: run under a deadline, told to each other, and who is to blame if not all came
-through."""
+"""A part of the checks that all ranks run at once under a deadline: exchange of the results, and culprits if one is missing."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,38 +20,31 @@ _MOST_NAMED = 8
 
 
 class PartState(StrEnum):
-    """How a rank came out of a part of the checks. BROKEN: it raised. STUCK: it did not come back in time, and will not be
-    waited for."""
-
     DONE = "done"
-    BROKEN = "broken"
-    STUCK = "stuck"
+    BROKEN = "broken"  # it raised
+    STUCK = "stuck"  # no result in time
 
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank says afterwards. `figure`: JSON; `detail`: the error, or where it is stuck; `num_begun`: so many calls."""
-
     state: PartState
-    figure: object = None
-    detail: str = ""
-    num_begun: int = 0
+    figure: object = None  # JSON
+    detail: str = ""  # the error, or where it is stuck
+    num_begun: int = 0  # number of calls it began
 
 
-Act = Callable[[Callable[[str], None]], object]
-"""Does a part; tells its argument what is about to begin; returns records."""
+Act = Callable[[Callable[[str], None]], object]  # runs a part; first passes the name of each call to its argument
 
 
 def run_act(act: Act, *, limit_s: float) -> RankResult:
-    """What it comes to, after `limit_s` at the latest. Never raises. A collective that hangs cannot be woken from outside: its
-    thread stays, and ends with the process."""
+    """Run a part for at most `limit_s`. Never raises. A hanging collective keeps its thread until the process ends."""
     begun: list[str] = []
 
     def run() -> RankResult:
         try:
             figure = msgspec.to_builtins(act(begun.append))
             encode_record(figure)
-        except Exception as error:  # noqa: BLE001  # the edge of a thread: every rank hears of it
+        except Exception as error:  # noqa: BLE001  # the edge of a thread: every rank receives the error
             first_line = (str(error).splitlines() or [""])[0][:300]
             detail = f"{type(error).__name__}: {first_line}" + (f" ({begun[-1]})" if begun else "")
             return RankResult(PartState.BROKEN, detail=detail, num_begun=len(begun))
@@ -64,44 +56,39 @@ def run_act(act: Act, *, limit_s: float) -> RankResult:
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """Of one part: the word of each rank that gave one, and who had entered. `seconds`: what it took rank 0."""
-
     part: str
     world_size: int
     limit_s: float
-    words: Mapping[int, RankResult]
-    entered: frozenset[int] = field(default_factory=frozenset)
-    seconds: float = 0.0
+    words: Mapping[int, RankResult]  # by rank, of those that sent one
+    entered: frozenset[int] = field(default_factory=frozenset)  # ranks that began the part
+    seconds: float = 0.0  # on rank 0
 
     @property
     def complete(self) -> bool:
-        """Whether all came through it."""
         return len(self.words) == self.world_size and all(word.state is PartState.DONE for word in self.words.values())
 
     def figures(self, kind: type[T]) -> dict[int, T]:
-        """By rank, of a part that all came through."""
         return {rank: as_record(word.figure, kind) for rank, word in sorted(self.words.items())}
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """One rank's side. `grace_s`: how much later than the deadline the word of a rank may come before it counts as silent.
-    Raises, in all methods: TransportError if the exchange cannot be reached."""
+    """One rank's side of the exchange. Raises, in all methods: TransportError if the exchange cannot be reached."""
 
     exchange: Exchange
     rank: int
     world_size: int
-    grace_s: float
+    grace_s: float  # a rank whose result is later than the deadline by this counts as silent
 
     def enter(self, part: str) -> None:
-        """Leave word that this rank is about to begin."""
+        """Publish that this rank is about to begin."""
         self.exchange.put(f"group/{part}/in/{self.rank}", b"1")
 
     def settle(self, part: str, word: RankResult, *, began: float, limit_s: float) -> Attendance:
-        """What all ranks say of a part that this one began at `began`, a little after `limit_s` at the latest."""
+        """Results of all ranks for a part that this one began at `began`, a little after `limit_s` at the latest."""
         self.exchange.put(f"group/{part}/word/{self.rank}", encode_record(word))
         published = f"group/{part}/all"
-        # Also if this rank came out in trouble: only the words of the others tell who is the cause, and who is stuck with it.
+        # Also after a failure of this rank: only the other results show which rank is the cause.
         until = began + limit_s + self.grace_s
         if self.rank != 0:
             data = self.exchange.get(published, limit_s=max(0.0, until + 2 * self.grace_s - time.monotonic()))
@@ -123,19 +110,18 @@ class Entries:
 
 
 def scope_of(culprits: Collection[int], members: Sequence[GroupMember]) -> Scope:
-    """HOST if all that are to blame are ranks of one host, and not simply all that there are."""
+    """HOST if all culprits are ranks of one host, and not all ranks there are."""
     hosts = {members[rank].host for rank in culprits}
     return Scope.HOST if len(hosts) == 1 and len(culprits) < len(members) else Scope.GROUP
 
 
 def judge_attendance(check: str, attendance: Attendance, members: Sequence[GroupMember]) -> list[Verdict]:
-    """One failure for each culprit; nothing if all came through. Those that did not enter are to blame, even if others are
-    stuck: they wait for them. Then those that entered and have not been heard of since, then those that raised, and where all
-    are stuck, those that came least far."""
+    """One failure for each culprit: ranks that did not enter (others may be stuck waiting for them), else ranks that entered
+    and sent no result, else those that raised; if all are stuck, those that began the fewest calls."""
     if attendance.complete:
         return []
     culprits, words = _culprits(attendance), attendance.words
-    # What a rank raises is often about the other end of a connection.
+    # An error that a rank raises is often about the other end of a connection.
     raised = any(rank in words and words[rank].state is PartState.BROKEN for rank in culprits)
     scope = Scope.GROUP if raised else scope_of(culprits, members)
     expected = f"all {attendance.world_size} ranks through {attendance.part}"
@@ -152,7 +138,6 @@ def judge_attendance(check: str, attendance: Attendance, members: Sequence[Group
 
 
 def _remedy(member: GroupMember, *, was_there: bool) -> str:
-    """Where to look for a rank that is missing, or hangs."""
     without = f"to go on without {member.host}, start the others with a smaller --nnodes"
     if member.pid is None:
         return f"on {member.host} look for rank {member.rank} (`pgrep -af elastictrain`) and at what it printed; {without}"

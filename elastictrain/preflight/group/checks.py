@@ -44,40 +44,30 @@ _MATMUL_BUDGET_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class GroupFindings:
-    """What the group checks found; the same on all ranks. `point`: the largest all-reduce that was measured.
-
-    `usable`: whether collectives can still be used. If not, one of them hangs in a thread that cannot be ended: leave with
-    `os._exit`, and without `leave(group)`, which would wait for it.
-    """
+    """Result of the group checks; the same on all ranks. If not `usable`, a collective hangs in a thread that cannot be ended:
+    leave with `os._exit`, and without `leave(group)`, which would wait for it."""
 
     verdicts: list[Verdict]
     usable: bool
-    point: Point | None = None
+    point: Point | None = None  # the largest all-reduce measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be checked. The same on all ranks, except for what one host knows: its network, its plan.
-
-    `present_s`: until every rank has said that it is there; ranks come out of the making of the group together. `grace_s`: how
-    much later than the deadline the word of a rank may come before it counts as silent. `network_gbps`, `planned`: as in
-    `GroupMember`.
-    """
+    """What to check. The same on all ranks, except for what only a host knows: its network and its plan."""
 
     full: bool
     settings: PreflightGroup = field(default_factory=PreflightGroup)
-    present_s: float = 5.0
-    grace_s: float = 1.0
-    network_gbps: float | None = None
-    planned: Planned | None = None
+    present_s: float = 5.0  # until every rank has introduced itself; ranks leave the making of the group together
+    grace_s: float = 1.0  # a rank whose result is later than the deadline by this counts as silent
+    network_gbps: float | None = None  # as in `GroupMember`
+    planned: Planned | None = None  # as in `GroupMember`
 
 
 class GroupChecks:
-    """The checks of one group of ranks, to be run once, right after the group was made.
-
-    `hosts`: of each rank. `exchange` must be new to this generation. `on_part` is told, in the caller's thread, what this rank
-    is about to enter, and may raise in order to leave. `collectives` and `matmul` are what is measured.
-    """
+    """The checks of one group of ranks, to be run once, right after the group was made. `hosts`: of each rank. `exchange` must
+    be new to this generation. `on_part` receives, in the caller's thread, the part that this rank is about to enter, and may
+    raise to leave. `collectives` and `matmul` are what is measured."""
 
     def __init__(
         self,
@@ -102,15 +92,12 @@ class GroupChecks:
         self._point: Point | None = None
 
     def run(self) -> GroupFindings:
-        """All checks, or as many as can be run until ranks do not come through one together: then who is to blame for it.
-
-        Collective: yes. Returns in bounded time, also where a collective hangs. Raises: TransportError if the exchange cannot
-        be reached.
-        """
+        """Run all checks until the first that not all ranks complete, which ends with verdicts on its culprits. Collective:
+        yes. Returns in bounded time, also if a collective hangs. Raises: TransportError if the exchange cannot be reached."""
         verdicts: list[Verdict] = []
         for check, step in self._steps():
             off = getattr(self._request.settings.checks, check) == "off"
-            # Also where it is off: without it, nobody knows who the others are.
+            # Also if it is off: without it, no rank knows the others.
             if off and check != "present":
                 continue
             self._seconds = 0.0
@@ -119,12 +106,11 @@ class GroupChecks:
             if self._culprits:
                 break
         if self._device.type == "cuda" and not self._culprits:
-            # What the checks took of the device's memory is given back.
+            # Free the device memory that the checks used.
             torch.cuda.empty_cache()
         return GroupFindings(agreed([*verdicts, *self._culprits]), not self._culprits, self._point)
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], list[Verdict]]]]:
-        """What applies here, in order."""
         yield "present", self._present
         for collective in Collective:
             yield "collectives", partial(self._collective, collective)
@@ -137,14 +123,11 @@ class GroupChecks:
             yield "p2p", self._p2p
 
     def _run(self, check: str, act: Act, *, limit_s: float, part: str = "") -> Attendance | None:
-        """What all ranks brought back from a part of a check; None if not all came through: nothing further may be run then.
-
-        Returns a little after `limit_s` at the latest.
-        """
+        """Results of all ranks for a part, soon after `limit_s`; None if not all completed it: run nothing further."""
         part = part or check
 
         def on_device(at: Callable[[str], None]) -> object:
-            # The current device is each thread's own.
+            # The current device is per thread.
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             return act(at)

@@ -1,8 +1,5 @@
-"""What each rank gives to a collective, and what it must get.
-
-Every rank's values are a row of a table that all ranks can make; a message repeats its row. The length of a row is prime, so
-that parts of a message differ wherever it is cut, and a part in the wrong place is found.
-"""
+"""What each rank gives to a collective, and what it must get. A rank's values are a row of a table that all ranks can make; a
+message repeats its row. The row length is prime, so parts of a message differ wherever it is cut: a misplaced part is found."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,62 +10,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 gave two of them new names, and warns of the old ones.
+# torch 2.13 renamed two of them, and warns of the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MB = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16)
 _SEED = 20
-
-_SMALL = 7
-"""Elements per rank of a small message: odd, and less than the number of threads that share it."""
-
-ROW = 1021
-"""Elements until a message repeats itself."""
-
-_EXACT = 256
-"""Whole numbers up to here are exact in bfloat16, and so is every partial sum of them, in whatever order."""
+_SMALL = 7  # elements per rank of a small message: odd, and fewer than the threads that share it
+ROW = 1021  # elements until a message repeats itself
+_EXACT = 256  # whole numbers up to this are exact in bfloat16, and so is every partial sum of them, in any order
 
 
 class Collective(StrEnum):
-    """What ranks do together. SEND_RECV goes around the ring: to the next rank, from the one before."""
-
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     BROADCAST = "broadcast"
     ALL_TO_ALL = "all_to_all"
-    SEND_RECV = "send_recv"
+    SEND_RECV = "send_recv"  # around the ring: to the next rank, from the one before
 
 
 class Values(StrEnum):
-    """What messages are made of. KNOWN: small whole numbers, whose sums are exact."""
-
-    KNOWN = "known"
+    KNOWN = "known"  # small whole numbers, whose sums are exact
     RANDOM = "random"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One call of a collective. `part`: elements that belong to one rank; a whole message has `part` times world size."""
+    """One call of a collective."""
 
     collective: Collective
     values: Values
-    part: int
+    part: int  # elements of one rank; a whole message has `part` times world size
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedResult:
-    """What a rank must get: exactly that, in the message's dtype, or in float64 and by how much each element may differ.
-    `sources`: the ranks from which its parts come, all of one length; none where all ranks have a share in each element."""
+    """What a rank must get: exactly that, in the message's dtype, or in float64 within a tolerance."""
 
     expected: Tensor
-    tolerance: Tensor | None = None
-    sources: tuple[int, ...] = ()
+    tolerance: Tensor | None = None  # largest difference of each element
+    sources: tuple[int, ...] = ()  # ranks of its parts, all of one length; empty if all share in each element
 
     def source(self, index: int) -> int | None:
-        """The rank from which an element comes."""
+        """The rank from which an element comes; None if all have a share in it."""
         return self.sources[index * len(self.sources) // len(self.expected)] if self.sources else None
 
 
@@ -79,7 +65,7 @@ def table(values: Values, dtype: torch.dtype, *, world_size: int, seed: int) -> 
     place = torch.arange(ROW)[None, :] + torch.arange(world_size)[:, None]
     if world_size <= _EXACT // 7:
         return (place % 7).to(dtype)
-    # Few ranks contribute to each element, so that sums stay exact in large groups, too; and not the same number to all.
+    # Few ranks contribute to each element, so that sums stay exact in large groups, and not the same number to each.
     every = max(3, -(-world_size // _EXACT))
     while world_size % every == 0:
         every += 1
@@ -87,13 +73,13 @@ def table(values: Values, dtype: torch.dtype, *, world_size: int, seed: int) -> 
 
 
 def give(trial: Trial, rows: Tensor, *, rank: int) -> Tensor:
-    """What this rank puts in, on the device and in the dtype of `rows`."""
+    """The input of this rank, on the device and in the dtype of `rows`."""
     whole = trial.part * len(rows)
     return _repeat(rows[rank], 0, trial.part if trial.collective is Collective.ALL_GATHER else whole)
 
 
 def answer(trial: Trial, rows: Tensor, *, rank: int) -> ExpectedResult:
-    """What this rank must get."""
+    """The expected output of this rank."""
     world_size, part, sources = len(rows), trial.part, tuple(range(len(rows)))
     start, num = 0, world_size * part
     match trial.collective:
@@ -110,14 +96,14 @@ def answer(trial: Trial, rows: Tensor, *, rank: int) -> ExpectedResult:
     total = rows.double().sum(0)
     if trial.values is Values.KNOWN:
         return ExpectedResult(_repeat(total.to(rows.dtype), start, num))
-    # Each of the additions rounds once, to half of eps of a partial sum that is at most the sum of the magnitudes; doubled for
-    # the conversion of the result. Backends are free to add in any order, and in the message's dtype.
+    # Each addition rounds once, to half of eps of a partial sum that is at most the sum of the magnitudes; doubled for the
+    # conversion of the result. Backends may add in any order, and in the message's dtype.
     allowed = rows.double().abs().sum(0) * world_size * torch.finfo(rows.dtype).eps
     return ExpectedResult(_repeat(total, start, num), _repeat(allowed, start, num))
 
 
 def find_wrong(received: Tensor, right: ExpectedResult) -> tuple[int, int] | None:
-    """How many elements are wrong, and the first of them; None if all are right. Not a number is never right."""
+    """Number of wrong elements and index of the first; None if all are right. NaN is always wrong."""
     if right.tolerance is None:
         good = received == right.expected
     else:
@@ -126,23 +112,23 @@ def find_wrong(received: Tensor, right: ExpectedResult) -> tuple[int, int] | Non
 
 
 def root(trial: Trial, *, world_size: int) -> int:
-    """Who broadcasts: the last rank, and the first one in the trial with random values."""
+    """The broadcasting rank: the last one, or the first one with random values."""
     return world_size - 1 if trial.values is Values.KNOWN else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """What ranks of the default group do together, on flat tensors of this rank's device. Collective: yes, all of them."""
+    """Collectives of the default group, on flat tensors of this rank's device. Collective: yes, all of them."""
 
     rank: int
     world_size: int
     device: torch.device
 
     def run(self, trial: Trial, given: Tensor) -> Tensor:
-        """What this rank gets for what it gives."""
+        """The output of this rank for its input."""
         rank, world_size = self.rank, self.world_size
         parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
-        # What nobody writes to must not look right by accident.
+        # An element that no rank writes must not look right by accident.
         output = given.new_full((parts.get(trial.collective, len(given)),), float("nan"))
         match trial.collective:
             case Collective.ALL_REDUCE:
@@ -162,12 +148,12 @@ class Collectives:
         return output
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         dist.all_reduce(buffer)
 
     def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
-        """At once, where both are given."""
-        # Batched: NCCL would make a communicator of its own for each pair otherwise, and two ranks that both send first hang.
+        """Send and receive at once, if both buffers are given."""
+        # Batched: otherwise NCCL makes a communicator for each pair, and two ranks that both send first hang.
         wanted = [] if buffer is None else [dist.P2POp(dist.isend, buffer, target)]
         wanted += [] if output is None else [dist.P2POp(dist.irecv, output, source)]
         for work in dist.batch_isend_irecv(wanted) if wanted else ():
@@ -175,7 +161,7 @@ class Collectives:
 
 
 def _repeat(rows: Tensor, start: int, num: int) -> Tensor:
-    """`num` elements of each row, from `start` on, as if it repeated itself for ever."""
+    """`num` elements of each row from `start`, as if the row repeated itself for ever."""
     start %= ROW
     copies = -(-(start + num) // ROW)
     return rows.repeat(*[1] * (rows.ndim - 1), copies)[..., start : start + num].contiguous()
@@ -183,15 +169,14 @@ def _repeat(rows: Tensor, start: int, num: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WrongResult:
-    """A wrong result on one rank, in words, and from which rank it came, where that can be told."""
+    """A wrong result on one rank, in words, and the rank from which it came, if known."""
 
     text: str
     source: int | None
 
 
 def examine(collective: Collective, at: Callable[[str], None], *, collectives: Collectives, full: bool) -> list[WrongResult]:
-    """All trials of one collective, which every rank makes in the same order; `at` is told what is about to begin. Collective:
-    yes."""
+    """All trials of one collective, in the same order on every rank; `at` gets the name of each one first. Collective: yes."""
     rank, world_size, device = collectives.rank, collectives.world_size, collectives.device
     if collective is Collective.SEND_RECV and world_size == 1:
         return []
@@ -199,7 +184,7 @@ def examine(collective: Collective, at: Callable[[str], None], *, collectives: C
     found = []
     for dtype, values in product(DTYPES, Values):
         rows = table(values, dtype, world_size=world_size, seed=_SEED).to(device)
-        # Of all ranks' parts together.
+        # All ranks' parts together.
         large = max(1, (full_bytes if full else quick_bytes) // (dtype.itemsize * world_size))
         for size, part in (("small", _SMALL), ("large", large)):
             trial, name = Trial(collective, values, part), f"{values} {str(dtype).removeprefix('torch.')}, {size}"

@@ -1,4 +1,4 @@
-"""Verdicts from the figures of all ranks; every rank has the same figures, and so comes to the same verdicts. Pure."""
+"""Verdicts from the figures of all ranks. Every rank has the same figures, and so the same verdicts. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,19 @@ from elastictrain.preflight.policy import host_of
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict, failures
 
 SLACK_S = 5e-5
-"""What a collective takes, and varies by, whatever its size. Source: 64 MB between 2 H200 took 40 to 60 microseconds longer
-than at the rate of 1 GB, of 260 in all, and 16 more or less from one time to the next."""
+"""Time, and its variation, of a collective of any size. Source: 64 MB between 2 H200 took 40 to 60 microseconds longer than at
+the rate of 1 GB, of 260 in all, and varied by 16."""
 
-STRAGGLER_RATIO_CPU = 0.7
-"""`straggler_ratio` on CPUs, where other processes take their part: two idle ranks on busy processors differed by 0.82."""
-
-PAIR_RATIO = 0.5
-"""A pair of GPUs with less than this share of the median of its host is slow. Pairs across sockets may be a bit slower."""
-
+STRAGGLER_RATIO_CPU = 0.7  # `straggler_ratio` on CPUs, which others share: two idle ranks on busy processors differed by 0.82
+PAIR_RATIO = 0.5  # A pair of GPUs below this share of its host's median is slow. Pairs across sockets may be a bit slower.
 _TESTS = "test its GPU (`dcgmi diag -r 3`), and try NCCL_P2P_DISABLE=1 and NCCL_NVLS_ENABLE=0; if it stays, replace the host"
 
 
 def judge_results(
     collective: Collective, faults: Mapping[int, Sequence[WrongResult]], members: Sequence[GroupMember]
 ) -> list[Verdict]:
-    """Check `collectives`, one of them. If all that is wrong came from one rank, and several got it, that rank is named, else
-    those that got something wrong; where all did, the group."""
+    """Check `collectives`, one of them. If several ranks got wrong parts, all from one rank, that rank is named; else the ranks
+    with wrong results, or the group if all have one."""
     found = {rank: some for rank, some in faults.items() if some}
     if not found:
         return [Reporter("collectives", scope=Scope.GROUP).passed("right", unit=collective)]
@@ -48,9 +44,9 @@ def judge_results(
 
 
 def judge_bandwidth(point: Point, members: Sequence[GroupMember], *, nccl: bool, least_ratio: float) -> Verdict:
-    """Check `bus_bandwidth`: the largest all-reduce against what the links can do, of which `least_ratio` is enough."""
+    """Check `bus_bandwidth`: the largest all-reduce must reach `least_ratio` of what the links can do."""
     report, unit = Reporter("bus_bandwidth", scope=Scope.GROUP), f"GB/s all_reduce {size_text(point.num_bytes)}"
-    # gloo goes through the memory and the processors of a host; there is no figure for what these can do.
+    # gloo uses a host's memory and processors, whose limit is unknown.
     limit, measured = group_limit(members) if nccl else None, _rounded(point.bus_gbs)
     if limit is None:
         return report.passed(measured, unit=unit)
@@ -73,7 +69,7 @@ def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
 def judge_rates(
     first: Mapping[int, float], again: Mapping[int, float] | None, members: Sequence[GroupMember], *, ratio: float
 ) -> list[Verdict]:
-    """Check `matmul`. Who is slow once is measured again (`again`), and who is slow twice is a straggler. That is a failure
+    """Check `matmul`. Slow ranks are measured again (`again`); a rank that is slow twice is a straggler. That is a failure
     among GPUs of one kind, where nothing else runs, and a warning on CPUs and where kinds are mixed."""
     rates = {rank: max(rate, again[rank]) if again else rate for rank, rate in first.items()}
     typical = _rounded(statistics.median(rates.values()))
@@ -124,7 +120,7 @@ def judge_pairs(reached: Mapping[int, Sequence[Reach]], members: Sequence[GroupM
 
 
 def agreed(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of all parts of the checks. Where the parts of one check blame several hosts, no host is to blame."""
+    """The verdicts of all parts. If the parts of a check name several hosts, none is certain: the failure is the group's."""
     blamed: dict[str, set[str]] = {}
     for verdict in failures(verdicts):
         if verdict.scope is Scope.HOST:

@@ -1,4 +1,4 @@
-"""Measures bus bandwidth, the rate of matrix products, and what passes between pairs of GPUs."""
+"""Measures bus bandwidth, the rate of matrix products, and bandwidth between pairs of GPUs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +10,8 @@ from torch import Tensor
 
 from elastictrain.preflight.group.collectives import MB, Collectives
 
-SWEEP_BUDGET_S = 5.0
-"""No larger message is begun after this long: the group has a slow link, and the smaller ones have told so."""
-
-_POINT_BUDGET_S = 0.05
-"""For one size, at the least a few rounds."""
-
+SWEEP_BUDGET_S = 5.0  # no larger message starts after this: a slow link already shows with the smaller ones
+_POINT_BUDGET_S = 0.05  # for one size, but at least `_FEWEST` rounds
 _FEWEST, _MOST = 3, 40
 _CUDA_SIDE, _CPU_SIDE = 8192, 256
 _FEWEST_PRODUCTS, _MOST_PRODUCTS = 5, 200
@@ -26,16 +22,13 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured figure. `num_bytes`: of the whole message."""
-
-    num_bytes: int
+    num_bytes: int  # of the whole message
     seconds: float
     world_size: int
 
     @property
     def bus_gbs(self) -> float:
-        """GB/s (1e9 bytes) over the bus. Of n parts, n - 1 have to leave their rank, and their sums to come back. Source: the
-        performance notes of nccl-tests."""
+        """GB/s (1e9 bytes) over the bus: of n parts, n - 1 leave their rank, and their sums come back. Source: nccl-tests."""
         return self.num_bytes / self.seconds * 2 * (self.world_size - 1) / self.world_size / 1e9
 
     def reachable_gbs(self, gbs: float, *, slack_s: float) -> float:
@@ -44,14 +37,14 @@ class Point:
 
 
 def sweep_sizes(*, cuda: bool, full: bool, free_bytes: int) -> tuple[int, ...]:
-    """In bytes, growing; those for which there is room: a message in, one out, and as much again for others. At least one."""
+    """Message sizes in bytes, growing, for which memory suffices: input, output, and as much again for others. At least one."""
     sizes = (MB, 64 * MB, 1024 * MB) if cuda else (MB, 16 * MB)
     wanted = sizes if full else sizes[:-1]
     return tuple(size for size in wanted if 4 * size <= free_bytes) or sizes[:1]
 
 
 def size_text(num_bytes: int) -> str:
-    """As people write sizes of messages, in powers of 1024; an odd number of ranks makes them a few bytes less."""
+    """A message size in powers of 1024; an odd number of ranks makes it a few bytes smaller."""
     for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if num_bytes >= 0.999 * size:
             return f"{num_bytes / size:.3g} {unit}"
@@ -65,10 +58,10 @@ def measure_all_reduce(
     sizes: tuple[int, ...],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Point:
-    """All-reduce at growing sizes, until time is up; the largest that was measured counts. All ranks agree on what comes next,
-    because they agree on the times. Collective: yes."""
+    """All-reduce at growing sizes until the budget is spent; returns the largest one. Ranks agree on the next size because they
+    agree on the times. Collective: yes."""
     device, world_size = collectives.device, collectives.world_size
-    # Zeros, because a sum of anything else would grow from round to round.
+    # Zeros: the sum of anything else would grow from round to round.
     message = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)
 
     def measure(buffer: Tensor, *, rounds: int) -> float:
@@ -85,7 +78,7 @@ def measure_all_reduce(
 
     spent_s, once_s, point = 0.0, 0.0, Point(sizes[0], 0.0, world_size)
     for size in sizes:
-        # It takes as much longer as it is larger.
+        # Time grows with the size.
         if spent_s + once_s * size / point.num_bytes * (_FEWEST + 2) > SWEEP_BUDGET_S:
             break
         at(f"all_reduce of {size} bytes")
@@ -100,16 +93,15 @@ def measure_all_reduce(
 
 
 def free_memory(device: torch.device, *, local_world_size: int) -> int:
-    """Bytes that this rank may take for a moment."""
+    """Bytes that this rank may use briefly."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) // local_world_size
 
 
 def matmul_tflops(device: torch.device, *, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """TFLOP/s of the fastest product within `budget_s`, after a warm-up: bfloat16 on a GPU, float32 on a CPU. The fastest,
-    because what else a processor does makes products slower, and never faster. Raises: RuntimeError if the device fails, or has
-    no memory."""
+    """TFLOP/s of the fastest product within `budget_s`, after a warm-up: bfloat16 on a GPU, float32 on a CPU. The fastest:
+    other work on a processor makes products slower, never faster. Raises: RuntimeError if the device fails, or lacks memory."""
     cuda = device.type == "cuda"
     side = _CUDA_SIDE if cuda else _CPU_SIDE
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -120,7 +112,7 @@ def matmul_tflops(device: torch.device, *, budget_s: float, clock: Callable[[], 
     times: list[float] = []
     _settle(device)
     until = clock() + 2 * budget_s
-    # The first ones wake the device up, and load its library. They do not count.
+    # The first ones wake the device up and load its library: they do not count.
     while len(times) < 2 * _FEWEST_PRODUCTS or (clock() < until and len(times) < _MOST_PRODUCTS):
         began = clock()
         torch.mm(one, one, out=out)
@@ -137,16 +129,15 @@ def _settle(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a rank receives from another one of its host. `access`: directly from its memory; None is unknown."""
+    """Bandwidth from another rank of this host."""
 
     source: int
-    gbs: float
-    access: bool | None
+    gbs: float  # GB/s
+    access: bool | None  # direct access to its memory; None: unknown
 
 
 def pair_rounds(num: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs, in which each of `num` meets each other once. Source: the circle method of tournaments: one
-    stays, the others move on by a place; an odd one out rests."""
+    """Rounds of disjoint pairs, in which each of `num` meets each other once. Source: the circle method of tournaments."""
     places = list(range(num + num % 2))
     rounds = []
     for _ in range(len(places) - 1):
@@ -164,8 +155,7 @@ def measure_pairs(
     num_bytes: int = PAIR_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Reach]:
-    """What this rank receives from each other one. `neighbours`: ranks of this host, by local rank. Collective: within a
-    host."""
+    """What this rank receives from each of `neighbours` (ranks of this host, by local rank). Collective: within a host."""
     own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     found = []
@@ -173,13 +163,13 @@ def measure_pairs(
         for low, high in pairs:
             if own not in (low, high):
                 continue
-            # One direction after the other: both at once share what is between them, where that is PCIe.
+            # One direction after the other: over PCIe both at once would share the bandwidth.
             for source, target in ((low, high), (high, low)):
                 peer = neighbours[target if own == source else source]
                 seconds = _pass_on(collectives, buffer, peer=peer, sends=own == source, clock=clock)
                 if own == target:
                     access = None
-                    # Unknown where each process sees its own device only.
+                    # Unknown if each process sees only its own device.
                     if device.type == "cuda" and device.index == own and torch.cuda.device_count() > source:
                         access = bool(torch.cuda.can_device_access_peer(own, source))
                     found.append(Reach(peer, num_bytes / seconds / 1e9, access))

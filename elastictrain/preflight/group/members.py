@@ -1,4 +1,4 @@
-"""The ranks of a group, what each knows of its host and device, and what the links between them can do."""
+"""The ranks of a group, their devices, and the bandwidth that the links between them can reach."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -9,15 +9,14 @@ from elastictrain.bounded_json import as_record
 
 Planned = Literal["rdma", "socket"]
 
-# GB/s of payload that one NVLink carries in one direction, which is what is left of the signalling rate after the packets'
-# own bytes. Source: NCCL's table of links by compute capability (graph/topo.h); 18 links of Hopper: 371 of 450 GB/s.
+# GB/s of payload that one NVLink carries in one direction: the signalling rate without the packets' own bytes. Source: NCCL's
+# table of links by compute capability (graph/topo.h); 18 links of Hopper: 371 of 450 GB/s.
 _NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = 20.0, 20.0, 20.6, 40.1
 
 # GB/s of payload of 16 PCIe lanes of each generation in one direction. Source: NCCL's 12 GB/s for the third, doubled.
 _PCIE_3, _PCIE_4, _PCIE_5 = 12.0, 24.0, 48.0
 
-_NETWORK_SHARE = 0.96
-"""Of a network port's rate, what is left for payload. Source: NCCL counts 12 GB/s for 100 Gb/s."""
+_NETWORK_SHARE = 0.96  # payload's share of a network port's rate. Source: NCCL counts 12 GB/s for 100 Gb/s
 
 
 MODELS = {
@@ -49,42 +48,38 @@ MODELS = {
     "A30": (0, _PCIE_4),
     "T4": (0, _PCIE_3),
 }
-"""By a part of the GPU's name (the first one counts, so longer ones come first): how many NVLinks are always connected, and
-what one carries; or 0, where there are none or a bridge is optional, and what PCIe carries.
-
-Source: the vendor's data sheets."""
+"""By a part of the GPU's name (the first match counts, so longer ones come first): number of NVLinks that are always connected,
+and GB/s of one; or 0, if it has none or a bridge is optional, and GB/s of PCIe. Source: the vendor's data sheets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
-    """One rank, as it introduces itself. `pid` is None for a rank that has not. `device`: the GPU's name, or `cpu`.
-    `network_gbps`: of all ports together that the backend uses to reach other hosts. `planned`: what the transport plan has
-    NCCL use between hosts."""
+    """One rank, as it introduces itself."""
 
     rank: int
     host: str
     local_rank: int
-    pid: int | None = None
-    device: str = "cpu"
+    pid: int | None = None  # None: it has not introduced itself
+    device: str = "cpu"  # the GPU's name, or `cpu`
     free_bytes: int = 0
-    network_gbps: float | None = None
-    planned: Planned | None = None
+    network_gbps: float | None = None  # of all ports together that the backend uses to reach other hosts
+    planned: Planned | None = None  # what the transport plan has NCCL use between hosts
 
     @property
     def name(self) -> str:
-        """As verdicts name it."""
+        """Its name in verdicts."""
         return f"rank {self.rank} on {self.host}"
 
 
 def strangers(hosts: Sequence[str]) -> tuple[GroupMember, ...]:
-    """The ranks as long as nobody has introduced itself. `hosts`: of each rank."""
+    """The ranks before any has introduced itself. `hosts`: of each rank."""
     return tuple(
         GroupMember(rank=rank, host=host, local_rank=list(hosts[:rank]).count(host)) for rank, host in enumerate(hosts)
     )
 
 
 def introduced(members: Sequence[GroupMember], figures: Mapping[int, object]) -> tuple[GroupMember, ...]:
-    """With what those ranks said of themselves that said it."""
+    """The members, with the introductions of those ranks that sent one."""
     known = list(members)
     for rank, figure in figures.items():
         with suppress(ValueError):
@@ -99,7 +94,7 @@ def neighbours(members: Sequence[GroupMember], *, host: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LinkLimit:
-    """What all-reduce can reach in bus bandwidth, and by which link, for a person."""
+    """The bus bandwidth that all-reduce can reach, and the link that limits it, for people."""
 
     bus_gbs: float
     link: str
@@ -116,8 +111,7 @@ def local_limit(gpu: str) -> LinkLimit | None:
 
 
 def group_limit(members: Sequence[GroupMember]) -> LinkLimit | None:
-    """The slowest link that is used; None if one of them is unknown, or there is no link. With a rank on each host only, data
-    never moves between the GPUs of a host."""
+    """The slowest link in use (with one rank per host, none within hosts); None if one is unknown, or there is none."""
     num_hosts = len({one.host for one in members})
     limits = [local_limit(one.device) for one in members] if len(members) > num_hosts else []
     for gbps in [one.network_gbps for one in members] if num_hosts > 1 else []:

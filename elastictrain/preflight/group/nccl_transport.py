@@ -20,31 +20,29 @@ _LOCAL = re.compile(r"(P2P|SHM)\b")
 
 @dataclass(frozen=True, slots=True)
 class NcclChannels:
-    """What one rank's channels use. `networks`: by NCCL's name ("IB", "Socket", a plugin's); `local`: "P2P", "SHM". `direct`:
-    all network channels reach the GPU's memory without the host's (GDRDMA); None where there are none."""
+    """What one rank's channels use."""
 
-    networks: tuple[str, ...] = ()
-    direct: bool | None = None
-    local: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()  # by NCCL's name: "IB", "Socket", or a plugin's
+    direct: bool | None = None  # all network channels reach GPU memory without host memory (GDRDMA); None without any
+    local: tuple[str, ...] = ()  # "P2P", "SHM"
 
     @property
     def known(self) -> bool:
-        """Whether the log told of any channel."""
         return bool(self.networks or self.local)
 
 
 def debug_variables(path: str, *, present: Mapping[str, str]) -> dict[str, str]:
-    """What to set before NCCL starts, so that it tells in a file and not on the terminal; `path` should contain `%h` and `%p`.
-    NCCL writes about its channels once, and little afterwards. Nothing, where a person has set any of it."""
+    """Variables that make NCCL log to a file instead of the terminal, to set before it starts; `path` should contain `%h` and
+    `%p`. NCCL logs its channels once, and little afterwards. Empty if a person has set any of the variables."""
     if any(name in present for name in (DEBUG, SUBSYSTEMS, FILE)):
         return {}
     return {DEBUG: "INFO", SUBSYSTEMS: "INIT,NET", FILE: path}
 
 
 def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | None:
-    """Where NCCL writes in this process; None if it writes to the terminal, or says nothing of its channels. Source: NCCL's
-    `ncclDebugInit`: %h, %p and %% are replaced, and % and slashes in a host's name become dashes. Channels are part of INIT,
-    which is in the default list of subsystems; a list may begin with ^ for "all but"."""
+    """Where NCCL logs in this process; None if it logs to the terminal, or not its channels. Source: NCCL's `ncclDebugInit`:
+    %h, %p and %% are replaced, and % and slashes in a host's name become dashes. Channels are part of INIT, which is in the
+    default list of subsystems; a list may begin with ^ for "all but"."""
     path, subsystems = environment.get(FILE), environment.get(SUBSYSTEMS, "INIT").upper()
     named = not {"INIT", "ALL"}.isdisjoint(subsystems.removeprefix("^").split(","))
     if not path or environment.get(DEBUG, "").upper() not in _LISTENING or named is subsystems.startswith("^"):
@@ -54,7 +52,7 @@ def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | No
 
 
 def parse_log(text: str) -> NcclChannels:
-    """What the lines about channels say; nothing known if there are none."""
+    """The channels in a log; empty if it has none."""
     networks, local, direct = set(), set(), set()
     for channel in _CHANNEL.finditer(text):
         if network := _NET.match(channel[1]):

@@ -1,1 +1,1 @@
-"""What one host can tell about itself: names, memory, disks, CPUs, storage, code, GPUs and ports. No torch."""
+"""Checks of one host: names, memory, disks, CPUs, storage, code, GPUs and ports. No torch."""

@@ -1,8 +1,5 @@
-"""Check `alike`: whether all hosts have the same code, configuration and packages.
-
-Each host describes itself (`describe`), the descriptions are exchanged, and one pure comparison names the hosts that are not
-like the others: with three or more hosts those in the minority, with two the second.
-"""
+"""Check `alike`: whether all hosts have the same code, configuration and packages. Hosts exchange descriptions of themselves,
+and `compare` names those that differ: with three or more hosts the minority, with two the second."""
 
 import hashlib
 import json
@@ -18,11 +15,9 @@ from pathlib import Path
 
 from elastictrain.preflight.verdict import Reporter, Verdict
 
-DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""Packages that must be the same everywhere: ranks speak their protocols with each other."""
-
+DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # the same on all hosts: ranks use their protocols
 OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers")
-"""Packages in which a difference may change results, or what works, on one host only."""
+"""A difference in these may change results, or what works, on one host only."""
 
 _MOST_FILES = 4000
 _MOST_BYTES = 64 << 20
@@ -31,20 +26,18 @@ _NAMED_AT_MOST = 3
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """What one host runs. `code` has a digest for each package's modules and folders ("elastictrain/train"), `folders` where
-    each package lies. `config` is a digest of what all must have in common; empty if unknown."""
+    """What one host runs."""
 
-    code: Mapping[str, str]
-    folders: Mapping[str, str]
+    code: Mapping[str, str]  # digest of each package's modules and folders ("elastictrain/train")
+    folders: Mapping[str, str]  # where each package is
     versions: Mapping[str, str]
-    config: str = ""
-    checkouts: tuple[str, ...] = ()
-    """Packages that lie in a checkout of git."""
+    config: str = ""  # digest of what all must have in common; empty if unknown
+    checkouts: tuple[str, ...] = ()  # packages in a git checkout
 
 
 def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -> Likeness:
-    """What this host runs, without importing anything. `packages` are names of modules or packages, dotted ones for their
-    outermost package; what is not installed, or too large to be somebody's own code, is left out."""
+    """What this host runs, without importing anything. `packages`: names of modules or packages, of which the outermost package
+    counts. What is not installed, or too large to be own code, is left out."""
     code: dict[str, str] = {}
     folders: dict[str, str] = {}
     checkouts = []
@@ -63,8 +56,7 @@ def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -
 
 
 def digest_code(origin: Path) -> dict[str, str] | None:
-    """Digests of names, sizes and contents of all .py files of a package, one for each module and folder right in it; None if
-    it is too large or cannot be read."""
+    """Digests of a package's .py files (name, size, content) per top module and folder; None: too large or unreadable."""
     digests: dict[str, hashlib._Hash] = {}
     num_files = num_bytes = 0
     try:
@@ -87,9 +79,9 @@ def _origin(package: str) -> Path | None:
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):
-        # Of a module that was made by hand nothing is known.
+        # A module made at run time has no spec.
         return None
-    # `__main__` is another name for whatever was started.
+    # `__main__` is another name for the started module.
     if spec is None or spec.name != package:
         return None
     if spec.submodule_search_locations:
@@ -98,7 +90,7 @@ def _origin(package: str) -> Path | None:
 
 
 def _modules(origin: Path) -> Iterator[tuple[str, str]]:
-    """Name, with the package's own at its beginning, and path of each .py file, in order of name."""
+    """Name, starting with the package's own, and path of each .py file, by name."""
     if origin.is_file():
         yield origin.name, str(origin)
         return
@@ -112,8 +104,8 @@ def _modules(origin: Path) -> Iterator[tuple[str, str]]:
 
 
 def compare(hosts: Mapping[str, Likeness]) -> list[Verdict]:
-    """For each host what it has unlike the others; or that all are alike. `hosts` is in the order of the group."""
-    # Of who says nothing of its configuration nothing is known.
+    """For each host its differences from the others, or one pass. `hosts` is in the order of the group."""
+    # A host without a digest has an unknown configuration.
     configs = {host: likeness.config for host, likeness in hosts.items() if likeness.config}
     found: list[Verdict] = []
     for host, own in hosts.items():
@@ -131,9 +123,9 @@ def compare(hosts: Mapping[str, Likeness]) -> list[Verdict]:
 
 
 def _model(values: Mapping[str, str]) -> str:
-    """The host that the others should be like: the first of those with the value that most have."""
+    """The host to compare with: the first of those with the most frequent value."""
     counts = Counter(values.values())
-    # Where there is no majority the order decides: with two hosts, the first is right.
+    # Without a majority the order decides: of two hosts, the first is right.
     return max(values, key=lambda host: counts[values[host]])
 
 
@@ -145,7 +137,7 @@ def _code(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Ite
         return
     more = f" and {len(parts) - _NAMED_AT_MOST} more" if len(parts) > _NAMED_AT_MOST else ""
     remedies = []
-    # A module right in a folder of the path is a part without a package: elastictrain/train, my_task.py.
+    # A module at the top of a path is a part without a package: elastictrain/train, my_task.py.
     for package in dict.fromkeys(part.partition("/")[0].removesuffix(".py") for part in parts):
         source, target = right.folders.get(package), own.folders.get(package)
         if source is None or target is None:
@@ -172,7 +164,7 @@ def _versions(known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdi
         index = f" --index-url https://download.pytorch.org/whl/{build}" if build and package == "torch" else ""
         remedy = f"on {host}: `python -m pip install {package}=={right}{index}`"
         if package == "python":
-            # Only the first two numbers matter: the third is for corrections.
+            # Only the first two numbers matter: the third is for bug fixes.
             differs = mine.split(".")[:2] != right.split(".")[:2]
             remedy = f"use python {right} on {host}: `uv venv --python {right}` and install the packages again"
         elif right == "none":

@@ -1,4 +1,4 @@
-"""What AMD's tools and its driver's files say: `rocm-smi` for which GPUs there are, `amd-smi` and sysfs for their health."""
+"""Reads AMD GPUs: `rocm-smi` for which there are, `amd-smi` and the driver's files in sysfs for their health."""
 
 import json
 import re
@@ -29,7 +29,7 @@ _UNCORRECTED = re.compile(r"^ue:\s*(\d{1,18})", re.M)
 
 
 def read_amd(surroundings: Surroundings) -> tuple[GpuReport, Mapping[tuple[int, int], str]] | None:
-    """Facts of this host's AMD GPUs and how they are linked; None if there is no `rocm-smi`."""
+    """AMD GPUs of this host and their links; None without `rocm-smi`."""
     answer = surroundings.tools.run(_ROCM, limit_s=LIMIT_S)
     if answer is None:
         return None
@@ -45,7 +45,7 @@ def read_amd(surroundings: Surroundings) -> tuple[GpuReport, Mapping[tuple[int, 
 
 def parse_rocm_smi(text: str, errors: str = "") -> tuple[GpuReport, Mapping[tuple[int, int], str]]:
     """GPUs, driver and links of `rocm-smi ... --json`, whose keys changed their case between ROCm 5 and 6."""
-    # Warnings come before the braces, on standard output too.
+    # Warnings precede the JSON, on standard output, too.
     data = _json(text)
     gpus: list[Gpu] = []
     links: dict[tuple[int, int], str] = {}
@@ -93,7 +93,7 @@ def parse_amd_smi(text: str) -> Mapping[int, Mapping[str, Any]]:
             continue
         ecc, power, heat = (part if isinstance(part := row.get(key), dict) else {} for key in ("ecc", "power", "temperature"))
         degrees = [heat.get(key) for key in ("hotspot", "mem", "edge")]
-        # A figure, or an object around it and its unit.
+        # A figure, or an object with its value and unit.
         texts = [str(one.get("value") if isinstance(one, dict) else one) for one in degrees]
         fields = {
             "uncorrected": integer(str(ecc.get("total_uncorrectable_count", ""))),
@@ -105,7 +105,7 @@ def parse_amd_smi(text: str) -> Mapping[int, Mapping[str, Any]]:
 
 
 def judge_xgmi(links: Mapping[tuple[int, int], str], *, host: str) -> list[Verdict]:
-    """Pairs of GPUs that talk over PCIe while others of the host have XGMI. Reported as `nvlink`, the check of GPUs' links."""
+    """Pairs of GPUs that use PCIe while others of the host have XGMI. Reported as check `nvlink`."""
     verdict, kinds = Reporter("nvlink", host), {pair: kind.upper() for pair, kind in links.items()}
     if not kinds:
         return [verdict.skipped("unknown", remedy="look yourself: rocm-smi --showtopotype")]
@@ -121,7 +121,7 @@ def judge_xgmi(links: Mapping[tuple[int, int], str], *, host: str) -> list[Verdi
 
 
 def _complete(surroundings: Surroundings, gpu: Gpu, metrics: Mapping[str, Any]) -> Gpu:
-    """With what `amd-smi` says, or where it is missing with the driver's own counts in sysfs."""
+    """Add the figures of `amd-smi`, or else the driver's own error counts in sysfs."""
     gpu = replace(gpu, **metrics)
     if gpu.bus:
         device = f"/sys/bus/pci/devices/{gpu.bus}"

@@ -27,13 +27,11 @@ PER_HOUR = {
     "rx_crc_errors": 10.0,
     "tx_errors": 10.0,
 }
-"""More of these in an hour is worth a look at the cable; less is noise. One wrong bit in 10^12, as InfiniBand's specification
+"""More of these per hour deserve a look at the cable; fewer are noise. One wrong bit in 10^12, as InfiniBand's specification
 allows, makes about 120 an hour at 32 Gbit/s of data; the other figures are rules of thumb, not a standard."""
 
 FLAPPING_OUTAGES = 3
-FLAPPING_PER_HOUR = 3.0
-"""From both on a link is not fit for a run: each outage can end it."""
-
+FLAPPING_PER_HOUR = 3.0  # a link with at least both of these is unfit for a run: each outage can end it
 _PORT_FILES = {
     "counters": (
         "link_downed",
@@ -50,14 +48,11 @@ _NET_FILES = ("carrier_changes", "statistics/rx_errors", "statistics/tx_errors",
 
 @dataclass(frozen=True, slots=True)
 class PortCounters:
-    """A reading. `ports`: counters by port ("mlx5_0/1", "eth0"). `time`: unix seconds; `uptime_s`: since boot. A file of
-    another `format` is no reading."""
-
     boot_id: str
-    time: float
-    uptime_s: float
-    ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    format: Literal[1] = 1
+    time: float  # unix seconds
+    uptime_s: float  # since boot
+    ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # counters by port ("mlx5_0/1", "eth0")
+    format: Literal[1] = 1  # other formats are rejected
 
 
 def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
@@ -82,8 +77,8 @@ def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
 
 
 def growth(before: PortCounters, after: PortCounters) -> tuple[float, Mapping[str, Mapping[str, int]]]:
-    """The hours between two readings, and what came in them to the counters of ports that both know. A counter that is smaller
-    than before was reset, and counts from zero; after a boot all do, and the time since boot counts."""
+    """The hours between two readings, and the growth of counters of ports that both have. A counter that is smaller than before
+    was reset and counts from zero; after a boot all count from zero, over the time since boot."""
     rebooted = before.boot_id != after.boot_id
     seconds = after.uptime_s if rebooted else after.time - before.time
     ports = {}
@@ -100,7 +95,7 @@ def growth(before: PortCounters, after: PortCounters) -> tuple[float, Mapping[st
 
 
 def judge_counters(before: PortCounters | None, after: PortCounters, *, host: str) -> list[Verdict]:
-    """Ports that lost their link, or made more errors than noise explains. `before`: the earlier reading, if there is one."""
+    """Ports that lost their link, or made more errors than noise explains. `before`: the earlier reading, if any."""
     verdict = Reporter("counters", host)
     gone = sorted(set(before.ports) - set(after.ports)) if before is not None else []
     if not after.ports and not gone:
@@ -114,12 +109,12 @@ def judge_counters(before: PortCounters | None, after: PortCounters, *, host: st
         remedy = f"{see}; reboot, or replace the host"
         found.append(verdict(f"{port} on {host}", Status.WARN, "gone", "there, as last time", remedy))
     hours, ports = growth(before, after)
-    # Less than an hour counts as one, or a single error right after the last preflight would look like a storm.
+    # Less than an hour counts as one: otherwise a single error right after the last preflight would look like a storm.
     counted_h = max(hours, 1.0)
     for port, counters in ports.items():
         about = f"{port} on {host}"
         look = f"mlxlink -d {port.partition('/')[0]} -m" if "/" in port else f"ethtool -S {port}; ethtool -m {port}"
-        # A carrier is counted when it goes and when it comes back: two changes are one outage.
+        # A carrier change is counted when the link goes down and when it comes up: two changes are one outage.
         if outages := max(counters.get("link_downed", 0), (counters.get("carrier_changes", 0) + 1) // 2):
             flapping = outages >= FLAPPING_OUTAGES and outages >= FLAPPING_PER_HOUR * counted_h
             mending = "clean or replace the cable or transceiver, try another port of the switch"
@@ -134,13 +129,13 @@ def judge_counters(before: PortCounters | None, after: PortCounters, *, host: st
 
 
 def load(path: Path) -> PortCounters | None:
-    """What an earlier preflight wrote down; None if it cannot be understood, or may be somebody else's."""
+    """The reading of an earlier preflight; None if it cannot be parsed, or may be another user's."""
     try:
-        # Neither a link nor a pipe of somebody else leads us away or holds us up.
+        # Another user's link or pipe must neither redirect nor block this read.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:  # noqa: PTH123
             found, for_all = os.fstat(descriptor), path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            # On a file server our own file may show as nobody's; that is no reason for doubt in a folder that only we write to.
+            # On a file server the own file may belong to `nobody`: accept it in a folder that only this user writes to.
             if not stat.S_ISREG(found.st_mode) or (for_all and found.st_uid != os.geteuid()):
                 return None
             return parse_record(file.read(RECORD.max_bytes), PortCounters)
@@ -149,9 +144,9 @@ def load(path: Path) -> PortCounters | None:
 
 
 def store(path: Path, counters: PortCounters) -> None:
-    """Write a reading down for the next preflight, at once, so that nobody reads half of it. Raises: OSError."""
+    """Replace the reading for the next preflight atomically. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can foresee: in a folder for all, another user could have put a link there.
+    # An unpredictable name: in a folder for all, another user could have put a link there.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w") as file:  # noqa: PTH123
@@ -164,7 +159,7 @@ def store(path: Path, counters: PortCounters) -> None:
 
 
 def check_counters(surroundings: Surroundings, *, now: float) -> list[Verdict]:
-    """Compares with what is kept, and keeps what is found for the next time."""
+    """Compare with the stored reading, and store the new one."""
     path = counters_path(surroundings)
     host, after = surroundings.host, read_counters(surroundings, now=now)
     verdicts = judge_counters(load(path), after, host=host)
@@ -179,15 +174,15 @@ def check_counters(surroundings: Surroundings, *, now: float) -> list[Verdict]:
 
 
 def counters_path(surroundings: Surroundings) -> Path:
-    """Where this host keeps the counters of its ports between preflights. Never raises."""
-    # Home folders may be shared by hosts and the one for temporary files by users, so the name bears both.
+    """Where this host keeps its counters between preflights. Never raises."""
+    # Hosts may share home folders, and users the one for temporary files: the name has both.
     environment, name = surroundings.environment, f"counters-{surroundings.host}-{os.getuid()}.json"
     if environment.get("XDG_STATE_HOME"):
         return Path(environment["XDG_STATE_HOME"]) / "elastictrain" / name
     try:
         home = Path(environment.get("HOME") or Path.home())
     except RuntimeError:
-        # Containers may run as a user whom nobody has entered anywhere.
+        # A container's user may have no entry in the user database.
         return Path(environment.get("TMPDIR") or "/tmp") / f"elastictrain-{name}"  # noqa: S108
     return home / ".local" / "state" / "elastictrain" / name
 

@@ -10,42 +10,29 @@ from elastictrain.preflight.host.resources import GIB, MIB, in_gib
 from elastictrain.preflight.verdict import Reporter, Verdict
 from elastictrain.storage.local import local_path
 
-LEAST_BYTES = 64 * MIB
-"""Below it not even events, logs and compiled kernels fit for long: the run would die of it in minutes."""
-
-LOW_BYTES = GIB
-"""Below it somebody should look, whatever the run needs."""
-
-LEAST_INODES = 64
-"""A checkpoint alone makes a file per rank and a few more."""
-
-LOW_INODES = 10_000
-"""A folder of temporary files with torch's compiler in it can hold as many."""
-
-CONTAINER_BYTES = 64 * MIB
-"""What Docker, containerd and Kubernetes give a container unless they are told otherwise. Source: `docker run --shm-size`."""
-
-LEAST_SHARED_BYTES = 16 * MIB
-"""Below it NCCL and gloo cannot set up their buffers between ranks of one host."""
-
+LEAST_BYTES = 64 * MIB  # below it events, logs and compiled kernels do not fit: the run would end in minutes
+LOW_BYTES = GIB  # a warning below it, whatever the run needs
+LEAST_INODES = 64  # a checkpoint alone makes a file per rank and a few more
+LOW_INODES = 10_000  # torch's compiler can put as many into the folder of temporary files
+CONTAINER_BYTES = 64 * MIB  # default of Docker, containerd and Kubernetes. Source: `docker run --shm-size`
+LEAST_SHARED_BYTES = 16 * MIB  # below it NCCL and gloo cannot set up their buffers between ranks of one host
 _SUGGESTED_GIB = 16
 _MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room on the file system of a folder, for this user. Inodes are None where the file system does not count them. `kind`:
-    such as "tmpfs"; None if unknown."""
+    """Room on the file system of a folder, for this user."""
 
     path: str
     total_bytes: int
     free_bytes: int
-    free_inodes: int | None
-    kind: str | None = None
+    free_inodes: int | None  # None: the file system does not count them
+    kind: str | None = None  # such as "tmpfs"; None: unknown
 
 
 def read_space(path: str, *, mounts: Sequence[Mount]) -> Space | None:
-    """Of a folder, or of the nearest one above it that exists; None if the system does not tell."""
+    """Of a folder, or of its nearest existing parent; None if the system gives none."""
     try:
         nearest = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
         while not os.path.isdir(nearest) and nearest != "/":  # noqa: PTH112
@@ -54,7 +41,7 @@ def read_space(path: str, *, mounts: Sequence[Mount]) -> Space | None:
     except (OSError, ValueError):
         return None
     mount = mount_of(nearest, mounts)
-    # Btrfs and many network file systems make inodes as they need them, and say 0 of 0.
+    # Btrfs and many network file systems make inodes as needed, and report 0 of 0.
     inodes = found.f_favail if found.f_files else None
     kind = mount.kind if mount else None
     return Space(nearest, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, inodes, kind)
@@ -62,11 +49,9 @@ def read_space(path: str, *, mounts: Sequence[Mount]) -> Space | None:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFolder:
-    """A folder that will be written, for `use` (such as "run.dir"). `relief`: what to do where it is too small."""
-
     path: str
-    use: str
-    relief: str
+    use: str  # such as "run.dir"
+    relief: str  # what to do if it is too small
 
 
 def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[CheckedFolder]:
@@ -82,7 +67,6 @@ def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[C
 
 
 def judge_disk(folder: CheckedFolder, space: Space | None, *, host: str) -> Verdict:
-    """What is scarcest there."""
     report = Reporter("disk", host)
     if space is None:
         return report.warned(f"nothing known of {folder.path}", remedy=f"look at it on {host}: `stat -f {folder.path}`")
@@ -100,7 +84,7 @@ def judge_disk(folder: CheckedFolder, space: Space | None, *, host: str) -> Verd
 
 
 def judge_shared_memory(folder: str, space: Space | None, *, host: str) -> Verdict:
-    """`folder` is `checkpoint.memory_dir`. A run can go on with little room there, but keeps no snapshots in memory then."""
+    """`folder` is `checkpoint.memory_dir`. With little room there a run works, but keeps no snapshots in memory."""
     report, elsewhere = Reporter("shared_memory", host), "or set checkpoint.memory_dir to a tmpfs"
     if space is None:
         return report.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")

@@ -1,7 +1,4 @@
-"""GPUs as their vendor's tool describes them, verdicts on their memory and their clocks, and how texts of tools are read.
-
-What cannot be understood is unknown (None), never a guess.
-"""
+"""GPUs by their vendor's tool, verdicts on memory and clocks, parsers. What cannot be parsed is None, never a guess."""
 
 import re
 from collections import Counter
@@ -20,25 +17,25 @@ _FALSE = frozenset({"no", "not active", "disabled", "false", "0", "none"})
 
 
 def decimal(text: str | None) -> float | None:
-    """The number a text begins with ("16x", "27 C", "26.562 GB/s"), or None ("N/A", "[Unknown Error]", "ERR!", nothing)."""
+    """The leading number ("16x", "27 C", "26.562 GB/s"), or None ("N/A", "[Unknown Error]", "ERR!", empty)."""
     found = _NUMBER.match((text or "").strip())
     return float(found[0]) if found else None
 
 
 def integer(text: str | None) -> int | None:
-    """The whole number a text begins with, or None."""
+    """The leading whole number, or None."""
     found = decimal(text)
     return int(found) if found is not None and found == int(found) else None
 
 
 def truth(text: str | None) -> bool | None:
-    """Yes or no, or None if the text says neither."""
+    """Yes or no; None if the text is neither."""
     word = (text or "").strip().lower()
     return True if word in _TRUE else False if word in _FALSE else None
 
 
 def word(text: str | None) -> str | None:
-    """The text in one line, or None where a tool says that it does not know."""
+    """The text in one line; None if it means unknown."""
     line = " ".join((text or "").split())
     vague = line.strip("[]").lower()
     known = (
@@ -48,7 +45,7 @@ def word(text: str | None) -> str | None:
 
 
 def bus_id(text: str | None) -> str | None:
-    """A PCI address as the kernel writes it (`0000:3b:00.0`), from any of the ways tools write one, or None."""
+    """The first PCI address in a text, as the kernel writes it (`0000:3b:00.0`), or None."""
     found = _BUS.search(text or "")
     if found is None:
         return None
@@ -57,20 +54,18 @@ def bus_id(text: str | None) -> str | None:
 
 
 def link_widths(surroundings: Surroundings, device: str) -> tuple[int | None, int | None]:
-    """PCIe lanes, used and possible, of the device in a folder below /sys; None where it does not say."""
+    """PCIe lanes, used and possible, of the device in a folder below /sys; None is unknown."""
     width, max_width = (surroundings.read(f"{device}/{name}_link_width") for name in ("current", "max"))
     return integer(width) or None, integer(max_width) or None
 
 
 class Vendor(StrEnum):
-    """Who made the GPUs."""
-
     NVIDIA = "NVIDIA"
     AMD = "AMD"
 
 
 class Trouble(StrEnum):
-    """Why a vendor's tool did not tell what it should."""
+    """Why a vendor's tool gave no usable answer."""
 
     NO_ANSWER = "no answer in time"
     NO_DRIVER = "no driver"
@@ -81,62 +76,51 @@ class Trouble(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What is known of one GPU.
-
-    `bus`: PCI address as the kernel writes it, for example `0000:3b:00.0`. `width`, `max_width`: PCIe lanes, used and possible.
-    `uncorrected`: memory errors since the driver was loaded or the GPU was reset; `worn_out`: so many that the vendor says:
-    replace. `remap_pending`: bad memory waits for a reset to be replaced by spare memory; `remap_failed`: none was left.
-    `slowed`: why clocks are held down now, as far as heat and power supply are the reasons. `fabric_state`: how far it has come
-    in joining an NVSwitch fabric; None where it has none, or does not say. `recovery`: what the driver wants done before it
-    is used again ("Reset", "Reboot", "Drain P2P", "Drain and Reset").
-    """
+    """One GPU; None is unknown."""
 
     index: int
-    bus: str | None = None
+    bus: str | None = None  # PCI address as the kernel writes it, `0000:3b:00.0`
     name: str | None = None
     uuid: str | None = None
     temperature_c: float | None = None
-    width: int | None = None
-    max_width: int | None = None
+    width: int | None = None  # PCIe lanes in use
+    max_width: int | None = None  # PCIe lanes possible
     ecc_on: bool | None = None
-    uncorrected: int | None = None
-    worn_out: bool | None = None
-    remap_pending: bool | None = None
-    remap_failed: bool | None = None
-    slowed: tuple[str, ...] | None = None
+    uncorrected: int | None = None  # memory errors since the driver was loaded or the GPU was reset
+    worn_out: bool | None = None  # so many errors that the vendor says: replace
+    remap_pending: bool | None = None  # bad memory is replaced by spare memory at the next reset
+    remap_failed: bool | None = None  # no spare memory was left
+    slowed: tuple[str, ...] | None = None  # why heat or power supply hold the clocks down now
     mig: bool | None = None
-    fabric_state: str | None = None
+    fabric_state: str | None = None  # progress in joining an NVSwitch fabric; None without one
     fabric_status: str | None = None
-    recovery: str | None = None
+    recovery: str | None = None  # required before further use: "Reset", "Reboot", "Drain P2P", "Drain and Reset"
 
     @property
     def where(self) -> str:
-        """How a person or a command finds it: its PCI address, or else its index."""
+        """Its PCI address, or else its index, for people and commands."""
         return self.bus or str(self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """What a vendor's tool said. `whole`: it was read to its end. `detail`: the tool's own words, where there is trouble.
-    `lost`: GPUs, by PCI address or index, that the driver knows and cannot reach."""
-
     vendor: Vendor
     tool: str
     trouble: Trouble | None = None
-    detail: str = ""
+    detail: str = ""  # the tool's own words, if it has trouble
     driver: str | None = None
     gpus: tuple[Gpu, ...] = ()
-    lost: tuple[str, ...] = ()
-    whole: bool = True
+    lost: tuple[str, ...] = ()  # by PCI address or index: the driver knows them and cannot reach them
+    whole: bool = True  # the output was complete
 
     def counted_names(self) -> str:
-        """For example "8 x NVIDIA H200"."""
+        """Such as "8 x NVIDIA H200"."""
         names = Counter(gpu.name or "unknown GPU" for gpu in self.gpus)
         return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
 def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
-    """Uncorrected memory errors since the driver was loaded. Any at all is a failure, as it is for DCGM's health watch."""
+    """Uncorrected memory errors since the driver was loaded. One is a failure, as for DCGM's health watch."""
     verdict = Reporter("ecc", host)
     switched = {gpu.ecc_on for gpu in report.gpus if gpu.ecc_on is not None}
     found = []
@@ -163,7 +147,7 @@ def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
 
 
 def judge_row_remap(report: GpuReport, *, host: str) -> list[Verdict]:
-    """Bad memory rows (before Ampere: pages) that were not replaced by spare ones, or not yet."""
+    """Bad memory rows (before Ampere: pages) that spare ones did not replace, or not yet."""
     verdict = Reporter("row_remap", host)
     found = []
     for gpu in report.gpus:
@@ -182,7 +166,7 @@ def judge_row_remap(report: GpuReport, *, host: str) -> list[Verdict]:
 
 
 def judge_throttle(report: GpuReport, *, host: str) -> list[Verdict]:
-    """Clocks held down by heat or power supply before the run has even begun."""
+    """Clocks held down by heat or power supply before the run starts."""
     verdict = Reporter("throttle", host)
     found = []
     for gpu in report.gpus:

@@ -1,4 +1,4 @@
-"""What drivers wrote into the kernel's log since the host was booted: Xids of GPUs, SXids of NVSwitches."""
+"""Driver errors in the kernel log since boot: Xids of GPUs, SXids of NVSwitches."""
 
 import re
 from collections import Counter
@@ -11,15 +11,15 @@ from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 LIMIT_S = 5.0
 SOURCES = (("dmesg",), ("journalctl", "-k", "-b", "--no-pager", "-q", "-o", "cat"))
-"""Asked in turn until one answers. Both need a right that containers and plain users often lack."""
+"""Tried in turn until one answers. Both need a right that containers and plain users often lack."""
 
 
 _RANGES = ((56, 58), (62, 65), (68, 77), (79, 86), (94, 105), (110, 120), (122, 125), (144, 150))
 HARDWARE = frozenset((48, 88, 89, 92, 140)).union(*(range(first, last + 1) for first, last in _RANGES))
-"""Xids that mean hardware or its firmware, not the program. Source: NVIDIA's Xid catalog; 140 is an unrecovered memory error,
-144-150 are those of NVLink 5. Others (13, 31, 43, 45, ...) are what a faulty program does."""
+"""Xids of hardware or its firmware, not of the program. Source: NVIDIA's Xid catalog; 140 is an unrecovered memory error,
+144-150 are those of NVLink 5. Others (13, 31, 43, 45, ...) come from a faulty program."""
 
-UNFIT = {
+UNFIT = {  # after these a GPU needs at least a reset
     48: "uncorrected memory error",
     62: "the GPU's own controller halted",
     64: "bad memory could not be replaced",
@@ -31,8 +31,6 @@ UNFIT = {
     120: "the GPU's firmware failed",
     140: "memory error without recovery",
 }
-"""Those after which a GPU is of no use before a reset at least."""
-
 _XID = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]{7,20})[^)\n]{0,40}\):\s*(?P<code>\d{1,4})\b[\s,]*(?P<words>[^\n]{0,200})"
 )
@@ -45,17 +43,17 @@ _SXID = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """One complaint of a driver. `switch`: by an NVSwitch, which says itself whether it is fatal."""
+    """One error that a driver logged."""
 
     code: int
     bus: str
     words: str
-    switch: bool = False
-    fatal: bool = False
+    switch: bool = False  # of an NVSwitch
+    fatal: bool = False  # as the NVSwitch reports
 
 
 def read_kernel_log(surroundings: Surroundings) -> list[Xid] | None:
-    """All complaints that the kernel's log still holds; None if the log cannot be read."""
+    """All errors that the kernel log still holds; None if it cannot be read."""
     for source in SOURCES:
         answer = surroundings.tools.run(source, limit_s=LIMIT_S)
         if answer is not None and not answer.timed_out and answer.returncode == 0 and answer.stdout.strip():
@@ -64,7 +62,7 @@ def read_kernel_log(surroundings: Surroundings) -> list[Xid] | None:
 
 
 def parse_kernel_log(text: str) -> list[Xid]:
-    """Complaints in a kernel log of any format of time stamps, in the order of their coming."""
+    """Errors in a kernel log with any format of time stamps, in order."""
     found = []
     for line in text.splitlines():
         if match := _XID.search(line) or _SXID.search(line):
@@ -75,7 +73,7 @@ def parse_kernel_log(text: str) -> list[Xid]:
 
 
 def judge_xids(xids: Sequence[Xid] | None, report: GpuReport | None, *, host: str) -> list[Verdict]:
-    """One verdict for each GPU or switch that had trouble with its hardware since boot."""
+    """One verdict for each GPU or switch with hardware errors since boot."""
     verdict = Reporter("xid", host)
     if xids is None:
         remedy = (

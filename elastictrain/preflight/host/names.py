@@ -1,4 +1,4 @@
-"""Checks `name`, `lookup` and `ports`: the host's own name, how long it takes to look names up, and ports that must be free."""
+"""Checks `name`, `lookup` and `ports`: the host's own name, the time of look-ups, and ports that must be free."""
 
 import errno
 import ipaddress
@@ -17,29 +17,20 @@ from elastictrain.preflight.surroundings import Surroundings, ask_kernel
 from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.verdict import Reporter, Verdict
 
-SLOW_S = 1.0
-"""A healthy look-up takes milliseconds; a name server that does not answer costs whole seconds, 5 by default.
-Source: resolv.conf(5), option `timeout`."""
-
-LIMIT_S = 2.0
-"""How long an answer is waited for: what takes longer than `SLOW_S` is known to be bad by then."""
-
-MAPPED_LOOPBACK = "::ffff:127.0.0.1"
-"""What torch's store, listening on IPv6, sees of a rank on its own host, and looks up for its log."""
-
-_ROUTED = "192.0.2.1"
-"""An address that nobody has: the way to it is the way out. Source: RFC 5737."""
+SLOW_S = 1.0  # a healthy look-up takes milliseconds; a name server that does not answer costs seconds (5: resolv.conf(5))
+LIMIT_S = 2.0  # for an answer; longer than `SLOW_S`, so a slow one shows
+MAPPED_LOOPBACK = "::ffff:127.0.0.1"  # a rank on the own host, as torch's store sees and looks it up when it listens on IPv6
+_ROUTED = "192.0.2.1"  # no host has this address, so its route is the default route. Source: RFC 5737
 
 
-Ask = Callable[[str], Sequence[str]]
-"""Addresses of a name, or the name of an address. Raises: OSError."""
+Ask = Callable[[str], Sequence[str]]  # addresses of a name, or the name of an address. Raises: OSError
 
 
 def ask_resolver(question: str) -> Sequence[str]:
-    """As every other program on this host asks: addresses in the order of preference, or the name that an address has."""
+    """As every program on this host asks: addresses in order of preference, or the name of an address."""
     with suppress(ValueError):
         ipaddress.ip_address(question)
-        # The same question that torch's store asks for each connection.
+        # The question that torch's store asks for each connection.
         return [socket.getnameinfo((question, 0), 0)[0]]
     found = socket.getaddrinfo(question, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(one[4][0]) for one in found))
@@ -47,21 +38,18 @@ def ask_resolver(question: str) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """One question. `answers` is None where there was none: the resolver said `error`, or nothing for `seconds`."""
-
     question: str
-    answers: tuple[str, ...] | None
+    answers: tuple[str, ...] | None  # None: the resolver failed with `error`, or gave no answer for `seconds`
     seconds: float
     error: str = ""
 
     @property
     def stalled(self) -> bool:
-        """Whether there was no answer at all."""
         return self.answers is None and not self.error
 
 
 def look_up(questions: Sequence[str], *, limit_s: float, ask: Ask = ask_resolver) -> list[LookUp]:
-    """All questions at once: what each name and each address led to. Takes no longer than `limit_s`."""
+    """Ask all questions at once, for at most `limit_s`."""
 
     def look(question: str) -> LookUp:
         began = time.monotonic()
@@ -78,7 +66,6 @@ def look_up(questions: Sequence[str], *, limit_s: float, ask: Ask = ask_resolver
 
 
 def address_towards(target: str) -> str | None:
-    """The address that this host uses towards another; None if there is no way."""
     try:
         return ask_kernel(target)[1]
     except OSError:
@@ -87,9 +74,7 @@ def address_towards(target: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HostsLine:
-    """A line of /etc/hosts: its number from 1, its address, its names."""
-
-    number: int
+    number: int  # from 1
     address: str
     names: tuple[str, ...]
 
@@ -99,20 +84,18 @@ class HostsLine:
 
 @dataclass(frozen=True, slots=True)
 class NameFacts:
-    """What the own name means, and what the addresses under which ranks of this host appear (`reverse`) are called. `address`
-    is the one by which other hosts reach this one, if known; `lines` are those of /etc/hosts, `servers` those of
-    /etc/resolv.conf."""
+    """How the own name and addresses resolve."""
 
     name: str
-    own: LookUp
-    reverse: tuple[LookUp, ...] = ()
-    address: str | None = None
-    lines: tuple[HostsLine, ...] = ()
-    servers: tuple[str, ...] = ()
+    own: LookUp  # look-up of `name`
+    reverse: tuple[LookUp, ...] = ()  # look-ups of the addresses under which ranks of this host appear
+    address: str | None = None  # by which other hosts reach this one, if known
+    lines: tuple[HostsLine, ...] = ()  # of /etc/hosts
+    servers: tuple[str, ...] = ()  # name servers of /etc/resolv.conf
 
 
 def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = ask_resolver) -> NameFacts:
-    """`towards` is an address of another host, for finding out the own one."""
+    """`towards`: an address of another host, which shows the own address."""
     name, address = surroundings.host, address_towards(towards or _ROUTED)
     own, *others = look_up([name, MAPPED_LOOPBACK, *([address] if address else [])], limit_s=LIMIT_S, ask=ask)
     servers = [line.split() for line in (surroundings.read("etc/resolv.conf") or "").splitlines()]
@@ -127,7 +110,7 @@ def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = as
 
 
 def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
-    """Loopback is right for a host that is alone, and only for that."""
+    """Loopback is right only for a single host."""
     report = Reporter("name", facts.name)
     expected = "an address that other hosts reach" if several_hosts else "an address"
     address = facts.address or "ADDRESS"
@@ -143,19 +126,19 @@ def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
         return report.passed(measured, expected=expected)
     remedy = adding
     if line := next((line for line in facts.lines if facts.name in line.names and is_loopback(line.address)), None):
-        # Other names in the line (localhost) may well be loopback, and stay.
+        # Other names in the line (localhost) may be loopback, and stay.
         ours = tuple(one for one in line.names if one == facts.name or one.startswith(f"{facts.name}."))
         others = tuple(one for one in line.names if one not in ours)
         new = [HostsLine(line.number, address, ours), *([HostsLine(line.number, line.address, others)] if others else [])]
         lines = " and ".join(f"`{one}`" for one in new)
         remedy = f"in /etc/hosts on {facts.name}, change line {line.number} from `{line}` to {lines}{where}"
-    # The first answer is the one that programs take.
+    # Programs take the first answer.
     report_as = report.failed if is_loopback(facts.own.answers[0]) else report.warned
     return report_as(measured, expected=expected, remedy=remedy)
 
 
 def judge_lookups(facts: NameFacts, *, host: str) -> Verdict:
-    """Whether any answer takes longer than `SLOW_S`; which answer does not matter here."""
+    """Whether an answer takes longer than `SLOW_S`, whatever it is."""
     report = Reporter("lookup", host)
     slowest = max((facts.own, *facts.reverse), key=lambda one: one.seconds)
     if slowest.seconds <= SLOW_S:
@@ -170,23 +153,23 @@ def judge_lookups(facts: NameFacts, *, host: str) -> Verdict:
 
 
 def parse_hosts(text: str) -> list[HostsLine]:
-    """The lines of /etc/hosts that say something. Source: hosts(5)."""
+    """The lines of /etc/hosts without comments and empty ones. Source: hosts(5)."""
     lines = [(number, line.partition("#")[0].split()) for number, line in enumerate(text.split("\n"), start=1)]
     return [HostsLine(number, words[0], tuple(words[1:])) for number, words in lines if len(words) >= 2]
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that listens on a port. `ours`: it is this process or one that led to it, such as torchrun."""
+    """The process that listens on a port."""
 
     pid: int
     command: str
-    ours: bool = False
+    ours: bool = False  # this process or one of its ancestors, such as torchrun
 
 
 def try_port(port: int) -> int | None:
-    """None if the port can be had, or the number of the error."""
-    # As torch's store does it: on IPv6 and IPv4 at once, and a connection of yesterday is no hindrance.
+    """None if the port is free, else the errno."""
+    # As torch's store does: on IPv6 and IPv4 at once, and a connection in TIME_WAIT does not block it.
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -202,13 +185,13 @@ def try_port(port: int) -> int | None:
 
 
 def find_holder(port: int) -> Holder | None:
-    """Who listens on a port; None if /proc does not tell, as with processes of other users."""
+    """The process that listens on a port; None if /proc does not show it, as for other users' processes."""
     with suppress(psutil.Error, OSError):
         sockets = psutil.net_connections("tcp")
         pids = [one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid]
         if pids:
             process, own = psutil.Process(max(pids)), psutil.Process()
-            # What follows in a command line may be secret.
+            # Later arguments may be secret.
             command = " ".join(process.cmdline()[:3]) or process.name()
             command = command if len(command) <= 80 else f"{command[:77]}..."
             return Holder(process.pid, command, ours=process.pid > 1 and process in (own, *own.parents()))
@@ -216,13 +199,13 @@ def find_holder(port: int) -> Holder | None:
 
 
 def check_port(port: int, *, host: str) -> Verdict:
-    """Tries a port of `preflight.ports` for a moment, on all addresses; nobody can connect meanwhile."""
+    """Try a port of `preflight.ports` briefly, on all addresses, without listening: no peer can connect meanwhile."""
     problem = try_port(port)
     return judge_port(port, problem, find_holder(port) if problem == errno.EADDRINUSE else None, host=host)
 
 
 def judge_port(number: int, problem: int | None, holder: Holder | None, *, host: str) -> Verdict:
-    """`problem` is None for a port that can be had, or the number of an error."""
+    """`problem`: None for a free port, else the errno."""
     report, port, expected = Reporter("ports", host), f"port {number} (checks of links)", f"port {number} free"
     another = "choose another port: preflight.ports"
     if problem is None:

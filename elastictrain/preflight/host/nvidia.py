@@ -1,9 +1,6 @@
-"""What `nvidia-smi` says about the GPUs.
-
-`nvidia-smi -q -x`, not `--query-gpu`: the XML leaves out, or answers N/A to, what a driver does not know, where one unknown
-field makes a query fail as a whole, and fields were renamed between generations (throttle reasons became event reasons). It has
-MIG instances, fabric state and recovery action, too. Its price is its size, about 100 KB per GPU.
-"""
+"""Reads GPUs from `nvidia-smi -q -x`. With `--query-gpu` one unknown field makes the query fail as a whole, and fields were
+renamed between generations (throttle reasons became event reasons); in the XML such a field is N/A or missing. The XML also has
+MIG instances, fabric state and recovery action. It costs about 100 KB per GPU."""
 
 import re
 from collections.abc import Iterator
@@ -13,13 +10,11 @@ from xml.etree import ElementTree as ET
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 
-LIMIT_S = 20.0
-"""For one call. Without persistence mode each call wakes the GPUs, which takes a second or two per GPU on large hosts."""
-
+LIMIT_S = 20.0  # one call; without persistence mode it wakes the GPUs, a second or two per GPU on large hosts
 TOOL = "nvidia-smi"
 _QUERY = (TOOL, "-q", "-x")
 _LIST = (TOOL, "--query-gpu=index,pci.bus_id,uuid,driver_version,name", "--format=csv,noheader")
-"""Fields that every driver knows: asked where a lost GPU keeps the full answer from us."""
+"""Fields that every driver knows, for when a lost GPU prevents the full answer."""
 
 _LOST = re.compile(r"unable to determine the device handle for gpu\s*(?P<which>[^\n]*)", re.I)
 _LOST_INDEX = re.compile(r"\s*(\d{1,3})\b")
@@ -38,7 +33,7 @@ _SLOWED = {
 
 
 def read_nvidia(surroundings: Surroundings) -> GpuReport | None:
-    """Facts of this host's NVIDIA GPUs; None if there is no `nvidia-smi`."""
+    """NVIDIA GPUs of this host; None without `nvidia-smi`."""
     answer = surroundings.tools.run(_QUERY, limit_s=LIMIT_S)
     if answer is None:
         return None
@@ -52,13 +47,13 @@ def read_nvidia(surroundings: Surroundings) -> GpuReport | None:
 
 
 def parse_nvidia(answer: ToolOutput) -> GpuReport:
-    """What the answer to `nvidia-smi -q -x` says. Never raises: a GPU whose part is not readable to its end is left out."""
+    """Parse the answer to `nvidia-smi -q -x`. Never raises: a GPU whose element is incomplete is left out."""
     if answer.timed_out:
         return GpuReport(vendor=Vendor.NVIDIA, tool=TOOL, trouble=Trouble.NO_ANSWER, whole=False)
     said = f"{answer.stdout}\n{answer.stderr}"
     lost: dict[str, None] = {}
     for complaint in _LOST.finditer(said):
-        # About a GPU by its PCI address, or its index, or whatever stands there.
+        # Names a GPU by PCI address, by index, or by other text.
         which = complaint["which"]
         index = _LOST_INDEX.match(which)
         lost[bus_id(which) or (index[1] if index else which.strip(" :")) or "unknown"] = None
@@ -101,7 +96,7 @@ def parse_list(text: str) -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def _elements(text: str) -> Iterator[ET.Element]:
-    """Elements in the order of their ends, as far as the text is XML; warnings may stand before and after it."""
+    """Elements in the order of their ends, as far as the text is XML; warnings may precede and follow it."""
     starts = [at for at in (text.find("<?xml"), text.find("<nvidia_smi_log")) if at >= 0]
     if not starts:
         return

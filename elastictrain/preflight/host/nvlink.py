@@ -13,9 +13,7 @@ from elastictrain.preflight.verdict import Reporter, Status, Verdict
 SERVICE_LIMIT_S = 5.0
 SERVICE = "nvidia-fabricmanager"
 
-SLOW_LINK = 0.9
-"""A link below this share of the usual speed on its host has trained badly; links of one host are all of one kind."""
-
+SLOW_LINK = 0.9  # share of the usual speed on this host, whose links are all alike; a slower link has trained badly
 _VERSION = re.compile(r"Fabric Manager version is\s*:?\s*(\d+(?:\.\d+){1,3})")
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+){1,3})\s")
 _STATES = frozenset({"active", "inactive", "failed", "activating", "deactivating", "reloading"})
@@ -27,13 +25,12 @@ _DEVICE = re.compile(r"GPU\d{1,3}")
 
 
 def switched_fabric(report: GpuReport | None, *, num_switches: int) -> bool:
-    """Whether NVSwitches join the GPUs: they are on the PCI bus, or the GPUs speak of a fabric (from Hopper on)."""
+    """Whether NVSwitches join the GPUs: they are on the PCI bus, or the GPUs report a fabric (from Hopper on)."""
     return num_switches > 0 or bool(report and any(gpu.fabric_state for gpu in report.gpus))
 
 
 def check_fabric(surroundings: Surroundings, report: GpuReport | None, *, num_switches: int) -> list[Verdict]:
-    """Where NVSwitches join the GPUs. What GPUs themselves say of the fabric goes first: on rack-scale machines and in
-    containers the service is elsewhere."""
+    """Check `fabric_manager`. The GPUs' own fabric state comes first: in racks and containers the service runs elsewhere."""
     if not switched_fabric(report, num_switches=num_switches):
         return []
     host, gpus = surroundings.host, report.gpus if report else ()
@@ -77,17 +74,14 @@ def check_fabric(surroundings: Surroundings, report: GpuReport | None, *, num_sw
 
 @dataclass(slots=True)
 class GpuLinks:
-    """NVLinks of one GPU. `speeds_gbs`: GB/s per direction, of links that are up, by number; `down`: numbers of the others.
-    `all_down`: the driver says that all its links are inactive: no bridge, no fabric, or all broken."""
-
     index: int
-    speeds_gbs: dict[int, float] = field(default_factory=dict)
-    down: tuple[int, ...] = ()
-    all_down: bool = False
+    speeds_gbs: dict[int, float] = field(default_factory=dict)  # GB/s per direction, of links that are up, by number
+    down: tuple[int, ...] = ()  # numbers of the others
+    all_down: bool = False  # the driver reports all links inactive: no bridge, no fabric, or all broken
 
 
 def parse_links(text: str) -> list[GpuLinks]:
-    """NVLinks by GPU. A link in a state that is neither a speed nor inactive is left out, and so is a GPU without any word."""
+    """NVLinks by GPU. A link whose state is neither a speed nor inactive is left out, and so is a GPU with no other links."""
     found: dict[int, GpuLinks] = {}
     index: int | None = None
     for line in text.splitlines():
@@ -106,8 +100,8 @@ def parse_links(text: str) -> list[GpuLinks]:
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """How GPUs are connected, from `nvidia-smi topo -m`: "NV18" (18 NVLinks), "PIX", "PXB", "PHB", "NODE", "SYS" (ever farther
-    over PCIe). As far as it can be read: a row counts up to its first cell that is no connection. NICs are left out."""
+    """How GPUs are connected, from `nvidia-smi topo -m`: "NV18" (18 NVLinks), "PIX", "PXB", "PHB", "NODE", "SYS" (increasing
+    distance over PCIe). A row is read up to its first cell that is no connection. NICs are left out."""
     columns: list[str] = []
     between: dict[tuple[int, int], str] = {}
     for line in _ESCAPE.sub("", text).splitlines():
@@ -123,9 +117,8 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 def judge_nvlink(
     links: Sequence[GpuLinks], topology: Mapping[tuple[int, int], str], *, switched: bool, mig: bool, num_gpus: int, host: str
 ) -> list[Verdict]:
-    """Links that are down or slow, and pairs of GPUs that miss links which other pairs have. On a machine with NVSwitches every
-    GPU must have all its links. Elsewhere bridges may join only some GPUs, so that a GPU without links means nothing, and one
-    with fewer than another is worth a look."""
+    """Links that are down or slow, and pairs of GPUs without links that other pairs have. With NVSwitches every GPU must have
+    all its links. Otherwise bridges may join only some GPUs: a GPU without links means nothing, one with fewer is a warning."""
     verdict = Reporter("nvlink", host)
     if mig:
         return [verdict.skipped("MIG is on", remedy="none: GPUs that are divided by MIG do not use NVLink")]

@@ -11,49 +11,31 @@ from elastictrain.preflight.verdict import Reporter, Verdict
 MIB = 1 << 20
 GIB = 1 << 30
 
-LEAST_MEMORY_BYTES = 512 * MIB
-"""`import torch` alone takes about 224 MiB per process, and a rank has company."""
-
-LOW_MEMORY_BYTES = 2 * GIB
-"""Below it somebody should look, whatever the run needs."""
+LEAST_MEMORY_BYTES = 512 * MIB  # `import torch` alone takes about 224 MiB per process, and a host runs several
+LOW_MEMORY_BYTES = 2 * GIB  # a warning below it, whatever the run needs
 
 SWAPPED_SHARE, SCARCE_SHARE = 0.05, 0.2
-"""So much of the memory's size out in swap, while no more than this is free, means that what is needed comes from disk. Swap
-alone means nothing: the kernel leaves there what nobody has asked for since."""
+"""A warning if more than the first share of memory is in swap while at most the second is free: needed pages come from disk.
+Used swap alone means nothing: the kernel leaves unused pages there."""
 
-THROTTLED_SHARE = 0.1
-"""A group that had to wait in more than this share of its periods is short of CPUs; a burst now and then is harmless."""
-
-LEAST_PERIODS = 100
-"""Fewer (10 s of work at 100 ms each) say nothing."""
-
-BUSY_LOAD = 1.5
-"""Processes that want to run, per CPU. A host whose ranks have just ended shows 1 for another minute."""
-
-FEW_OPEN_FILES = 4096
-"""A rank has sockets to all others, a file per shard and worker, and pipes; NCCL opens several sockets per peer."""
-
-LEAST_OPEN_FILES = 128
-"""torch, its store and one small process group hold about as many."""
-
-FEW_PROCESSES = 1024
-"""Threads count: a rank with its data workers has 30 to 100."""
-
+THROTTLED_SHARE = 0.1  # share of periods; a group above it is short of CPUs, while a burst now and then is harmless
+LEAST_PERIODS = 100  # fewer (10 s of work at 100 ms each) are no evidence
+BUSY_LOAD = 1.5  # runnable processes per CPU; a host whose ranks have just ended shows 1 for another minute
+FEW_OPEN_FILES = 4096  # a rank has sockets to all others, a file per shard and worker, and pipes; NCCL opens several per peer
+LEAST_OPEN_FILES = 128  # torch, its store and one small process group hold about as many
+FEW_PROCESSES = 1024  # threads count: a rank with its data workers has 30 to 100
 LEAST_PROCESSES = 64
-
-IPC_LOCK, SYS_ADMIN, SYS_RESOURCE = 1 << 14, 1 << 21, 1 << 24
-"""Capabilities. Source: capabilities(7)."""
-
+IPC_LOCK, SYS_ADMIN, SYS_RESOURCE = 1 << 14, 1 << 21, 1 << 24  # source: capabilities(7)
 _LIMITS_FILE = "in /etc/security/limits.d/elastictrain.conf and a new login"
 
 
 def in_gib(num_bytes: float) -> float:
-    """Bytes as GiB with three significant digits."""
+    """GiB with three significant digits."""
     return float(f"{num_bytes / GIB:.3g}")
 
 
 def judge_memory(*, total: int, available: int, swapped: int, group: MemoryGroup | None, host: str) -> Verdict:
-    """In bytes. The less of what the host has and what its container (`group`) may take counts."""
+    """Sizes in bytes. The smaller of the host's free memory and its container's (`group`) counts."""
     report, free, unit = Reporter("memory", host), available, "GiB available"
     remedy = f"end what uses it on {host}: `ps -eo rss,pid,user,comm --sort=-rss | head`, `df -h /dev/shm`"
     if group is not None and group.free_bytes < available:
@@ -91,7 +73,7 @@ def judge_cpu(allowance: Allowance, *, visible: int, needed: float | None, host:
 
 
 def judge_load(load: float, *, cpus: int, host: str) -> Verdict:
-    """What others do on this host. `load` and `cpus` are those of the whole host, also as seen from a container."""
+    """Load by other processes. `load` and `cpus` are those of the whole host, also in a container."""
     report, most, unit = Reporter("load", host), BUSY_LOAD * cpus, "processes that want to run"
     if load <= most:
         return report.passed(load, expected=most, unit=unit)
@@ -104,26 +86,25 @@ def judge_load(load: float, *, cpus: int, host: str) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimit:
-    """A limit of this process; None means unlimited. It may raise `soft` up to `hard` by itself."""
+    """A limit of this process; None means unlimited. The process may raise `soft` up to `hard`."""
 
     soft: int | None
     hard: int | None
 
 
 def read_limit(which: int) -> ResourceLimit:
-    """`which`: such as `resource.RLIMIT_NOFILE`."""
     soft, hard = resource.getrlimit(which)
     return ResourceLimit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
 
 
 def read_capabilities(surroundings: Surroundings) -> int:
-    """The effective ones of this process, as bits; none where the kernel does not tell."""
+    """Effective capabilities of this process, as bits; 0 if unknown."""
     found = re.search(r"^CapEff:\s*([0-9a-f]{1,16})$", surroundings.read("proc/self/status") or "", re.M)
     return int(found[1], 16) if found else 0
 
 
 def judge_memlock(limit: ResourceLimit, *, capabilities: int, host: str, rdma: bool) -> Verdict:
-    """Only InfiniBand, RoCE and EFA count memory against this limit; drivers of GPUs lock pages on their own account."""
+    """Only InfiniBand, RoCE and EFA count memory against this limit; GPU drivers lock pages outside of it."""
     report = Reporter("memlock", host)
     if limit.soft is None:
         return report.passed("unlimited", expected="unlimited" if rdma else None)
@@ -140,14 +121,13 @@ def judge_memlock(limit: ResourceLimit, *, capabilities: int, host: str, rdma: b
 
 
 def judge_open_files(limit: ResourceLimit, *, host: str) -> Verdict:
-    """Of files and sockets that one process may have open."""
     elsewhere = f"`* - nofile 65536` {_LIMITS_FILE}, `docker run --ulimit nofile=65536`, or `LimitNOFILE=65536`"
     report = Reporter("open_files", host)
     return _judge_limit(report, limit, few=FEW_OPEN_FILES, least=LEAST_OPEN_FILES, option="-n", elsewhere=elsewhere)
 
 
 def judge_processes(limit: ResourceLimit, group: ProcessGroup | None, *, capabilities: int, host: str) -> Verdict:
-    """Of processes and threads: the user's limit, which root does not have, and what is left in the control group."""
+    """Processes and threads: the user's limit, which root does not have, and what is left in the control group."""
     report = Reporter("processes", host)
     if group is not None and (left := group.limit - group.used) < FEW_PROCESSES:
         remedy = (
@@ -163,7 +143,7 @@ def judge_processes(limit: ResourceLimit, group: ProcessGroup | None, *, capabil
 
 
 def _judge_limit(report: Reporter, limit: ResourceLimit, *, few: int, least: int, option: str, elsewhere: str) -> Verdict:
-    """`option`: of `ulimit`, for who may raise the limit himself; `elsewhere`: where it is raised for others."""
+    """`option`: of `ulimit`, if the user may raise the limit; `elsewhere`: where it is raised otherwise."""
     if limit.soft is None or limit.soft >= few:
         return report.passed(limit.soft or "unlimited", expected=few)
     remedy = f"on {report.subject}: {elsewhere} in the systemd unit"

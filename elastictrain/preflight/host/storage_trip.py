@@ -1,8 +1,5 @@
-"""Check `storage`: a small object makes the round trip through the run's folder, in a process that can be killed.
-
-A dead file server stalls whoever touches it, for ever and beyond the reach of any thread; only a process of its own can be
-given up.
-"""
+"""Check `storage`: a small object makes the round trip through the run's folder, in a process that can be killed. A dead file
+server blocks every access for ever, and a blocked thread cannot be ended; only a process can be killed."""
 
 import errno
 import json
@@ -22,9 +19,7 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
 from elastictrain.storage.local import local_path
 
-SLOW_MS = 2000.0
-"""Six small requests that take longer together will make every event and every commit slow."""
-
+SLOW_MS = 2000.0  # six small requests; slower ones delay every event and every commit
 _REAPING_S = 0.5
 
 _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
@@ -47,33 +42,30 @@ _SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs
 
 @dataclass(frozen=True, slots=True)
 class TripMessage:
-    """One line of the process: a step begun or done, a failure, or the end. `fault` is the name of a `storage.failures.Fault`,
-    or CONFIG; and where the process ended without a word of its own STALLED or CRASHED."""
+    """One line that the process writes."""
 
-    begun: str = ""
-    done: str = ""
+    begun: str = ""  # a step that begins
+    done: str = ""  # a step that is done
     ms: float = 0.0
-    fault: str = ""
+    fault: str = ""  # a `storage.failures.Fault` by name, or CONFIG; STALLED or CRASHED without a line of its own
     errno: int | None = None
     message: str = ""
-    end: bool = False
+    end: bool = False  # the trip is complete
 
 
 @dataclass(frozen=True, slots=True)
 class TripFacts:
-    """How far the trip came. `steps` are those that were completed, each with its milliseconds; `doing` is the one after them.
-    `mount` is what the folder lies on, if it is one on this host."""
+    """How far the trip came."""
 
     url: str
-    steps: tuple[tuple[str, float], ...]
-    doing: str = ""
+    steps: tuple[tuple[str, float], ...]  # completed steps and their milliseconds
+    doing: str = ""  # the step after them
     failure: TripMessage | None = None
-    mount: Mount | None = None
+    mount: Mount | None = None  # of the folder, if it is on this host
 
 
 def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: Sequence[str] = _COMMAND) -> TripFacts:
-    """Sends an object out and waits for it, `limit_s` at most: the trip takes milliseconds on a disk, and about a second on an
-    object store, most of it for loading its client."""
+    """Run the trip, `limit_s` at most: milliseconds on a disk, a second on an object store, mostly for its import."""
     path = local_path(url)
     mount = mount_of(path, read_mounts(surroundings.root)) if path else None
     order = json.dumps({"url": url, "patience_s": limit_s, "parent": os.getpid()}).encode()
@@ -85,7 +77,7 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**surroundings.environment, "PYTHONPATH": os.pathsep.join(paths)},
-        # torchrun passes a request to stop on to groups of processes: this one would die of it, and storage be blamed.
+        # torchrun forwards stop signals to process groups: in its group this process would end, and storage be blamed.
         process_group=0,
     )
     try:
@@ -96,7 +88,7 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
     except subprocess.TimeoutExpired as stall:
         output, silent = stall.output or b"", TripMessage(fault="STALLED", message=f"no answer in {limit_s:g} s")
         process.kill()
-        # Not waited for where the kernel cannot let go of it, which is so until the file server answers.
+        # Do not wait longer: the kernel cannot end the process until the file server answers.
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_REAPING_S)
     for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
@@ -105,7 +97,7 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
 
 
 def parse_messages(text: str, *, url: str, mount: Mount | None, silent: TripMessage) -> TripFacts:
-    """From the lines that the process wrote, the last of which may be torn. `silent`: what to say where they have no end."""
+    """Parse the lines that the process wrote; the last may be torn. `silent`: the failure if the lines have no end."""
     steps: list[tuple[str, float]] = []
     doing, failure = "", silent
     for line in text.splitlines():
@@ -125,7 +117,7 @@ def parse_messages(text: str, *, url: str, mount: Mount | None, silent: TripMess
 
 
 def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, str]) -> Verdict:
-    """None: there is no run's folder to try."""
+    """`facts` is None if there is no run folder to try."""
     report = Reporter("storage", host)
     if facts is None:
         return report.skipped("no run.dir", remedy="to try one: run.dir=PATH_OR_URL")
@@ -155,7 +147,7 @@ def _remedy(facts: TripFacts, failure: TripMessage, host: str, environment: Mapp
     protocol, _, rest = url.partition("://")
     service = _SERVICES.get(protocol)
     match failure.fault:
-        # The store cannot be reached, or has an hour in which it answers with errors of its own.
+        # The store cannot be reached, or answers with temporary errors.
         case "STALLED" | "TRANSIENT":
             return _stall_remedy(facts, host, environment)
         case "CRASHED":

@@ -1,9 +1,6 @@
-"""One object's round trip through a store, as a process of its own: `python -m elastictrain.preflight.host.trip`, started by
-the check `storage`, for nobody else to use.
-
-It reads what to do from its input (a URL may hold a password, and command lines are public), and writes a line of JSON to its
-output when a step begins and when it ends: who kills it knows then where it stood.
-"""
+"""`python -m elastictrain.preflight.host.trip`: one object's round trip through a store, for the check `storage` only. The
+order comes on stdin: a URL may hold a password, and command lines are public. The process writes a line of JSON to stdout when
+a step begins and when it ends: the parent that kills it knows how far it came."""
 
 import json
 import os
@@ -22,17 +19,14 @@ from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable, open_store, without_sync
 from elastictrain.storage.store import Store
 
-FOLDER = "preflight/trips"
-"""Below the root of the store; empty, and on a file system gone, after a trip."""
-
-_STALE_S = 3600.0
-"""What an earlier trip left, because it was killed, is older than this. Both times are the store's own."""
+FOLDER = "preflight/trips"  # below the store's root; empty after a trip, and on a file system deleted
+_STALE_S = 3600.0  # remains of a killed trip are older than this. Both times are the store's own
 
 Send = Callable[[Mapping[str, object]], None]
 
 
 def travel(store: Store, *, name: str, send: Send) -> None:
-    """A round trip, and what earlier ones that were killed have left goes. Raises: StorageError."""
+    """Do the round trip, and delete remains of killed ones. Raises: StorageError."""
     key = f"{FOLDER}/{name}"
     modified = {info.key: info.modified for info in check_writable(store, key=key, step=partial(_step, send=send))}
     for other, modified_s in modified.items():
@@ -52,7 +46,7 @@ def _step(name: str, *, send: Send) -> Iterator[None]:
 
 @contextmanager
 def _leaving_as_found(store: Store) -> Iterator[None]:
-    """Folders above the objects that were not there before are not there afterwards, unless others have begun to use them."""
+    """Remove the parent folders that this trip made, unless others use them now."""
     made = []
     folder = store.root if isinstance(store, LocalStore) else "/"
     while not os.path.lexists(folder):
@@ -67,9 +61,9 @@ def _leaving_as_found(store: Store) -> Iterator[None]:
 
 
 def main() -> int:
-    """Reads `{"url": ..., "patience_s": ..., "parent": pid}`; returns 0 whenever what happened was said."""
+    """Reads `{"url": ..., "patience_s": ..., "parent": pid}`; returns 0 if the result was sent."""
     order = json.loads(sys.stdin.read())
-    # Nobody would miss us if the preflight were killed while we wait for a store that does not answer.
+    # If the preflight is killed, this process must not wait on for a store that does not answer.
     if not follow_parent(order["parent"], with_signal=signal.SIGKILL):
         return 0
     patience_s = float(order["patience_s"])
@@ -81,7 +75,7 @@ def main() -> int:
     retry = RetryOptions(attempts=3, base_s=0.1, total_s=patience_s / 3, answer_timeout_s=patience_s)
     send({"begun": "open"})
     try:
-        # Whether it answers is the question: what is on its way to a disk already would make the answer wait.
+        # Only the store's answer is measured: waiting for fsync would add pending writes of others.
         store = without_sync(open_store(str(order["url"]), retry=retry))
         with _leaving_as_found(store):
             travel(store, name=f"trip-{secrets.token_hex(8)}", send=send)

@@ -1,4 +1,4 @@
-"""Checks `gpus` and `pcie`: whether the ranks of this host see the GPUs that they need, and devices have all their lanes."""
+"""Checks `gpus` and `pcie`: ranks see the GPUs that they need, and devices have all their PCIe lanes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,28 +10,21 @@ from elastictrain.preflight.verdict import Reporter, Status, Verdict
 NVIDIA = "0x10de"
 AMD = "0x1002"
 _DEVICES = "/sys/bus/pci/devices"
-_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-"""VGA, 3D and other display controllers; processing accelerators, which is what AMD's Instinct cards say they are."""
-
-_SWITCH_CLASS = "0x0680"
-"""An NVSwitch is a bridge of "other" kind, by NVIDIA."""
-
-FAST_PORT_MBIT = 25_000
-"""From this speed on, a port that lacks PCIe lanes slows a run down."""
-
+_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # VGA, 3D, other display; accelerators (AMD Instinct)
+_SWITCH_CLASS = "0x0680"  # an NVSwitch is an "other" bridge of NVIDIA
+FAST_PORT_MBIT = 25_000  # a port this fast or faster slows a run down if it lacks PCIe lanes
 SELECTORS = {
     Vendor.NVIDIA: ("CUDA_VISIBLE_DEVICES",),
     Vendor.AMD: ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
 """Variables that show a process only some GPUs. On AMD the first applies to all, and one of the others to what it left."""
 
-CONTAINER = "NVIDIA_VISIBLE_DEVICES"
-"""Which GPUs the container's runtime was asked to pass on."""
+CONTAINER = "NVIDIA_VISIBLE_DEVICES"  # the GPUs that the container runtime was asked to pass on
 
 
 @dataclass(frozen=True, slots=True)
 class PciFacts:
-    """Addresses of GPUs, and how many NVSwitches there are."""
+    """PCI addresses of GPUs, and the number of NVSwitches."""
 
     nvidia: tuple[str, ...] = ()
     amd: tuple[str, ...] = ()
@@ -39,7 +32,7 @@ class PciFacts:
 
 
 def read_pci(surroundings: Surroundings) -> PciFacts:
-    """GPUs and NVSwitches on the PCI bus. In a container these are those of the whole machine."""
+    """GPUs and NVSwitches on the PCI bus; in a container those of the whole machine."""
     found: dict[tuple[str, str], list[str]] = {}
     for address in surroundings.names(_DEVICES):
         vendor = surroundings.read(f"{_DEVICES}/{address}/vendor") or ""
@@ -51,18 +44,18 @@ def read_pci(surroundings: Surroundings) -> PciFacts:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a process may see. `unknown`: the first entry that names no GPU; it and all after it are ignored."""
+    """The GPUs that a process may see."""
 
     gpus: tuple[Gpu, ...]
     variable: str = ""
     value: str = ""
-    unknown: str = ""
+    unknown: str = ""  # first entry that names no GPU; it and all later ones are ignored
     mig_instances: int = 0
 
 
 def select(gpus: Sequence[Gpu], environment: Mapping[str, str], vendor: Vendor) -> Selection:
     """The GPUs that the environment leaves, in its order. Source: CUDA's rule for CUDA_VISIBLE_DEVICES, which ROCm follows:
-    indices or prefixes of UUIDs; the list ends at the first entry that is invalid; an empty list hides all."""
+    indices or prefixes of UUIDs; the list ends at the first invalid entry; an empty list hides all."""
     left = Selection(tuple(gpus))
     for variable in SELECTORS[vendor]:
         value = environment.get(variable)
@@ -95,7 +88,7 @@ def _selected(gpus: Sequence[Gpu], variable: str, value: str) -> Selection:
 def check_visible(
     surroundings: Surroundings, report: GpuReport | None, *, pci: PciFacts, local_world_size: int | None
 ) -> list[Verdict]:
-    """Verdicts of `gpus`. `local_world_size`: ranks here, if known."""
+    """Check `gpus`. `local_world_size`: ranks on this host, if known."""
     host, environment = surroundings.host, surroundings.environment
     verdict = Reporter("gpus", host)
     if report is None or (report.trouble is not None and not report.lost):
@@ -106,7 +99,7 @@ def check_visible(
         found.append(verdict(f"GPU {which} on {host}", Status.FAIL, "lost", "in reach", remedy))
     if not report.gpus:
         return found
-    # What NVIDIA's driver holds.
+    # GPUs that NVIDIA's driver holds.
     silent = sorted(set(surroundings.names("/proc/driver/nvidia/gpus")) - {gpu.bus for gpu in report.gpus})
     if silent and report.whole and not report.lost:
         kept = "unless they are kept from this process on purpose (container, cgroup)"
@@ -134,7 +127,7 @@ def check_visible(
 
 
 def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[str, str], verdict: Reporter) -> Verdict:
-    """No GPU was listed: something is wrong with the driver or its tool, or there is none, as is right on many hosts."""
+    """No GPU was listed: the driver or its tool has a problem, or the host has none, as is right on many hosts."""
     any_gpu, said = pci.nvidia or pci.amd, ""
     if report is not None:
         said = f"{report.trouble}: {report.detail}" if report.detail else str(report.trouble)
@@ -195,7 +188,7 @@ def _judge_count(report: GpuReport, selection: Selection, needed: int | None, ve
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The PCIe link of one device. A width of None is unknown."""
+    """The PCIe link of one device; None is unknown."""
 
     subject: str
     bus: str
@@ -226,7 +219,7 @@ def read_lanes(surroundings: Surroundings, report: GpuReport | None) -> list[Lan
 
 
 def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:
-    """Only the width counts: an idle link lowers its speed to save power, but never gives up lanes."""
+    """Only the width counts: an idle link lowers its speed to save power, but never its width."""
     verdict = Reporter("pcie", host)
     known = [(one, one.width, one.max_width) for one in lanes if one.width is not None and one.max_width is not None]
     if not known:

@@ -1,8 +1,5 @@
-"""From measurements of links to the culprit: a host by its best link against the median, else the link.
-
-Higher figures are better. A slow host makes all its links slow; any other host has at least one good link among the measured
-ones. So a host's score is its *best* link, per direction.
-"""
+"""From measurements of links to the culprit: a host by its best link against the median, else the link. Higher is better. All
+links of a slow host are slow; any other host has a good link among the measured ones. So its *best* link counts, each way."""
 
 import statistics
 from collections import Counter
@@ -20,8 +17,6 @@ TooBad = Callable[[float, float], bool]  # whether a figure (first) is too bad a
 
 
 class Way(StrEnum):
-    """Which traffic of a host is bad."""
-
     OUT = "sent"
     IN = "received"
     BOTH = "both ways"
@@ -62,13 +57,10 @@ def blame(
     directed: bool = True,
     excused: Iterable[tuple[Link, float]] | None = None,
 ) -> LinkBlame:
-    """Find bad hosts and links by the best figure of each link.
-
-    `directed`: whether the two directions of a link differ, so that a host may be bad in one of them. With two hosts there is
-    no majority: the links are compared with the better direction, and no host is named. `excused`: figures of a second
-    measurement, raised to what the link may have reached with enough processor time. What is not bad by these, or has none, is
-    not confirmed.
-    """
+    """Find bad hosts and links by the best figure of each link. `directed`: whether the two directions of a link differ, so
+    that a host may be bad in one of them. Two hosts have no majority: their links are compared with the better direction, and
+    no host is named. `excused`: figures of a second measurement, raised to what the link may have reached with enough processor
+    time; what is not bad by these, or has none, is not confirmed."""
     values = best_of(figures)
     if not values:
         return LinkBlame()

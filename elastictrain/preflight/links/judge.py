@@ -64,12 +64,10 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, threshold
 def flow_blame(
     first: Sequence[Flow], second: Sequence[Flow] | None, *, thresholds: PreflightThresholds
 ) -> tuple[LinkBlame, LinkBlame]:
-    """Find culprits for bandwidth in one direction, and for bandwidth while bytes flow both ways.
-
-    `second`: the second measurement of suspects, which counts if it is better; None before it. It confirms a suspect only if
-    the rate stays bad when raised to what it may have been without waiting for a processor. The threshold was measured with 3
-    and 4 hosts: right for 100 Mbit/s in one or both directions, +20 ms and 2 % loss.
-    """
+    """Find culprits for bandwidth in one direction, and for bandwidth while bytes flow both ways. `second`: the second
+    measurement of suspects, which counts if it is better; None before it. It confirms a suspect only if the rate stays bad when
+    raised to what it may have been without waiting for a processor. The threshold was measured with 3 and 4 hosts: right for
+    100 Mbit/s in one or both directions, +20 ms and 2 % loss."""
 
     def blamed(*, both: bool) -> LinkBlame:
         again = [flow for flow in second or () if flow.both is both]
@@ -173,11 +171,8 @@ def judge_links(
     thresholds: PreflightThresholds,
     names: Sequence[str],
 ) -> list[Verdict]:
-    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and `bandwidth`: one pass each, or the problems.
-
-    Results with a silent host are not used against the others. `flows`: the first ones, and the second ones of suspects; None
-    if bandwidth was not measured. `names`: of all hosts.
-    """
+    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and `bandwidth`: one pass each, or the problems, without results
+    of silent hosts. `flows`: the first ones, and the second ones of suspects; None: not measured. `names`: of all hosts."""
     silent = {silence.place for silence in silences}
     contacts = {link: contact for link, contact in contacts.items() if not silent & set(link)}
     verdicts = [*judge_roster(roster, silences=silences, names=names), *judge_reach(contacts, roster=roster)]

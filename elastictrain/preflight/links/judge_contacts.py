@@ -16,8 +16,7 @@ _ON_ROSTER = Reporter("roster")
 
 @dataclass(frozen=True, slots=True)
 class LinkReporter:
-    """Makes the verdicts of one check. The subject is a host (its place), a link ("h3 -> h1"), several hosts by name, or None
-    for the whole group."""
+    """Makes one check's verdicts about a host (its place), a link ("h3 -> h1"), several hosts by name, or the group (None)."""
 
     check: str
     roster: Roster
@@ -217,11 +216,9 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
 
 
 def offsets_from_group(offsets: Mapping[Link, float]) -> dict[int, float]:
-    """How far each host's clock is ahead of the group's, in seconds; hosts without a measurement are left out.
-
-    `offsets`: by link, the second host's clock minus the first's. Offsets add up along a chain of links, so not all hosts ask
-    the first one. The group's time is the median of three or more hosts, else the first host's.
-    """
+    """How far each host's clock is ahead of the group's, in seconds; hosts without a measurement are left out. `offsets`: by
+    link, the second host's clock minus the first's. Offsets add up along a chain of links, so not all hosts ask the first one.
+    The group's time is the median of three or more hosts, else the first host's."""
     neighbours: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (source, target), offset in sorted(offsets.items()):
         neighbours[source].append((target, offset))

@@ -15,8 +15,6 @@ Link = tuple[Place, Place]  # from the first host to the second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostIntroduction:
-    """How a host introduces itself to the others."""
-
     name: str
     node_rank: int
     address: str  # the next two fields are of the interface with this address
@@ -98,11 +96,8 @@ def merged(contacts: Iterable[Contact]) -> dict[Link, Contact]:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The first host's next instruction to all; without links, the end.
-
-    The first host of each link probes the second one or, to `measure`, finds the bandwidth there and back. Then no host is in
-    two links, so that no two links share a host's bandwidth.
-    """
+    """The first host's next instruction to all; without links, the end. The first host of each link probes the second or, to
+    `measure`, finds the bandwidth there and back; then no host is in two links, which would share its bandwidth."""
 
     links: tuple[Link, ...]
     measure: bool = False

@@ -1,8 +1,5 @@
-"""Protocol between a host's responder and its peers: requests, byte streams and their rates, probe datagrams.
-
-One responder per host serves all peers with the preflight's token, on real ports of the address that the plan chose. Its nonce
-proves that the host at an address is the one that introduced itself.
-"""
+"""Protocol between a host's responder and its peers: requests, byte streams and their rates, probe datagrams. The responder
+serves peers with the preflight's token, on the plan's address. Its nonce proves that it is the host that introduced itself."""
 
 import hmac
 import logging
@@ -104,8 +101,6 @@ LEAST_SLICE_S = 0.08  # long enough to smooth a burst allowance or a buffer; a s
 
 @dataclass(slots=True)
 class Meter:
-    """Counts bytes as they arrive."""
-
     num_bytes: int = 0
     tail: bytes = b""  # last bytes of the stream
     waited: float = 0.0  # part of the time that this thread had no processor
@@ -162,10 +157,8 @@ def ask_to_give(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
 
 
 def send_for(channel: Channel, *, seconds: float, most_bytes: int) -> float:
-    """Send zeros for that long, or that many bytes; returns the part of the time without a processor.
-
-    Raises: ChannelError, also if the connection takes nothing for `_STALL_S`.
-    """
+    """Send zeros for that long, or that many bytes; returns the part of the time without a processor. Raises: ChannelError,
+    also if the connection takes nothing for `_STALL_S`."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     sent, deadline, before = 0, time.monotonic() + seconds, read_waiting()
     while (left_s := deadline - time.monotonic()) > 0 and (not most_bytes or sent < most_bytes):

@@ -18,18 +18,15 @@ def num_first_rounds(num_hosts: int) -> int:
 
 
 def num_second_rounds(num_hosts: int) -> int:
-    """Number of further rounds for suspects. With the first ones: at most log2 of the number of hosts (rounded up) + 2, and 3
-    more where few enough hosts take part that every pair is measured."""
+    """Number of rounds for suspects. With the first ones: log2(hosts), rounded up, + 2; one more for 3 and 4 hosts."""
     if num_hosts < 2:
         return 0
     return max(2, math.ceil(math.log2(num_hosts)) + 2 - num_first_rounds(num_hosts))
 
 
 def first_rounds(num_hosts: int, *, seed: int) -> tuple[Round, ...]:
-    """Rounds in which all hosts (all but one of an odd number) are paired, each time with another host.
-
-    Round-robin tournament by the circle method. `seed` shuffles the places: restarts with other seeds measure other links.
-    """
+    """Rounds in which all hosts (all but one of an odd number) are paired, each time with another host. Round-robin tournament
+    by the circle method. `seed` shuffles the places: restarts with other seeds measure other links."""
     places: list[int | None] = list(range(num_hosts))
     random.Random(seed).shuffle(places)
     if num_hosts % 2:

@@ -1,8 +1,5 @@
-"""The link checks as one host of the group runs them.
-
-Each host introduces itself. The first host publishes the roster, gives one order after another, waits for the reports, and
-judges them. A dead host costs the others the time of one order at most.
-"""
+"""The link checks as one host of the group runs them. Each host introduces itself. The first host publishes the roster, gives
+one order after another, waits for the reports, and judges them. A dead host costs the others the time of one order at most."""
 
 import logging
 import random
@@ -36,10 +33,8 @@ from elastictrain.preflight.verdict import Verdict
 logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 32
-
 _TURN_S = 0.5  # the first host waits this long for one report before it looks for another
 _AT_A_TIME = 16  # peers that one host probes in parallel: dead ones only cost time
-
 _ALL_PAIRS_UP_TO = 16  # a full check contacts every pair up to this many hosts; above, distances 1, 2, 4, 8 ... along the ring
 
 

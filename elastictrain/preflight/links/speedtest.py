@@ -16,7 +16,6 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 MOST_BYTES = 1 << 50
-
 PORT = 29477  # the listener's default
 LIMIT_S = 600.0  # one transfer takes no longer; 10G at 1 Gbit/s take 86 s
 _CONNECT_S = 5.0
@@ -60,9 +59,8 @@ def listen(address: str, *, port: int = PORT, token: str) -> Responder:
 def measure_speed(
     address: str, *, port: int = PORT, token: str, size_bytes: int, limit_s: float = LIMIT_S
 ) -> tuple[Transfer, Transfer, Transfer, Transfer]:
-    """Send `size_bytes` to a listener, get as many back, then do both at once. Returns: there, back, there and back at the same
-    time. Memory does not depend on the size. Raises: TransportError naming the address, also if bytes are missing after
-    `limit_s`."""
+    """Send `size_bytes`, get as many back, then do both at once; returns there, back, there and back at the same time. Memory
+    does not depend on the size. Raises: TransportError naming the address, also if bytes are missing after `limit_s`."""
 
     def transfer(ask: Callable[..., StreamResult], answer_s: float) -> Transfer:
         try:

@@ -29,22 +29,17 @@ SLOW_PORT = 0.5  # share of the fastest port's rate; below it, another network o
 
 
 class Rdma(StrEnum):
-    """How hosts move data other than through sockets, the best first.
-
-    EFA: AWS's own; NCCL uses it through a plugin and needs no variable. UNKNOWN: the devices cannot be read; NCCL finds out.
-    """
+    """How hosts move data other than through sockets, the best first."""
 
     INFINIBAND = "infiniband"
     ROCE = "roce"
-    EFA = "efa"
+    EFA = "efa"  # of AWS; NCCL uses it through a plugin and needs no variable
     NONE = "none"
-    UNKNOWN = "unknown"
+    UNKNOWN = "unknown"  # devices that cannot be read: NCCL finds out
 
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """An address of a port."""
-
     index: int
     address: ipaddress.IPv6Address
     roce_version: int | None = None  # None: not Ethernet, or it cannot be read
@@ -87,10 +82,8 @@ class Port:
         return Rdma.UNKNOWN if self.link_layer in (None, ETHERNET) else Rdma.NONE
 
     def roce_v2_gids(self) -> list[Gid]:
-        """GIDs for RoCE v2 over IPv4, by index; link-local addresses only if there is no other.
-
-        Source: NCCL's own choice with NCCL_IB_ADDR_FAMILY=AF_INET and NCCL_IB_ROCE_VERSION_NUM=2, its defaults.
-        """
+        """GIDs for RoCE v2 over IPv4, by index; link-local addresses only if there is no other. Source: NCCL's own choice with
+        NCCL_IB_ADDR_FAMILY=AF_INET and NCCL_IB_ROCE_VERSION_NUM=2, its defaults."""
         found = [gid for gid in self.gids if gid.roce_version == 2 and gid.ipv4 is not None]
         return [gid for gid in found if gid.ipv4 is not None and not gid.ipv4.is_link_local] or found
 

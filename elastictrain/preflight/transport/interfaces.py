@@ -19,8 +19,6 @@ _FASTEST_MBPS = 10_000_000  # larger values are sentinels; -1, and in older kern
 
 
 class Kind(StrEnum):
-    """What an interface is."""
-
     LOOPBACK = "loopback"
     CONTAINER = "container bridge"  # a bridge to containers or virtual machines, or the host's end of a veth
     CARD = "card"  # a device, a bond, a VLAN or IP over InfiniBand: only these know their speed
@@ -112,8 +110,6 @@ def _integer(text: str | None, *, base: int = 10, least: int = 0) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way to a target."""
-
     target: str  # name or address
     remote: str | None = None
     local: str | None = None

@@ -141,8 +141,7 @@ def _nccl_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[st
 
 
 def _gloo_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
-    """The interfaces that gloo takes for the setting: whole names in a comma list, of which only a last empty one is ignored.
-    One wrong name makes gloo take none."""
+    """What gloo takes for the setting: whole names in a comma list, a last empty one ignored; none if one name is wrong."""
     named = {name: facts.interface(name) for name in value.removesuffix(",").split(",")}
     missing = [repr(name) for name, one in named.items() if one is None]
     silent = [name for name, one in named.items() if one is not None and not one.addresses]
@@ -173,10 +172,7 @@ def judge_infiniband(facts: Facts) -> list[Verdict]:
 
 
 def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset[Rdma]], *, agreed: Rdma) -> list[Verdict]:
-    """All hosts together, by name: those that lack what others have, or have fewer ports of it.
-
-    `hcas`: the ports that each plans to use; `kinds`: its `kinds_here`.
-    """
+    """All hosts by name: those that lack ports of others. `hcas`: ports that each plans to use; `kinds`: its `kinds_here`."""
     best = next((kind for kind in Rdma if any(kind in one for one in kinds.values())), Rdma.NONE)
     if best not in (Rdma.NONE, Rdma.UNKNOWN) and agreed is not best:
         lacking = [name for name, one in kinds.items() if best not in one]

@@ -77,11 +77,9 @@ class Choice:
 
 
 def choose_interface(facts: Facts) -> Choice:
-    """The interface through which the kernel reaches most peers; the rendezvous breaks ties, and decides if no peer is known.
-
-    A single host takes loopback: gloo would look up the host's own name, and NCCL would take the first interface that is up.
-    Either can be wrong or disappear; loopback needs no resolver, no cable and no firewall rule.
-    """
+    """The interface through which the kernel reaches most peers; the rendezvous breaks ties, and decides if no peer is known. A
+    single host takes loopback: gloo would look up the host's own name, and NCCL would take the first interface that is up.
+    Either can be wrong or disappear; loopback needs no resolver, no cable and no firewall rule."""
     if facts.alone:
         loopback = next((one for one in facts.interfaces if one.kind is Kind.LOOPBACK and one.can_carry), None)
         return Choice(loopback, "one host: its ranks meet over loopback, whatever its name resolves to")
@@ -102,8 +100,6 @@ def choose_interface(facts: Facts) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVariable:
-    """A variable, its value, and the reason for it in a few words."""
-
     name: str
     value: str
     reason: str
@@ -111,8 +107,6 @@ class PlannedVariable:
 
 @dataclass(frozen=True, slots=True)
 class TransportPlan:
-    """The variables of a host, and what they follow from."""
-
     host: str
     variables: tuple[PlannedVariable, ...]  # to be set
     kept: tuple[PlannedVariable, ...]  # set by a person; the reason names what would have been planned
@@ -147,7 +141,6 @@ def decide_transport(facts: Facts, *, agreed: Rdma, after_failure: bool = False)
 
 
 def describe_plan(plan: TransportPlan) -> list[str]:
-    """The plan for a person, one line per variable."""
     return [
         *(f"{one.name}={one.value}  # {one.reason}" for one in plan.variables),
         *(f"{one.name}={one.value}  # kept: {one.reason}" for one in plan.kept),
@@ -183,10 +176,8 @@ def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator
 
 
 def apply_plan(plan: TransportPlan, environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Set the plan's variables and remove those of an earlier plan; other settings stay. Returns what was set.
-
-    Call before the first process group: NCCL and gloo read each variable once.
-    """
+    """Set the plan's variables and remove those of an earlier plan; others stay. Returns what was set. Call before the first
+    process group: NCCL and gloo read each variable once."""
     for name, value in own_variables(environment).items():
         if environment.get(name) == value:
             del environment[name]

@@ -34,10 +34,8 @@ class Setting:
 
 
 def read_settings(surroundings: Surroundings) -> dict[str, Setting]:
-    """A person's settings by name, without empty ones. The first place that has a name wins.
-
-    Source: NCCL's `initEnv`: the environment, then $NCCL_CONF_FILE or else ~/.nccl.conf, then /etc/nccl.conf.
-    """
+    """A person's settings by name, without empty ones. The first place that has a name wins. Source: NCCL's `initEnv`: the
+    environment, then $NCCL_CONF_FILE or else ~/.nccl.conf, then /etc/nccl.conf."""
     environment = surroundings.environment
     own = own_variables(environment)
     found = {
