@@ -70,8 +70,7 @@ def find_backend(
 
 
 def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str, present: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set before a process group is made; the user's own are kept. `dump_prefix`: a local path; torch appends
-    the rank."""
+    """Variables to set before a process group is made; the user's are kept. `dump_prefix`: local path; torch adds the rank."""
     wanted = {
         # The store's client looks up the name of 127.0.0.1: a resolver that does not answer costs a second, not five each time.
         "RES_OPTIONS": "timeout:1 attempts:1",
@@ -85,7 +84,7 @@ def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str,
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             # Abort on a collective that failed or timed out, instead of hanging.
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            # We report the end of a failed group once.
+            # This package reports the end of a failed group once.
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         }
     return {name: value for name, value in wanted.items() if name not in present}

@@ -1,17 +1,16 @@
-"""Agreement on a fresh generation: the first thing that a group of ranks does.
+"""Agreement of all ranks on a fresh generation, before they do anything else together.
 
-torchrun's shared store outlives a restart and is handed to the next attempt as it is, so its keys name dead addresses. Nothing
-in the environment tells attempts apart reliably either: each agent counts restarts on its own. So the ranks agree through the
-store itself, in a way that a predecessor's leftovers cannot disturb:
+torchrun's store outlives a restart, so its keys name dead addresses. No environment variable identifies an attempt either: each
+agent counts restarts on its own. So the ranks agree through the store itself, undisturbed by keys of earlier generations:
 
-    every rank      writes hello/RANK = a nonce of its own
-    rank 0          reads all hellos, publishes proposal = (name, all nonces); again whenever a hello changes,
-                    or another rank 0, whose place it took, has written over it
-    every rank      that finds its own nonce in the proposal writes ack/NAME/RANK
+    every rank      writes hello/RANK = its nonce
+    rank 0          reads all hellos, publishes proposal = (name, all nonces); again when a hello changes, or when an earlier
+                    rank 0 has overwritten it
+    every rank      that finds its nonce in the proposal writes ack/NAME/RANK
     rank 0          when all have acknowledged, writes go/NAME
     every rank      leaves when it sees go/NAME of the proposal it acknowledged
 
-A stale hello has a nonce that no living rank acknowledges; it is replaced as soon as its successor speaks.
+No living rank acknowledges the nonce of a stale hello; the new rank overwrites that hello when it starts.
 """
 
 import base64
@@ -51,9 +50,7 @@ class Introduction:
 
 @dataclass(frozen=True, slots=True)
 class AgreedGeneration:
-    """One start of the group. `name` is the generation's number and a nonce: names in a folder sort in the order of starts."""
-
-    name: str
+    name: str  # number and nonce: names in a folder sort in the order of starts
     ranks: tuple[Introduction, ...]
 
     @property
@@ -137,11 +134,8 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     sleep: Callable[[float], None] = time.sleep,
 ) -> AgreedGeneration:
     """Agree with all other ranks. `number` counts the run's generations; rank 0's is used. `poll` may raise to leave early.
-    `put_off` is called with the seconds by which the time-out is extended, while rank 0 waits for another run. `tell` is called
-    once, on rank 0, with the missing ranks if the agreement takes long.
-
-    Collective: yes. Raises: TransportError that names the missing ranks.
-    """
+    `put_off` receives the seconds by which rank 0's wait for another run extends the time-out. `tell` receives the missing
+    ranks once, on rank 0, after a long wait. Collective: yes. Raises: TransportError naming the missing ranks."""
     nonce = uuid.uuid4().hex
     store.set(f"{_ROOT}/hello/{identity.rank}", encode_record(_Hello(nonce, introduction)).decode())
     own = _Participant(store, identity, nonce, number)

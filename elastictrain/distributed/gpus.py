@@ -10,7 +10,6 @@ from pathlib import Path
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 _FILES = ("nvidia[0-9]*", "nvhost-gpu", "dxg", "kfd")  # NVIDIA, its boards with shared memory, Windows, AMD
-
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)? +(\S+)")
 _BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= '([0-9.]+)", re.MULTILINE)
 _VERSION = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
@@ -18,20 +17,15 @@ _VERSION = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """GPU facts of a host; an empty text is absent or unknown.
+    """GPU facts of a host; an empty text is absent or unknown."""
 
-    `files`: devices that the kernel shows, like /dev/nvidia0. `driver`: version of the NVIDIA driver in the kernel;
-    `driver_cuda`: the newest CUDA that its library knows. `mask`: `NAME=value` of the variable that hides GPUs here.
-    `torch`: version of the torch that is installed; `torch_cuda`, `torch_hip`: what it is built for.
-    """
-
-    files: tuple[str, ...] = ()
-    driver: str = ""
-    driver_cuda: str = ""
-    mask: str = ""
+    files: tuple[str, ...] = ()  # devices that the kernel shows, like /dev/nvidia0
+    driver: str = ""  # version of the NVIDIA driver in the kernel
+    driver_cuda: str = ""  # newest CUDA that the driver's library supports
+    mask: str = ""  # `NAME=value` of the variable that hides GPUs
     all_hidden: bool = False
-    torch: str = ""
-    torch_cuda: str = ""
+    torch: str = ""  # version of the installed torch
+    torch_cuda: str = ""  # CUDA that it is built for
     torch_hip: str = ""
 
 

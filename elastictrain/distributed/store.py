@@ -1,7 +1,5 @@
-"""The store that ranks meet through, with a time limit on each request, since a frozen host never answers.
-
-torch's client has no limit of its own where a host accepts a connection and then is silent, whatever time-out it is given.
-"""
+"""The store that ranks meet through, with a time limit on each request, since a frozen host never answers. torch's client has
+no limit of its own where a host accepts a connection and then is silent, whatever time-out it is given."""
 
 import os
 import threading

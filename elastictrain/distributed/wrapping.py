@@ -54,11 +54,10 @@ def mesh_shape(parallel: ParallelGroup, *, world_size: int, local_world_size: in
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A model ready to train: `module` runs the forward pass, `bare` is the model with its own parameter names. Gradients after
-    the backward pass are sums over ranks divided by the world size."""
+    """A model ready to train. Gradients after the backward pass are sums over ranks divided by the world size."""
 
-    module: nn.Module
-    bare: nn.Module
+    module: nn.Module  # runs the forward pass
+    bare: nn.Module  # the model with its own parameter names
     shape: MeshShape
     precision_context: Callable[[], AbstractContextManager[object]]  # entered around each forward pass and loss
     groups: tuple[dist.ProcessGroup, ...] = ()  # the model's own groups, besides the default one
