@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
-from elastictrain.distributed.store import PIECE_BYTES, BoundedStore
+from elastictrain.distributed.store import PIECE_BYTES, BoundedStore, store_host
 from elastictrain.errors import ConfigError, Problem, TransportError
 from elastictrain.identity import Identity
 
@@ -162,7 +162,10 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
                 # Asked while there is time left for the answer.
                 silent = own.find_missing()
         if clock() > deadline:
-            sentence = f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {own.describe_missing()}"
+            sentence = (
+                f"the {identity.world_size} ranks did not agree within {timeout_s:g} s (`fault.rendezvous_timeout_s`) in "
+                f"the store on {store_host()}: {own.describe_missing()}"
+            )
             raise TransportError(sentence, missing=silent or ())
         sleep(pause_s)
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)

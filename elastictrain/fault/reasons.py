@@ -77,6 +77,7 @@ class Reason:
     sentence: str
     guilty: bool = False  # whether it hung while others waited for it
     missing: tuple[int, ...] = ()  # ranks that did not join in time when the group was formed
+    unreachable: bool = False  # whether the host of the missing ranks did not answer at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class ExitClassification:
     show_stack: bool
     alone: bool = False  # whether only this rank has the trouble: the others do not find it, and wait for this rank
     missing: tuple[int, ...] = ()
+    unreachable: bool = False
 
 
 def classify_exit(
@@ -157,8 +159,10 @@ def classify_exit(
         return ExitClassification(error.exit_code, str(error), show_stack=False, alone=type(error) is ElasticTrainError)
     if isinstance(error, TransportError) or (in_collective and _is_transport(error)):
         sentence = f"a collective failed in {where}: {_first_line(error)}{describe_heard(last_heard)}"
-        missing = error.missing if isinstance(error, TransportError) else ()
-        return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True, missing=missing)
+        if not isinstance(error, TransportError):
+            return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True)
+        missing, unreachable = error.missing, error.unreachable
+        return ExitClassification(EXIT_TRANSPORT, sentence, False, alone=True, missing=missing, unreachable=unreachable)
     return ExitClassification(EXIT_BUG, f"{type(error).__name__} in {where}: {_first_line(error)}", show_stack=True, alone=True)
 
 

@@ -132,7 +132,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         ending.callback(workers.close)
         workers.prepare()
         agent = HostAgent(config, arguments, place, surroundings, lock, listener, folder, workers)
-        if unfit := agent.check_host():
+        if unfit := agent.check_host(_processes(config, place)):
             print_line(f"this host is unfit: {unfit}")
             return EXIT_UNFIT
         while (code := agent.run()) is None:
@@ -166,9 +166,9 @@ class HostAgent:
             except RunHeldError:
                 return None
 
-    def check_host(self) -> str:
-        """Why this host is unfit; empty if it is not."""
-        return why_unfit(self.config, self.surroundings, processes=_processes(self.config, self.place))
+    def check_host(self, processes: int) -> str:
+        """Why this host is unfit for so many workers; empty if it is not."""
+        return why_unfit(self.config, self.surroundings, processes=processes)
 
     def _put_together(self) -> Supervisor:
         config, place = self.config, self.place
@@ -215,7 +215,7 @@ class HostAgent:
             expected_hosts=place.num_hosts,
             free_after=free_after,
             stop_request=lambda: self.listener.request,
-            check_host=self.check_host,
+            check_host=partial(self.check_host, record.processes),
             committed_step=partial(committed_step, store),
             remembered_step=partial(remembered_step, config),
             ask_to_flush=partial(ask_to_flush, config),

@@ -112,17 +112,18 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
     if missing:
         names = listed(member.name for member in generation.members if member.host in missing)
         sentence = f"{names} did not meet the workers of this host: {sentence}"
+    # If a host cannot be reached, neither is at fault. A host that can be reached, and whose workers do not come, is.
+    lost = next(iter(missing), "") if chosen.unreachable else ""
     return End(
         number,
         host,
-        # As where heartbeats of a host stop arriving: this host is not at fault.
-        EndKind.LOST if missing else EndKind.FAILED,
+        EndKind.LOST if lost else EndKind.FAILED,
         chosen.exit_code,
         chosen.phase,
         chosen.step,
         committed_step,
         sentence,
-        lost=next(iter(missing), ""),
+        lost=lost,
         blames=(host,) if any(reason.guilty for reason in reasons) else tuple(missing),
     )
 

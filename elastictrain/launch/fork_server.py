@@ -46,6 +46,7 @@ _LOOK_EVERY_S = 0.05
 _LONGEST = 400
 _LOOPBACK = "127.0.0.1"
 _READY = b"ready"
+STORE_LIMIT_S = 60.0  # a store opens within milliseconds
 
 
 @dataclass(slots=True)
@@ -94,6 +95,8 @@ class ForkServer:
         """Start the workers; returns why that failed, None if it did not. `store_port`: 0 where another host has the store."""
         if self._unfit:
             return _reason(EXIT_UNFIT, self._unfit)
+        # Also where another host is the first one now: the end of a store that serves nobody must not end these workers.
+        self._end_store()
         try:
             unforked = why_no_fork()
             # Garbage collection would write to pages that all forks share, and so copy them.
@@ -109,27 +112,33 @@ class ForkServer:
         except OSError as error:
             return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
         self._workers += started
-        self._tell({"order": order, "pids": [worker.pid for worker in started], "unforked": unforked})
+        pids, store_pid = [worker.pid for worker in started], self._store_pid
+        self._tell({"order": order, "pids": pids, "store_pid": store_pid, "unforked": unforked})
         return None
 
-    def _start_store(self, port: int) -> str:
-        """Replace the store of the previous generation; returns why the new one does not answer, empty if it does."""
+    def _end_store(self) -> None:
         if self._store_pid:
             os.kill(self._store_pid, signal.SIGKILL)
             os.waitpid(self._store_pid, 0)
             self._store_pid = 0
+
+    def _start_store(self, port: int) -> str:
+        """Start the store of this generation; returns why it does not answer, empty if it does."""
         reader, writer = os.pipe()
         with open(reader, "rb") as answers:  # noqa: PTH123
             try:
                 pid = self._fork(partial(_become_store, port, writer))
             finally:
                 os.close(writer)
+            # A child of a process that had other threads may hang before it is a store.
+            if not select.select([answers], [], [], STORE_LIMIT_S)[0]:
+                os.kill(pid, signal.SIGKILL)
             answer = answers.readline()
         if answer == _READY:
             self._store_pid = pid
             return ""
         os.waitpid(pid, 0)
-        return answer.decode() or "its process has ended"
+        return answer.decode() or "its process has ended, or was killed because it had not answered in time"
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a process that ends with this one, in its own session: workers are killed by process group."""

@@ -170,12 +170,11 @@ class WorkerGroup:
         server_code = server.poll()
         self._receive()
         self._reap()
-        if run.killed_s is None:
-            if server_code is not None:
-                # Workers would save first, and hold their devices meanwhile.
-                self._kill(run)
-            elif len(run.codes) != run.num_workers:
+        if run.killed_s is None and len(run.codes) != run.num_workers:
+            if server_code is None:
                 return None
+            # Workers would save first, and hold their devices meanwhile.
+            self._kill(run)
         left = self._left(run)
         if left and run.killed_s is not None and self._clock() < run.killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
@@ -230,14 +229,21 @@ class WorkerGroup:
             self._note(**json.loads(line))
 
     def _note(
-        self, *, order: int, pids: Sequence[int] | None = None, unforked: str = "", codes: Sequence[tuple[int, int]] = ()
+        self,
+        *,
+        order: int,
+        pids: Sequence[int] | None = None,
+        store_pid: int = 0,
+        unforked: str = "",
+        codes: Sequence[tuple[int, int]] = (),
     ) -> None:
         run = self._run
         if run is None or order != self._order:
             return
         if pids is not None:
             run.num_workers, run.unforked = len(pids), unforked
-            self._leaving.update(known for pid in pids if (known := identify(pid)) is not None)
+            # The store is reaped with them, should its server end first.
+            self._leaving.update(known for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None)
             for local_rank, pid in enumerate(pids):
                 with suppress(psutil.Error):
                     run.workers[local_rank] = psutil.Process(pid)

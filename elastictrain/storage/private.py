@@ -54,8 +54,8 @@ def make_private_folder(path: str) -> None:
 def make_private_folders(path: str) -> None:
     """The same for a folder and its parent, which the end of another run may remove meanwhile."""
     parent = os.path.dirname(path)  # noqa: PTH120
-    make_private_folder(parent)
     try:
+        make_private_folder(parent)
         make_private_folder(path)
     except FileNotFoundError:
         make_private_folder(parent)

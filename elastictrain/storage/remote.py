@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from elastictrain.errors import ObjectExistsError, TransientStorageError
+from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, TransientStorageError
 from elastictrain.storage.failures import Fault, Retrying, fault_of
 from elastictrain.storage.store import Bytes, ObjectInfo, check_key, folder_of
 
@@ -125,8 +125,12 @@ class RemoteStore:
         except ObjectExistsError:
             # A request whose answer is lost may have been carried out and sent again, by `Retrying` or, unseen, by aiohttp
             # (which repeats a PUT when a connection breaks): then the object exists because this call created it.
-            found = self._try("create", key, lambda backend, path: backend.describe(path)[1])
-            ours = self.read(key) == payload if found is None else found == mark
+            try:
+                found = self._try("create", key, lambda backend, path: backend.describe(path)[1])
+                ours = self.read(key) == payload if found is None else found == mark
+            except ObjectNotFoundError:
+                # A directory of this name, or an object that was deleted since.
+                ours = False
             if not ours:
                 raise
 

@@ -12,7 +12,7 @@ _STATE, _THREADS, _STARTED = 0, 17, 19
 
 
 def process_name(pid: int | None = None) -> str:
-    """Name of a process of this host, by default the calling one; '' where there is no /proc."""
+    """Name of a process of this host, by default the calling one; '' where /proc does not show it."""
     pid = os.getpid() if pid is None else pid
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -20,6 +20,9 @@ def process_name(pid: int | None = None) -> str:
     except OSError:
         return ""
     fields = _fields_of(_PROC / str(pid))
+    if fields is None and pid == os.getpid():
+        # /proc is that of another pid namespace: no process could tell from this name whether this one lives.
+        return ""
     return f"{boot}.{namespace}.{pid}.{fields[_STARTED] if fields else 0}"
 
 

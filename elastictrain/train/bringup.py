@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _DIGITS = 16
 _OWNER_KEY = "elastictrain/owner"
-_MEET_SHARE = 0.9  # share of the time in which the store must answer: how long ranks wait for each other
+_NAMING_S, _NAMING_SHARE = 10.0, 0.1  # of the time in which the store must answer: what is left to ask who is missing
 
 
 def meet_ranks(
@@ -110,15 +110,16 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
         context.lease = _take_lease(context, parent=parent, on_lost=on_lost)
     lease, launcher = context.lease, identity.launcher
     digest = group_digest(config, data_digest=context.samples.digest)
+    margin_s = min(_NAMING_S, _NAMING_SHARE * rendezvous.left_s)
     generation = context.generation = agree(
         rendezvous,
         identity,
         Introduction(identity.host, identity.local_world_size, context.backend, digest),
         number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
         # The rank names the missing ranks while the store still answers.
-        timeout_s=_MEET_SHARE * rendezvous.left_s,
+        timeout_s=rendezvous.left_s - margin_s,
         poll=context.leave_if_asked,
-        put_off=lambda seconds: _put_off(context, seconds / _MEET_SHARE),
+        put_off=lambda seconds: _put_off(context, seconds + margin_s),
         tell=_tell,
     )
     if identity.rank == 0:

@@ -58,7 +58,7 @@ class ExitReport:
         """Report a run that is complete, or that was stopped and has saved what it could."""
         step, reached, request = loop.state.step, loop.reached, self.stop_request()
         # The launcher is informed before anything is closed: slow storage may keep this process from returning.
-        self._tell_launcher(code, reason, step=reached.step if reached.tier != "nothing" else 0)
+        self._tell_launcher(ExitClassification(code, reason, False), step=reached.step if reached.tier != "nothing" else 0)
         if code == EXIT_STOPPED and request is not None and request.deadline_s is not None:
             # The rest of the work is not worth a kill.
             left_s = min(self.config.fault.shutdown_grace_s, request.deadline_s - time.monotonic())
@@ -79,11 +79,12 @@ class ExitReport:
         # Closed only after the last collective of the ranks, which may fail and must be recorded then.
         context.journal.flush()
 
-    def failed(self, error: BaseException) -> int:
-        """Report an exception; returns the exit code."""
+    def failed(self, error: BaseException, *, bounded: Callable[[], None] = lambda: None) -> int:
+        """Report an exception; returns the exit code. Calls `bounded` once the report has a limit that keeps this code."""
         mark = self.tracker.mark
         classify = partial(classify_exit, error, where=str(mark), in_collective=mark.in_collective)
         self._begin(classify(last_heard={}).exit_code)
+        bounded()
         heard = self._last_heard()
         what = classify(last_heard=heard)
         if what.alone:
@@ -125,7 +126,7 @@ class ExitReport:
             mark = self.tracker.mark
             # The launcher waits for the saved step of a stop; a rank that reports the stop here has saved nothing.
             step = 0 if what.exit_code == EXIT_STOPPED else mark.step
-            self._tell_launcher(what.exit_code, what.sentence, step=step, missing=what.missing)
+            self._tell_launcher(what, step=step)
             context, limit_s = self.context, self.config.fault.shutdown_grace_s / 2
             if context is None:
                 return
@@ -162,10 +163,13 @@ class ExitReport:
         limit_the_end(self.config.fault.shutdown_grace_s, exit_code=exit_code)
         self.hangs.announce_ending()
 
-    def _tell_launcher(self, exit_code: int, sentence: str, *, step: int, missing: tuple[int, ...] = ()) -> None:
-        launcher, phase = self.identity.launcher, str(self.tracker.mark.phase)
+    def _tell_launcher(self, what: ExitClassification, *, step: int) -> None:
+        launcher, rank, phase = self.identity.launcher, self.identity.rank, str(self.tracker.mark.phase)
         if launcher is not None:
-            leave_reason(launcher.folder, Reason(self.identity.rank, exit_code, phase, step, sentence, missing=missing))
+            reason = Reason(
+                rank, what.exit_code, phase, step, what.sentence, missing=what.missing, unreachable=what.unreachable
+            )
+            leave_reason(launcher.folder, reason)
 
     def _is_reporter(self, what: ExitClassification) -> bool:
         """One rank per host reports an error that all ranks share; an error of one rank is reported by that rank."""

@@ -54,9 +54,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
     try:
         code = _train(report, prefix, parent=parent)
     except BaseException as error:  # noqa: BLE001  the edge of the process: everything that ends it is accounted for
-        # The report has a limit of its own, which keeps the exit code.
-        watchdog.close()
-        code = report.failed(error)
+        code = report.failed(error, bounded=watchdog.close)
     finally:
         if report.context is not None and report.context.lease is not None:
             # A restart after a failure has the same owner, so the lease is kept.
@@ -81,6 +79,7 @@ def _train(report: ExitReport, prefix: LogPrefix, *, parent: int) -> int:
     form_group(context)
     # The process that would restart this worker; the launcher's process from which it forks may be replaced.
     agent = parent if identity.launched else os.getpid()
+    report.hangs.group_formed(context.backend, None)
     link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
     report.hangs.group_formed(context.backend, link)
     loop = report.loop = build(context, link)

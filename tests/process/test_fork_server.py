@@ -201,6 +201,23 @@ def test_the_store_outlives_the_workers_until_the_next_ones_start(server: Server
     wait_until(lambda: not answers(second), timeout_s=20, what="the end of the store")
 
 
+def test_the_store_of_a_host_that_is_not_the_first_any_more_ends(server: Server) -> None:
+    port = free_port()
+    server.start(store_port=port)
+    assert server.end().code != 0
+    server.again("--help")
+    assert server.end() == WorkersEnd(0, {})
+    assert not answers(port)
+
+
+def test_a_store_that_does_not_open_is_given_up(server: Server) -> None:
+    server.start(
+        program="module.STORE_LIMIT_S = 0.5\nmodule._become_store = lambda *_: __import__('time').sleep(600)", store_port=1
+    )
+    assert server.end() == FAILED
+    assert server.reason.exit_code == EXIT_TRANSPORT
+
+
 def test_workers_whose_store_has_ended_cannot_go_on(server: Server) -> None:
     process = server.start(worker=SLEEPS, count=2, store_port=free_port())
     workers = server.workers(process, 2)

@@ -334,6 +334,12 @@ def test_workers_that_end_well_are_an_end(hosts: list[Host]) -> None:
     assert lives(host.server)
 
 
+def test_workers_that_have_ended_well_before_their_fork_server_are_an_end(hosts: list[Host]) -> None:
+    hosts.append(host := Host(["-c", ""], then=TELLS_OF_ALL.replace("time.sleep(600)", "sys.exit(3)")))
+    host.wait_for_server()
+    assert host.end() == WorkersEnd(0, {})
+
+
 def test_the_code_of_the_worker_that_failed_first_counts(hosts: list[Host]) -> None:
     hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", SAVES.replace("SIG_IGN", "SIG_DFL")], then=TELLS_OF_FIRST))
     wait_until(lambda: host.group.poll() is None and bool(host.group.failed), timeout_s=20, what="the first failure")

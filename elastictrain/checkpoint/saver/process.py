@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -10,8 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-
-import psutil
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.memory.folder import make_private
@@ -91,8 +90,13 @@ class SaverStarter:
 
     def wait_for_end(self, pid: int, *, timeout_s: float) -> None:
         """Wait until the saver with this pid, started here or elsewhere, has ended, for `timeout_s` at most."""
-        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-            psutil.Process(pid).wait(timeout_s)
+        # Unlike a wait for the pid to vanish, a pidfd also reports the end of a zombie that its parent does not reap.
+        with suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                select.select([descriptor], [], [], timeout_s)
+            finally:
+                os.close(descriptor)
         if self._child is not None:
             # Reaped, or it would stay a zombie as long as this process lives.
             self._child.poll()

@@ -1,6 +1,8 @@
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,6 +16,7 @@ from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.saver import commit_protocol, connections, event_log
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol
 from elastictrain.checkpoint.saver.messages import encode
+from elastictrain.checkpoint.saver.process import SaverStarter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey, proof_of
 from elastictrain.errors import StorageError
 from elastictrain.storage.opening import open_store
@@ -538,3 +541,15 @@ def test_a_worker_with_another_key_is_refused(memory: Path, run: Path, name: str
         assert worker.hear("welcome")["pid"] == os.getpid()
         worker.send(op="finish")
         worker.bye()
+
+
+def test_a_saver_that_its_parent_does_not_reap_has_ended(memory: Path) -> None:
+    program = "import os, time; pid = os.fork() or os._exit(0); print(pid, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        began_s = time.monotonic()
+        SaverStarter(str(memory), FACTS).wait_for_end(pid, timeout_s=30.0)
+        assert time.monotonic() - began_s < 10.0
+        assert Path(f"/proc/{pid}").exists()
+        parent.kill()

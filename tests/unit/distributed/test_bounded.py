@@ -74,3 +74,11 @@ def test_an_answer_that_comes_too_late_is_none() -> None:
     """It is there when the others have answered."""
     never = threading.Event()
     assert each_within([(5.0, lambda: never.wait(0.3)), (0.01, lambda: not never.wait(0.1))]) == [False, None]
+
+
+def test_without_room_for_a_thread_there_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert each_within([(1.0, lambda: 3), (1.0, lambda: 4)]) == [None, None]

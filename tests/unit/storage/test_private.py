@@ -11,6 +11,7 @@ from elastictrain.storage.local import LocalStore
 from elastictrain.storage.private import (
     NameTakenError,
     make_private_folder,
+    make_private_folders,
     open_private_file,
     temporary_folder,
     why_not_private,
@@ -174,3 +175,18 @@ def test_a_file_server_may_have_its_own_number_for_us(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "getuid", lambda: STRANGER)
     assert store.read_secret("token", most_bytes=10) == b"secret"
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_a_parent_that_another_run_removes_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lstat, removed = tmp_path / "parent" / "run", os.lstat, []
+
+    def remove_first(name: str) -> os.stat_result:
+        if not removed:
+            removed.append(name)
+            Path(name).rmdir()
+        return lstat(name)
+
+    monkeypatch.setattr(os, "lstat", remove_first)
+    make_private_folders(str(path))
+    assert removed == [str(path.parent)]
+    assert path.is_dir()

@@ -65,3 +65,13 @@ def test_a_process_that_waits_for_its_parent_to_ask_is_dead(tmp_path: Path) -> N
         assert is_dead("boot.4026.5.77", here=HERE, proc=tmp_path) is dead
         assert is_dead("boot.4026.5.78", here=HERE, proc=tmp_path)
     assert not is_dead("nonsense", here=HERE)
+
+
+def test_a_process_that_proc_does_not_show_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("sys/kernel/random/boot_id", "boot\n"), ("self/ns/other", "")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "self/ns/pid").symlink_to("pid:[4026]")
+    monkeypatch.setattr("elastictrain.storage.writers._PROC", tmp_path)
+    assert process_name() == ""
+    assert process_name(os.getpid() + 1) == f"boot.4026.{os.getpid() + 1}.0"
