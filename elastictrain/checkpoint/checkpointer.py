@@ -1,4 +1,4 @@
-"""Saves and restores the state of a run: what the training loop talks to."""
+"""Saves and restores the state of a run: the training loop's interface."""
 
 import logging
 import platform
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_error(failures: Mapping[int, ElasticTrainError], *, url: str) -> ElasticTrainError:
-    """A StorageError of the first rank's kind if only the store failed; else a CheckpointError."""
+    """A StorageError of the first failed rank's kind if only the store failed; else a CheckpointError."""
     lines = [str(failures[rank]) if len(failures) == 1 else f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
     only_store = all(isinstance(error, StorageError) for error in failures.values())
     kind = type(failures[min(failures)]) if only_store else CheckpointError
@@ -50,7 +50,7 @@ _NOTHING = JobMemory()
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What was loaded. `bytes` counts what all ranks read."""
+    """What was loaded. `bytes` counts the reads of all ranks."""
 
     step: int
     checkpoint: str
@@ -59,8 +59,7 @@ class RestoreResult:
     world_size: int
     bytes: int
     seconds: Mapping[str, float]
-    tier: str
-    """`memory`, `peer` or `storage`."""
+    tier: str  # `memory`, `peer` or `storage`
 
 
 @dataclass
@@ -76,33 +75,24 @@ class Checkpointer:
     incarnation: str
     config_digest: str
     record: Callable[[Event], None]
-    generation: int | None = None
-    """Of the hosts, if a launcher started this incarnation."""
-
-    job: JobMemory = _NOTHING
-    """Asked on rank 0 only."""
-
+    generation: int | None = None  # set if a launcher started this incarnation
+    job: JobMemory = _NOTHING  # read on rank 0 only
     clock: Callable[[], float] = time.time
-    signing: SigningKey | None = None
-    """The same on all ranks: signs what is saved, and nothing else is restored from storage."""
+    signing: SigningKey | None = None  # the same on all ranks: signs saves; restores from storage need its signature
 
     def __post_init__(self) -> None:
-        self._saved: tuple[int, str] | None = None
-        """The step that was committed last, and its checkpoint."""
-
-        self._listing = Listing((), begun=False)
-        """As rank 0 found things before it saved."""
+        self._saved: tuple[int, str] | None = None  # the step that was committed last, and its checkpoint
+        self._listing = Listing((), begun=False)  # of rank 0, from before its save
         keep_last, keep_every = self.options.keep_last, self.options.keep_every
         self._committer = Committer(self.store, keep_last=keep_last, keep_every=keep_every, signing=self.signing)
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> str:
-        """Writes and commits a checkpoint, unless this step was committed before; its name. Synchronous. Collective: yes.
+        """Write and commit a checkpoint, unless this step was committed before; returns its name. Synchronous. Collective: yes.
 
         `tensors`, the same names on all ranks, may be shards (DTensor), or whole and the same on all ranks (written once).
-        `state` is taken from rank 0. A failure leaves earlier checkpoints as they are, and is raised on all ranks alike.
+        `state` is rank 0's. A failure leaves earlier checkpoints as they are; all ranks raise the same error.
 
-        Raises: StorageError, CheckpointError; the save may be tried again. LeaseLostError; it may not. What a broken group
-        raises is passed on.
+        Raises: StorageError, CheckpointError: the caller may try again; LeaseLostError: it may not; what a broken group raises.
         """
         began = time.monotonic()
         folder = from_first(lambda: self._prepare(step), group=self.group)
@@ -140,7 +130,7 @@ class Checkpointer:
         return folder
 
     def _prepare(self, step: int) -> str:
-        """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
+        """On rank 0: the folder to write to, without files; empty if this step was saved already."""
         self._listing = listing = list_checkpoints(self.store)
         if self._saved is not None and self._saved[0] == step:
             folder = listing.folder(self._saved[1])
@@ -149,7 +139,7 @@ class Checkpointer:
         return clear_target(self.store, listing, step=step, at_work=self.incarnation)
 
     def _write_together(self, tensors: Mapping[str, Tensor], folder: str) -> bytes:
-        """Writes this rank's files; what a manifest must say of them. Raises on all ranks if any fails. Collective: yes."""
+        """Write this rank's files; returns their encoded records. Raises on all ranks if any fails. Collective: yes."""
         part, failure = b"", None
         try:
             shard_bytes = int(self.options.shard_mb * 2**20)
@@ -168,7 +158,7 @@ class Checkpointer:
         failures = {rank: revive(one) for rank, one in enumerate(results) if isinstance(one, dict)}
         if not failures:
             return part
-        # All wait for rank 0, which deletes what they wrote: who went on would look hung to the others meanwhile.
+        # All ranks wait while rank 0 deletes what they wrote: ranks that went ahead would take the others for hung.
         from_first(lambda: discard_files(self.store, folder, incarnation=self.incarnation), group=self.group)
         if failure is not None and not isinstance(failure, Exception):
             raise failure
@@ -181,15 +171,13 @@ class Checkpointer:
         reset: Callable[[], None],
         recall: MemoryRestore | None = None,
     ) -> RestoreResult | None:
-        """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start.
+        """Load the newest valid checkpoint into `tensors`, in place; None for a fresh start. Collective: yes.
 
-        Every byte is verified as it is read, and goes to its tensor at once. Where a fresh start follows one that turned out to
-        be damaged on the way, `reset` is called to give the tensors their first values again.
+        Every byte is verified as it is read, and goes to its tensor at once. If a checkpoint turns out to be damaged during its
+        load, and a fresh start follows, `reset` gives the tensors their first values again.
 
-        It comes from the memory of hosts if that has a step which is at least as new as any valid one in storage.
-        What is off the line that the run went on with (see `lineage`) counts only where nothing on it is left, in either.
-
-        Damaged ones are quarantined on the way back. Collective: yes.
+        The memory of hosts is used if its step is at least as new as any valid one in storage. State off the lineage of the run
+        counts only if none on it is left, in either. Damaged checkpoints are quarantined.
 
         Raises: NoValidCheckpointError; UnknownFormatError; ConfigError if the checkpoint is of another model; StorageError.
         After an error tensors may hold parts of a checkpoint.
@@ -228,7 +216,7 @@ class Checkpointer:
                 return replace(restored, seconds={"choose": chosen - begin, "read": time.monotonic() - chosen})
 
     def _look(self, recall: MemoryRestore, search: CandidateSearch) -> None:
-        """What hosts hold of this run. Collective: yes."""
+        """List the snapshots on all hosts; those off the lineage count last. Collective: yes."""
         recall.look()
         search.in_memory = [InMemory(one.facts.incarnation, one.facts.step, recall.name_of(one)) for one in recall.held]
         made = [(one.incarnation, one.step) for one in recall.whole()]
@@ -244,7 +232,7 @@ class Checkpointer:
             known = Starts(self.store).known(incarnation for incarnation, _ in made)
             return [*known, *self.job.incarnations], off_line
 
-        # What a run that was deleted left in memory is not of this run, unless the same job has trained it.
+        # Snapshots of a deleted run in the same folder do not count, unless the same job has trained it.
         incarnations, off_line = from_first(judge_snapshots, group=self.group)
         recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 
@@ -275,13 +263,13 @@ class Checkpointer:
         )
 
     def _note_origin(self, *, step: int, parent: str) -> None:
-        """Write down where this incarnation goes on from, before it can commit anything. Collective: yes."""
+        """Record what this incarnation resumed from, before it can commit anything. Collective: yes."""
         if self.generation is not None:
             origin = ResumeOrigin(self.generation, self.incarnation, step, parent)
             from_first(lambda: Lineage(self.store).write(origin), group=self.group)
 
     def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
-        """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""
+        """Load from the memory of hosts; if a snapshot is damaged, drop it and return None. Collective: yes."""
         opened = recall.open(chosen)
         if not isinstance(opened, Recalled):
             self._pass_over(recall, chosen, opened, "it cannot be opened")

@@ -1,6 +1,6 @@
-"""This rank's slots, made and page-locked in the background, and copies of local tensors into them.
+"""Makes and page-locks this rank's slots in the background, and copies local tensors into them.
 
-Neither start-up nor a step waits for memory; another thread copies while the next forward and backward passes run.
+Neither start-up nor a step waits for memory; another thread copies during the next forward and backward passes.
 """
 
 import ctypes
@@ -23,21 +23,17 @@ from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 32 << 20
-"""Registered at a time: the driver serves nobody else meanwhile, about 10 ms."""
-
-_REST = 2.0
-"""Rest after each segment, as a multiple of the time that it took: training is under way by then."""
+SEGMENT_BYTES = 32 << 20  # registered at a time: the driver serves no other call meanwhile, about 10 ms
+_REST = 2.0  # pause after each segment, as a multiple of the time that it took: training runs by then
 
 
 class Arena:
-    """The slots of one rank; a slot is None until it can be copied to."""
+    """The slots of one rank; a slot is None until it is ready."""
 
     def __init__(self, folder: str, layout: RankLayout, *, rank: int, indices: Sequence[int], device: torch.device) -> None:
-        """`indices` name the slots of this rank in the order of their use."""
+        """`indices` name the slots in the order of their use."""
         self.names = tuple(SlotName("own", rank, index) for index in indices)
-        self.broken = ""
-        """Why there are fewer slots than were asked for; empty if there are not."""
+        self.broken = ""  # why slots are missing; empty if none are
         self._folder = folder
         self._layout = layout
         self._device = device
@@ -47,15 +43,13 @@ class Arena:
         self._thread = threading.Thread(target=self._run, name="arena", daemon=True)
 
     def start(self) -> None:
-        """Begin to make slots; they become ready one after another."""
         self._thread.start()
 
     def slot(self, place: int) -> Slot | None:
-        """The slot at a place of `names`, once it is ready."""
         return self._slots[place]
 
     def close(self) -> None:
-        """Unregister and unmap, after the last copy; what is in the slots stays."""
+        """Unregister and unmap, after the last copy; the content of the slots stays."""
         self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
@@ -72,7 +66,7 @@ class Arena:
             for place, name in enumerate(self.names):
                 slot = Slot.make(f"{self._folder}/{name}", size_bytes=self._layout.size_bytes)
                 self._lock_pages(slot.map)
-                # Also when stopped: pages are unlocked before they are unmapped, and `close` does both.
+                # Also when stopped: `close` unlocks the pages before it unmaps them.
                 self._slots[place] = slot
                 if self._stopped:
                     return
@@ -80,12 +74,12 @@ class Arena:
             self.broken = str(error)
             logger.warning("no more snapshots in host memory: %s", error)
         except Exception as error:
-            # The edge of the thread: nobody must wait for slots that never come.
+            # The edge of the thread: no rank may wait for slots that never become ready.
             self.broken = f"{type(error).__name__}: {error}"
             logger.exception("no more snapshots in host memory")
 
     def _lock_pages(self, mapped: mmap.mmap) -> None:
-        """Page-lock what can be: copies to memory that is not locked are slower, and right."""
+        """Page-lock what can be locked: copies to other memory are slower, but right."""
         if self._device.type != "cuda":
             return
         before = len(self._registered)
@@ -114,9 +108,9 @@ class Arena:
 
 
 def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tuple[list[int], list[int]]:
-    """Indices of the slots to use, and those among them that are there already with the right size.
+    """Indices of the slots to use, and those among them that exist with the right size.
 
-    Slots of another size stay until newer snapshots are whole: what is in them may be all that there is.
+    Slots of another size stay until newer snapshots are complete: they may hold the only ones.
     """
     there: dict[int, bool] = {}
     for index in range(10):
@@ -131,10 +125,10 @@ def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tup
 
 
 def free_indices(folder: str, *, rank: int, size_bytes: int, wanted: int, restored_step: int | None) -> None:
-    """See that `slot_indices` finds as many as are wanted, though starts with other world sizes have left their slots.
+    """Make `slot_indices` find as many as `wanted`, though starts with other world sizes have left their slots.
 
-    As few as possible are removed, the oldest first, and never one of the step that was restored: until a newer snapshot is
-    whole, it may be all that there is.
+    Removes as few as possible, the oldest first, and none of the restored step: until a newer snapshot is complete, it may be
+    the only one.
     """
     missing = wanted - len(slot_indices(folder, rank=rank, size_bytes=size_bytes, wanted=wanted)[0])
     if missing <= 0:
@@ -151,16 +145,13 @@ def free_indices(folder: str, *, rank: int, size_bytes: int, wanted: int, restor
         remove_slot(folder, name)
 
 
-SMALL_BYTES = 1 << 20
-"""Below this, neighbours are gathered on the device first: the launch of a copy takes as long as that many bytes."""
-
-STAGING_BYTES = 32 << 20
-"""Upper bound of what is gathered for one copy."""
+SMALL_BYTES = 1 << 20  # smaller neighbours are gathered on the device first: a launch takes as long as copying this much
+STAGING_BYTES = 32 << 20  # most that is gathered for one copy
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Tensors that lie side by side in the slot, beginning at byte `start`."""
+    """Tensors that are adjacent in the slot, from byte `start` on."""
 
     start: int
     size_bytes: int
@@ -168,7 +159,7 @@ class Move:
 
 
 def plan_moves(places: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
-    """`places[i]` is (start, bytes) of tensor i in the slot, in increasing order. Tensors without bytes are left out."""
+    """`places[i]` is (start, bytes) of tensor i in the slot, in increasing order. Empty tensors are left out."""
     moves: list[Move] = []
     for index, (start, size_bytes) in enumerate(places):
         if not size_bytes:
@@ -188,8 +179,7 @@ def plan_moves(places: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
 
 
 def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, int]]:
-    """The range as pieces (start, end) that cross no multiple of `segment_bytes`: memory registered in segments cannot be the
-    target of a copy that spans two of them."""
+    """Pieces (start, end) that cross no multiple of `segment_bytes`: no copy may span two registered segments."""
     pieces = []
     end = start + size_bytes
     while start < end:
@@ -200,7 +190,7 @@ def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, i
 
 
 def copy_on_host(moves: Sequence[Move], sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy bytes that no device has."""
+    """Copy CPU tensors."""
     for move in moves:
         start = move.start
         for index in move.tensors:
@@ -209,10 +199,10 @@ def copy_on_host(moves: Sequence[Move], sources: Sequence[Tensor], target: Tenso
 
 
 class Copier:
-    """Knows where each tensor of a layout goes. One copy at a time.
+    """Copies the tensors of a layout to their places in a slot. One copy at a time.
 
-    Tensors that a forward pass may change (buffers) are cloned at once, in the order of the device's work; all others change
-    only in the update, which waits for `before_update`.
+    Tensors that a forward pass may change (buffers) are cloned at once, in the order of the device's work. All others change
+    only in the update, which waits in `before_update`.
     """
 
     def __init__(self, layout: RankLayout, *, changing: frozenset[str], device: torch.device) -> None:
@@ -238,7 +228,7 @@ class Copier:
     def start(self, slot: Slot, parts: Mapping[str, Tensor]) -> Callable[[], float]:
         """Begin to copy `parts` (this rank's part of each tensor) into `slot`.
 
-        Another thread calls what is returned: it copies, and returns the seconds that this took.
+        Another thread calls the returned function, which copies and returns the seconds that this took.
         """
         sources = []
         for name, sizes in zip(self._names, self._sizes, strict=True):
@@ -250,7 +240,7 @@ class Copier:
         ready = None
         if self._stream is not None:
             ready, self._arrived = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            # The state is as it is to be copied.
+            # The copy begins after this event, when the state is complete.
             ready.record()
         arrived = self._arrived
 
@@ -272,7 +262,7 @@ class Copier:
         return copy
 
     def before_update(self) -> None:
-        """The state is about to change: wait until all of it is copied. On a device only its stream waits."""
+        """Wait until all of the state is copied; on a device only its stream waits."""
         if self._issued is None:
             return
         self._issued.wait()
@@ -283,8 +273,8 @@ class Copier:
     def _issue(
         self, sources: Sequence[Tensor], target: Tensor, *, ready: torch.cuda.Event, arrived: torch.cuda.Event
     ) -> torch.cuda.Event:
-        """Has the device copy, from when the state is `ready` until all of it has `arrived`. Returns the event of the first
-        byte, so that the wait for the state does not count."""
+        """Have the device copy, after `ready` and up to `arrived`. Returns the event of the first byte: the wait for the state
+        does not count."""
         stream = self._stream
         assert stream is not None  # noqa: S101
         torch.cuda.set_device(self._device)
@@ -298,7 +288,7 @@ class Copier:
                     # One staging area is enough: the stream keeps the order of gathering and copying.
                     source = self._staging[: move.size_bytes]
                     torch.cat([sources[index] for index in move.tensors], out=source)
-                # Registration is counted from the beginning of the slot, its header included.
+                # The registered segments begin with the slot's header.
                 for begin, end in cut(move.start + HEADER_BYTES, move.size_bytes, segment_bytes=SEGMENT_BYTES):
                     first, last = begin - HEADER_BYTES, end - HEADER_BYTES
                     target[first:last].copy_(source[first - move.start : last - move.start], non_blocking=True)

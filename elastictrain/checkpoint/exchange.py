@@ -1,4 +1,4 @@
-"""What ranks tell each other about a checkpoint: bytes and JSON over a gloo group, never pickles."""
+"""Exchange of bytes and JSON between ranks over a gloo group, never pickles."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def broadcast_bytes(data: bytes, *, group: dist.ProcessGroup | None) -> bytes:
-    """What rank 0 of the group passed. Collective: yes."""
+    """The bytes of rank 0 of the group. Collective: yes."""
     if group is None:
         return data
     first = dist.get_rank(group) == 0
@@ -35,10 +35,7 @@ def gather_json(value: JsonValue, *, group: dist.ProcessGroup | None) -> list[Js
 
 
 def gather_bytes(data: bytes, *, group: dist.ProcessGroup | None, to_first: bool = False) -> list[bytes]:
-    """What all ranks passed (one byte at least), in rank order: on all ranks or, with `to_first`, on rank 0 alone.
-
-    Collective: yes.
-    """
+    """The bytes (one at least) of all ranks, in rank order; with `to_first` on rank 0 alone. Collective: yes."""
     if group is None:
         return [data]
     world_size = dist.get_world_size(group)
@@ -56,12 +53,12 @@ def gather_bytes(data: bytes, *, group: dist.ProcessGroup | None, to_first: bool
 
 
 def gather_records(record: T, *, group: dist.ProcessGroup | None) -> list[T]:
-    """The same for a dataclass of JSON values. Collective: yes."""
+    """`gather_json` for a dataclass of JSON values. Collective: yes."""
     return [as_record(row, type(record)) for row in gather_json(asdict(record), group=group)]  # type: ignore[call-overload]
 
 
 def from_first(act: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """Rank 0 of the group acts and all get its result, bytes or JSON, or raise what it raised. Collective: yes."""
+    """Rank 0 of the group acts; all ranks return its result, bytes or JSON, or raise its error. Collective: yes."""
     if group is None:
         return act()
     if dist.get_rank(group) != 0:
@@ -73,7 +70,7 @@ def from_first(act: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
     try:
         result = act()
     except BaseException as error:
-        # Whatever it is, the others wait for an answer.
+        # Whatever the error is, the other ranks wait for an answer.
         broadcast_bytes(b"!" + json.dumps(describe(error)).encode(), group=group)
         raise
     broadcast_bytes(b"=" + result if isinstance(result, bytes) else b":" + json.dumps(result).encode(), group=group)
@@ -81,16 +78,16 @@ def from_first(act: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
 
 
 def describe(error: BaseException) -> dict[str, JsonValue]:
-    """An error in JSON, to be raised again by `revive` on another rank."""
+    """An error as JSON, for `revive` on another rank."""
     if not isinstance(error, ElasticTrainError):
         return {"type": CheckpointError.__name__, "message": f"{type(error).__name__}: {error}"}
-    # Of an error that is private to its module: the one that it is derived from.
+    # An error that is private to its module is sent as its public base class.
     public = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return {"type": public.__name__, "message": str(error)}
 
 
 def revive(described: dict[str, JsonValue]) -> ElasticTrainError:
-    """The error that was described; a CheckpointError if it is not one of the tree in `errors`."""
+    """The described error; a CheckpointError if its class is not in `errors`."""
     kind = getattr(errors, str(described["type"]), None)
     if not isinstance(kind, type) or not issubclass(kind, ElasticTrainError):
         kind = CheckpointError

@@ -14,16 +14,14 @@ MANIFEST_NAME = "manifest.json"
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
-MAX_COUNT = 2**63 - 1
-"""Of steps, bytes and elements: torch and every file system count in signed 64 bits."""
-
+MAX_COUNT = 2**63 - 1  # of steps, bytes and elements: torch and file systems count in signed 64 bits
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
-    """A box of a tensor: where it lies in the tensor, and which bytes of which file it is. The unit of verified reading."""
+    """A box of a tensor: its place in the tensor, and its bytes in a file. The unit of verified reads."""
 
     offsets: tuple[Count, ...]
     sizes: tuple[Count, ...]
@@ -31,8 +29,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size
     start: Count
     size_bytes: Count
     digest: Digest
-    sha256: Sha256 = ""
-    """Only where the manifest is signed, and its signature was checked."""
+    sha256: Sha256 = ""  # only if the manifest is signed, and its signature was checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +42,18 @@ class TensorRecord:
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
-    """One shard file. `header_bytes` counts its length field, too."""
+    """One shard file. `header_bytes` includes its length field."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^(?!manifest\.json\Z)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}\Z")]
     size_bytes: Count
     digest: Digest
     header_bytes: Count
     header_digest: Digest
-    header_sha256: Sha256 = ""
-    """As a chunk's: header and chunks are all of a file."""
+    header_sha256: Sha256 = ""  # as a chunk's: header and chunks are all of a file
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that is known of one checkpoint."""
-
     step: Count
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
     incarnation: str
@@ -68,9 +62,7 @@ class Manifest:
     versions: Mapping[str, str]
     state: Mapping[str, Any]
     files: tuple[FileRecord, ...] = ()
-    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
-    """Files and tensors are empty until all ranks have told theirs; `writer.build_manifest` puts them in."""
-
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)  # `writer.build_manifest` sets files and tensors
     signature: str = ""
 
     @property
@@ -79,30 +71,29 @@ class Manifest:
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """The digest that the format uses, in hexadecimal."""
+    """xxh3_128 in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def sha256_of(data: bytes | bytearray | memoryview) -> str:
-    """The digest that nobody can make other bytes for, in hexadecimal."""
+    """SHA-256 in hexadecimal: no other bytes with this digest can be made."""
     return hashlib.sha256(data).hexdigest()
 
 
 def has_digest(data: bytes | memoryview, digest: str, *, sha256: str) -> bool:
-    """Whether these are the bytes that the manifest has; `sha256` outweighs the fast digest where it is known."""
+    """Whether the bytes have their digest: `sha256` if it is known, else the fast one."""
     return sha256_of(data) == sha256 if sha256 else digest_of(data) == digest
 
 
 @dataclass(frozen=True, slots=True)
 class StateCounters:
-    """What a run goes on from besides its tensors. A state that lacks one of them was saved without it: it is 0 then."""
+    """The counters that a run resumes with. One that `state` lacks is 0: the state was saved without it."""
 
     step: Count
     skipped_in_a_row: Count = 0
     skipped_total: Count = 0
     positions: Count = 0
-    data_digest: str | None = None
-    """Names the data that the run was trained on; None if the state does not say."""
+    data_digest: str | None = None  # of the data that the run was trained on; None if the state has none
 
 
 def counters_of(state: Mapping[str, JsonValue], *, step: int) -> StateCounters:

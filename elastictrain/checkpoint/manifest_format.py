@@ -1,7 +1,6 @@
-"""The bytes of a manifest, and what must hold between its parts. Free of torch.
+"""The bytes of a manifest, and the conditions that its parts must meet. Free of torch.
 
-The bytes are canonical JSON (sorted keys, no white space, ASCII) with a digest over themselves without the digest, so any byte
-that differs from what was written is noticed.
+The bytes are canonical JSON (sorted keys, no white space, ASCII) with a digest of all other bytes, so any change is detected.
 """
 
 import json
@@ -29,28 +28,24 @@ from elastictrain.errors import CheckpointError, InvalidCheckpointError, Unknown
 FORMAT = "elastictrain-checkpoint"
 VERSION = 1
 DIGEST_ALGORITHM = "xxh3_128"
+# Keys are sorted, so the digest goes before these bytes. No value contains them: quotation marks in values are escaped.
 _ALGORITHM_KEY = b'"digest_algorithm":'
-"""Keys are sorted, so the digest goes before these bytes. Nothing before them can look alike: in values, quotation marks are
-escaped."""
-
 _PURPOSE = "elastictrain manifest"
 MAX_DIMS = 64
-MAX_CREATED = 253_402_300_799.0
-"""The last second of the year 9999: no calendar goes further."""
+MAX_CREATED = 253_402_300_799.0  # the last second of the year 9999: no calendar goes further
 
-MOST_ENTANGLED = 8192
-"""Boxes that no cut along a dimension separates and that are compared pair by pair; cuts separate the shards of any mesh."""
+MOST_ENTANGLED = 8192  # most boxes compared pair by pair, because no cut separates them; cuts separate the shards of any mesh
 
 
 def encode_manifest(manifest: Manifest, *, key: SigningKey | None = None) -> bytes:
-    """The bytes of `manifest.json`; signed if there is a key, for which all chunks and headers must have their SHA-256.
+    """The bytes of `manifest.json`; a key signs them, for which all chunks and headers must have their SHA-256.
 
     Raises: ValueError or TypeError if the state is not JSON (non-finite numbers are not); CheckpointError if no reader would
-    take a manifest of that size.
+    accept a manifest of that size.
     """
     document = msgspec.to_builtins(replace(manifest, versions={}, state={}))
     del document["signature"]
-    # These may have kinds of text and number that json alone takes.
+    # Only json encodes all kinds of text and numbers in these.
     document |= {"versions": dict(manifest.versions), "state": dict(manifest.state)}
     document |= {"format": FORMAT, "version": VERSION, "digest_algorithm": DIGEST_ALGORITHM}
     if key is not None:
@@ -62,10 +57,9 @@ def encode_manifest(manifest: Manifest, *, key: SigningKey | None = None) -> byt
 
 
 def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> Manifest:
-    """The manifest, if `raw` is exactly what `encode_manifest` once wrote, and is signed with `key` if there is one.
+    """The manifest, if `raw` is exactly what `encode_manifest` wrote, signed with `key` if there is one.
 
-    Raises: InvalidCheckpointError, UntrustedCheckpointError or UnknownFormatError, and nothing else, naming `where` and the
-    reason.
+    Raises: only InvalidCheckpointError, UntrustedCheckpointError or UnknownFormatError, naming `where` and the reason.
     """
     try:
         document = parse_json(raw, limits=DOCUMENT)
@@ -89,7 +83,7 @@ def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> 
         computed = digest_of(text)
         raise InvalidCheckpointError(f"{where}: its digest is {computed}, but must be {stated}: bytes were changed or lost")
     if version != VERSION:
-        # Only now: a version that was garbled is damage, like any other byte.
+        # Only after the digest: a garbled version is damage, like any other byte.
         raise unknown
     if key is not None:
         _check_signature(document, key=key, where=where)
@@ -125,13 +119,13 @@ def _canonical(document: object) -> bytes:
 
 
 def _sealed(text: bytes) -> bytes:
-    """Canonical bytes with their digest put in. Raises: ValueError where there is no place for it."""
+    """Canonical bytes with their digest inserted. Raises: ValueError if they have no place for it."""
     place = text.index(_ALGORITHM_KEY)
     return b"".join((text[:place], b'"digest":"', digest_of(text).encode(), b'",', text[place:]))
 
 
 def _without_sha256(manifest: Manifest) -> Manifest:
-    """Nobody vouches for them, and they take longer to compute."""
+    """Unsigned SHA-256 prove nothing, and take longer to compute."""
     files = tuple(msgspec.structs.replace(file, header_sha256="") for file in manifest.files)
     tensors = {
         name: replace(tensor, chunks=tuple(msgspec.structs.replace(chunk, sha256="") for chunk in tensor.chunks))
@@ -172,13 +166,13 @@ def _check_extent(name: str, tensor: TensorRecord) -> None:
         raise ValueError(f"tensor {name!r} has the unknown element type {tensor.dtype!r}")
     if len(tensor.shape) > MAX_DIMS:
         raise ValueError(f"tensor {name!r} must have at most {MAX_DIMS} dimensions, but has {len(tensor.shape)}")
-    # A dimension of 0 would hide the others, which torch multiplies all the same.
+    # A dimension of 0 would hide the others, which torch also multiplies.
     if math.prod(max(1, size) for size in tensor.shape) * element.size_bytes > MAX_COUNT:
         raise ValueError(f"tensor {name!r} must have at most {MAX_COUNT} bytes, but has the shape {list(tensor.shape)}")
 
 
 def _check_place(name: str, tensor: TensorRecord, chunk: ChunkRecord, file: FileRecord | None) -> None:
-    # Before any product: thousands of dimensions have one that takes hours.
+    # Checked before any product: that of thousands of dimensions takes hours.
     if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
         raise ValueError(f"a chunk of tensor {name!r} has another number of dimensions than the tensor")
     if chunk.size_bytes != math.prod(chunk.sizes) * BY_NAME[tensor.dtype].size_bytes:
@@ -188,7 +182,7 @@ def _check_place(name: str, tensor: TensorRecord, chunk: ChunkRecord, file: File
 
 
 def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord]) -> str | None:
-    """Why the chunks do not fill a tensor of that shape; None if they do. Completes a sentence that begins with "its chunks".
+    """Why the chunks do not fill a tensor of that shape, as the end of a sentence on "its chunks"; None if they do.
 
     They are cut apart along one dimension after the other, until each is alone or no cut separates them.
     """

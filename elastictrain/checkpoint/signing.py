@@ -1,6 +1,6 @@
-"""Keyed signatures of manifests. Whoever can write to a run's folder can compute digests; only who has the secret can sign.
+"""Keyed signatures of manifests: every writer of a run's folder can compute digests, but only a holder of the key can sign.
 
-Free of torch. Source: HMAC, RFC 2104; SHA-256, FIPS 180-4.
+Source: HMAC, RFC 2104; SHA-256, FIPS 180-4. Free of torch.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ LEAST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """The secret of a run, from the environment variable `name`; never written down, and never shown."""
+    """The secret of a run, from the environment variable `name`; never written to storage or logs."""
 
     name: str
     secret: bytes = field(repr=False)
 
     def sign(self, data: bytes, *, purpose: str) -> str:
-        """HMAC-SHA-256 (64 hex digits). What is signed for one purpose is not valid for another."""
+        """HMAC-SHA-256 (64 hex digits). A signature for one purpose is not valid for another."""
         return hmac.new(self.secret, purpose.encode() + b"\0" + data, hashlib.sha256).hexdigest()
 
     def is_signed(self, data: bytes, signature: str, *, purpose: str) -> bool:
@@ -28,7 +28,7 @@ class SigningKey:
 
 
 def load_key(name: str, *, environ: Mapping[str, str] | None = None) -> SigningKey | None:
-    """The secret in the environment variable `name`; None if that is empty.
+    """The secret in the environment variable `name`; None if `name` is empty.
 
     Raises: ValueError that completes the sentence "NAME OF A KEY OR OPTION ...".
     """
@@ -45,5 +45,5 @@ def load_key(name: str, *, environ: Mapping[str, str] | None = None) -> SigningK
 
 
 def proof_of(key: SigningKey | None) -> str:
-    """What two who have the same key have in common, and what tells nobody the key; empty without one."""
+    """A value that is equal for equal keys and does not reveal them; empty without a key."""
     return "" if key is None else key.sign(b"", purpose="elastictrain comparison of keys")

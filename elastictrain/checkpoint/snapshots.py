@@ -1,4 +1,4 @@
-"""Takes this rank's snapshots: what is asked for between two steps becomes a whole slot while the next step runs."""
+"""Takes this rank's snapshots: copies the state between two steps into a slot while the next step runs."""
 
 import logging
 import threading
@@ -22,7 +22,7 @@ _CLOSE_S = 5.0
 
 @dataclass(slots=True)
 class _Taking:
-    """A snapshot that is not whole yet: its bytes and its counters are still to come."""
+    """A snapshot that is still being copied, or still lacks its counters (`state`)."""
 
     place: int
     slot: Slot
@@ -35,27 +35,21 @@ class _Taking:
 
 @dataclass
 class Snapshots:
-    """The slots of this rank and what is in them. All methods but the internal ones are called by the training thread."""
+    """The slots of this rank and their snapshots. Only the training thread calls the public methods."""
 
     arena: Arena
     copier: Copier
     link: SaverLink
     _: KW_ONLY
-    facts: SnapshotFacts
-    """Those of any snapshot that this rank takes, but for its step, time, reason and state."""
-
-    steps: list[int | None]
-    """Of the snapshots that the slots hold."""
-
+    facts: SnapshotFacts  # of any snapshot of this rank, but for step, time, reason and state
+    steps: list[int | None]  # of the snapshots in the slots
     flush_records: Callable[[], None]
-    record: Callable[[Event], None] | None
-    """For the rank that speaks."""
-
+    record: Callable[[Event], None] | None  # set on the rank that logs
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
-        # These and the steps are guarded by the condition.
+        # The condition guards these and `steps`.
         self._told_free = [False] * len(self.steps)
         self._spared: frozenset[int] = frozenset()
         self._taking: dict[int, _Taking] = {}
@@ -68,25 +62,24 @@ class Snapshots:
         return self.link.broken or self.arena.broken
 
     def make_room(self) -> None:
-        """Begin to make the slots, once the first step is through: until then the device has other things to do."""
+        """Begin to make the slots. The caller waits for the first step: until then the device has other things to do."""
         self.arena.start()
 
     def spare(self, steps: Iterable[int | None]) -> None:
-        """From now on no rank begins a snapshot in the place of one of these steps: who sends them must get at them."""
+        """From now on no rank overwrites the snapshots of these steps: the saver must be able to read and send them."""
         self._spared = frozenset(step for step in steps if step is not None)
         for place, step in enumerate(self.steps):
             if step in self._spared:
                 self.let_go(place)
 
     def status(self, *, due: bool, none_had: bool = False) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which slots are busy, so that they cannot be written now, and which are torn: they hold no whole snapshot.
+        """Which slots are busy (cannot be written now), and which are torn (hold no complete snapshot).
 
-        A slot that is not busy is locked for this rank, and stays so through the next call at least: what is said with one step
-        is acted upon in the next.
+        A slot that is not busy is locked for this rank until the next call at least: the group acts on the flags a step later.
 
-        `due`: whether a snapshot may come soon; only then the newest one is given up, if nothing else can be had. `none_had`:
-        the group has found no slot. A copy that fails on one rank leaves it another newest than the others: each would keep
-        what the others offer, and all of them would wait for ever.
+        `due`: a snapshot may come soon; only then the newest one is given up, if no other slot is free. `none_had`: the group
+        has found no slot. A copy that fails on one rank leaves it another newest snapshot than the others: each would keep what
+        the others offer, and all would wait for ever.
         """
         newest = max((step for step in self.steps if step is not None), default=None)
         protected = self.steps.index(newest) if newest is not None else -1
@@ -102,9 +95,9 @@ class Snapshots:
             return tuple(not one for one in free), torn
 
     def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
-        """Take a snapshot of `parts` into a slot that is not busy. Its counters follow by `deliver`.
+        """Take a snapshot of `parts` into a slot that is not busy; `deliver` adds its counters.
 
-        `awaited`: all ranks `wait` for it, and so hear from each other if it fails.
+        `awaited`: all ranks `wait` for it, and so learn of each other's failures.
         """
         began = self.clock()
         slot = self.arena.slot(place)
@@ -123,7 +116,7 @@ class Snapshots:
         taking.stall_s = self.clock() - began
 
     def deliver(self, step: int, state: Mapping[str, JsonValue]) -> None:
-        """The counters of a step, for its snapshot if there is one."""
+        """Add the counters of a step to its snapshot, if there is one."""
         with self._changed:
             for taking in self._taking.values():
                 if taking.step == step:
@@ -131,7 +124,7 @@ class Snapshots:
                     self._changed.notify_all()
 
     def before_update(self) -> None:
-        """The state is about to change."""
+        """Wait until the copies allow the state to change."""
         began = self.clock()
         self.copier.before_update()
         waited_s = self.clock() - began
@@ -140,7 +133,7 @@ class Snapshots:
                 taking.stall_s += waited_s
 
     def wait(self, step: int, *, timeout_s: float) -> None:
-        """Until the snapshot of a step is whole, its counters delivered. Raises: CheckpointError."""
+        """Wait until the snapshot of a step is complete, with its counters. Raises: CheckpointError."""
         with self._changed:
             if not self._changed.wait_for(lambda: all(one.step != step for one in self._taking.values()), timeout_s):
                 raise CheckpointError(f"the snapshot of step {step} was not copied within {timeout_s:g} s")
@@ -148,7 +141,7 @@ class Snapshots:
                 raise CheckpointError(f"the snapshot of step {step} could not be copied")
 
     def close(self) -> None:
-        """No more snapshots; what is being copied is waited for."""
+        """Take no more snapshots, and wait for those that are being copied."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -156,7 +149,7 @@ class Snapshots:
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            # Bytes may still be on their way: what they are written to must stay where it is.
+            # The copies still write to the slots, which must stay mapped.
             logger.warning("a snapshot is still being copied; it is left to the end of this process")
             return
         self.arena.close()
@@ -169,13 +162,13 @@ class Snapshots:
             if slot is None or place in self._taking or step in self._spared or needed:
                 return False
         if not slot.is_current():
-            # Somebody has emptied the folder: nobody would ever find what we put there.
+            # The folder was emptied: no process would find a snapshot in this file.
             self.arena.broken = f"{slot.path} was removed"
             return False
         return slot.locked or slot.lock(shared=False)
 
     def let_go(self, *places: int) -> None:
-        """Others may have these slots; without `places` all of them, since no more snapshots are begun."""
+        """Unlock these slots; without `places` all of them, as no more snapshots are begun."""
         for place in places or range(len(self.steps)):
             slot = self.arena.slot(place)
             with self._changed:
@@ -190,7 +183,7 @@ class Snapshots:
             self._forget(taking)
             return
         with self._changed:
-            # In the order in which they were begun: the saver gives up a step that a newer one has overtaken.
+            # Snapshots are completed in the order of their steps: the saver gives up a step that a newer one has overtaken.
             self._changed.wait_for(
                 lambda: self._closing or (taking.state is not None and next(iter(self._taking.values()), None) is taking)
             )
@@ -199,17 +192,17 @@ class Snapshots:
         try:
             self._complete(taking, taking.state, seconds=seconds)
         except Exception:
-            # The edge of the thread: a snapshot less, and the run goes on.
+            # The edge of the thread: the run continues without this snapshot.
             logger.exception("the snapshot of step %d could not be completed", taking.step)
             self._forget(taking)
 
     def _complete(self, taking: _Taking, state: Mapping[str, JsonValue], *, seconds: float) -> None:
         index = self.arena.names[taking.place].index
-        # A step that is not repeated after a restart must have left its records behind.
+        # A restart from this snapshot does not repeat its step, so the records of the step must be written before.
         self.flush_records()
         facts = replace(self.facts, step=taking.step, created=time.time(), reason=taking.reason, state=state)
         taking.slot.complete(facts)
-        # The saver locks it as soon as it hears of it; until then the place counts as taken, and nobody seizes it.
+        # The saver locks the slot after the announcement; until then `_taking` keeps this rank from seizing it.
         taking.slot.unlock()
         self.link.announce(index, taking.step, durable=bool(taking.reason))
         with self._changed:
@@ -225,5 +218,5 @@ class Snapshots:
             missed = self._taking.pop(taking.place, None) is taking
             self._changed.notify_all()
         if missed and taking.reason and not taking.awaited:
-            # The saver finds nothing whole and gives the step up. Without a word it would hold the slots of the other ranks.
+            # The saver finds no complete snapshot and gives the step up. Otherwise it would hold the slots of the other ranks.
             self.link.announce(self.arena.names[taking.place].index, taking.step, durable=True)

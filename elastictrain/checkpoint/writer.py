@@ -1,4 +1,4 @@
-"""Writes laid-out shard files through a store, and makes the files of all ranks a checkpoint by creating its manifest.
+"""Writes shard files through a store, and commits the files of all ranks as a checkpoint by creating its manifest.
 
 Free of torch: bytes come from a `ByteSource`. Synchronous saves and the saver both write here.
 """
@@ -32,21 +32,16 @@ from elastictrain.storage.store import Store
 
 FILES_AT_ONCE = 4
 
-ByteReader = Callable[[int, int], memoryview]
-"""Bytes [begin, end) of one item, valid until the next call."""
-
-ByteSource = Callable[[Item], ByteReader]
-"""Opens the bytes of an item; called when its turn comes, so that only what is being written needs memory."""
+ByteReader = Callable[[int, int], memoryview]  # bytes [begin, end) of one item, valid until the next call
+ByteSource = Callable[[Item], ByteReader]  # called when an item is written, so that only items being written need memory
 
 
 def write_files(
     store: Store, files: Sequence[ShardFile], *, prefix: str, source: ByteSource, sha256: bool = False
 ) -> RankDigests:
-    """Writes all files below the key `prefix`, some at once; on return they are durable.
+    """Write all files below the key `prefix`, several at once; they are durable on return.
 
-    With `sha256` that is computed, too, for a manifest that will be signed.
-
-    Raises: the first StorageError of any of them, after all have ended.
+    `sha256` adds that digest, for a signed manifest. Raises: the first StorageError of any file, after all have ended.
     """
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="save") as pool:
         futures = [pool.submit(write_file, store, file, prefix=prefix, source=source, sha256=sha256) for file in files]
@@ -54,7 +49,7 @@ def write_files(
 
 
 def write_file(store: Store, file: ShardFile, *, prefix: str, source: ByteSource, sha256: bool = False) -> RankDigests:
-    """Writes one file chunk by chunk; the digests of what was written."""
+    """Write one file chunk by chunk; returns the digests of what was written."""
     whole, chunks = xxhash.xxh3_128(file.header), []
     strong = [sha256_of(file.header)] if sha256 else []
     with store.open_writer(f"{prefix}/{file.name}") as writer:
@@ -73,7 +68,7 @@ def write_file(store: Store, file: ShardFile, *, prefix: str, source: ByteSource
 
 
 def build_manifest(parts: Iterable[RankPart], *, facts: Manifest) -> Manifest:
-    """Adds what all ranks wrote to `facts`, a manifest that has no files and tensors yet.
+    """Add what all ranks wrote to `facts`, a manifest without files and tensors.
 
     Raises: CheckpointError if ranks disagree on a tensor's shape or element type, or digests are of another layout.
     """
@@ -96,10 +91,7 @@ def build_manifest(parts: Iterable[RankPart], *, facts: Manifest) -> Manifest:
 
 
 def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
-    """Looks for every file, with its size, before the commit.
-
-    Raises: CheckpointError if one is not there: another incarnation took the folder. StorageError.
-    """
+    """Raises: CheckpointError if a file is missing or too short, as if another run used the folder; StorageError."""
     listed = read_listing(store.list(f"{ROOT}/{folder}")).folder(folder)
     present = listed.files if listed is not None else {}
     for file in manifest.files:
@@ -111,21 +103,17 @@ def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
 
 
 class Committer:
-    """Makes the files of all ranks a checkpoint, and removes what is of no use then. For all saves of one process."""
+    """Commits the files of all ranks, and prunes. One for all saves of a process."""
 
     def __init__(self, store: Store, *, keep_last: int, keep_every: int, signing: SigningKey | None = None) -> None:
-        """`signing` signs what is saved."""
         self._store = store
         self._signing = signing
         self._pruner = Pruner(store, keep_last=keep_last, keep_every=keep_every, signing=signing)
         self._fence = Fence(store)
 
     def commit(self, parts: Iterable[RankPart], *, facts: Manifest, folder: str, names: Set[str] | None = None) -> Manifest:
-        """Commit what all ranks wrote; `names`: of all tensors, where they are known. Where that fails before the manifest may
-        be there, what this incarnation wrote is deleted.
-
-        Raises: LeaseLostError, CheckpointError, StorageError.
-        """
+        """Commit what all ranks wrote; `names` of all tensors, if known. If this fails before the manifest may exist, delete
+        what this incarnation wrote. Raises: LeaseLostError, CheckpointError, StorageError."""
         committing = False
         try:
             manifest = build_manifest(parts, facts=facts)
@@ -145,24 +133,20 @@ class Committer:
     def tidy(
         self, folder: str, manifest: Manifest, *, listing: Listing, time_s: float, record: Callable[[Event], None]
     ) -> None:
-        """After a commit: prune what it supersedes. `listing` is how things were found before the save."""
+        """After a commit, prune what it supersedes. `listing` is from before the save."""
         pruned = self._pruner.tidy(folder, manifest=manifest, listing=listing, time_s=time_s, fence=self._fence)
         if pruned:
             record(CheckpointsPruned(checkpoints=pruned))
 
 
 def commit(store: Store, manifest: Manifest, *, folder: str, signing: SigningKey | None = None) -> None:
-    """Creates the manifest, signed if there is a key. After an error it may be there or not.
-
-    Raises: CheckpointError, StorageError.
-    """
+    """Create the manifest, signed if there is a key. Raises: CheckpointError, StorageError; it may exist then, or not."""
     raw = encode_manifest(manifest, key=signing)
     key = key_of(folder, MANIFEST_NAME)
     try:
         store.create(key, raw)
     except (ObjectExistsError, TransientStorageError):
-        # The answer to a create that succeeded can be lost; its repetition then finds the object there. Only its bytes tell
-        # whether it is ours.
+        # The reply to a create that succeeded can be lost; its retry then finds the object. Its bytes show whether it is ours.
         with suppress(StorageError):
             if store.read(key, end=len(raw) + 1) == raw:
                 return
