@@ -69,7 +69,6 @@ def _uncommitted(folder: FolderFacts) -> Reject:
 
 
 def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
-    """The error of a run that refuses to start."""
     if rejects:
         lines = "\n".join(f"  - {reject}" for reject in rejects)
         what = f"has {len(rejects)} checkpoint(s), and none is valid:\n{lines}\nNothing was deleted. "

@@ -31,7 +31,6 @@ class Arena:
     """The slots of one rank; a slot is None until it is ready."""
 
     def __init__(self, folder: str, layout: RankLayout, *, rank: int, indices: Sequence[int], device: torch.device) -> None:
-        """`indices` name the slots in the order of their use."""
         self.names = tuple(SlotName("own", rank, index) for index in indices)
         self.broken = ""  # why slots are missing; empty if none are
         self._folder = folder
@@ -190,7 +189,6 @@ def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, i
 
 
 def copy_on_host(moves: Sequence[Move], sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy CPU tensors."""
     for move in moves:
         start = move.start
         for index in move.tensors:

@@ -79,7 +79,6 @@ def of_memory(held: Iterable[InMemory], *, known: Iterable[str]) -> list[Trace]:
 
 
 def lost_message(traces: Iterable[Trace], *, url: str) -> str:
-    """The error of a run that refuses to start anew."""
     lines = "\n".join(f"  - {trace.where} knows of step {trace.step}" for trace in traces)
     return (
         f"{url} holds no checkpoint, but the run is not new:\n{lines}\n"
@@ -162,7 +161,6 @@ def _units(store: Store, *, incarnation: str) -> list[dict[str, list[ObjectInfo]
 
 
 def _rows(store: Store, unit: dict[str, list[ObjectInfo]]) -> list[tuple[str, list[LogRow]]]:
-    """Rows of each incarnation, newest first."""
     rows: dict[str, list[LogRow]] = {name: [] for name in unit if name != _MERGED}
     for name, infos in unit.items():
         for row in read_log(_pieces(store, infos, merged=name == _MERGED)):

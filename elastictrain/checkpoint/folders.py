@@ -194,7 +194,6 @@ def encode_mark(note: Mapping[str, JsonValue]) -> bytes:
 
 
 def quarantine_reason(store: Store, folder: str) -> str:
-    """The reason that the start wrote when it quarantined the folder."""
     try:
         mark = parse_json(read_bounded(store, key_of(folder, QUARANTINE_NAME)))
     except (ValueError, StorageError) as error:

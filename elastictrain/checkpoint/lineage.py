@@ -29,8 +29,6 @@ _SHARD = re.compile(r"(.+)-r\d{5,}-.+")
 
 @dataclass(frozen=True, slots=True)
 class ResumeOrigin:
-    """The state that an incarnation resumed from."""
-
     generation: int
     incarnation: str
     step: int  # 0 for a start from scratch
@@ -95,7 +93,6 @@ class Lineage:
 
     @cached_property
     def _keys(self) -> dict[str, str]:
-        """Keys of the records by incarnation, oldest first."""
         keys = sorted(info.key for info in self._store.list(ROOT))
         return {match[2]: key for key in keys if (match := _KEY.fullmatch(key))}
 

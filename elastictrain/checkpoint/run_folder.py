@@ -50,7 +50,6 @@ class RunFolder:
 
 
 def device_of(path: Path) -> int | None:
-    """Device number of the file system of `path`; None if it cannot be read."""
     try:
         return os.stat(path).st_dev  # noqa: PTH116
     except OSError:

@@ -100,7 +100,6 @@ def box_of(name: str, tensor: object, *, rank: int, world_size: int) -> Box:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, which shares the tensor's memory."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.detach()
 

@@ -49,7 +49,6 @@ def write_files(
 
 
 def write_file(store: Store, file: ShardFile, *, prefix: str, source: ByteSource, sha256: bool = False) -> RankDigests:
-    """Write one file chunk by chunk; returns the digests of what was written."""
     whole, chunks = xxhash.xxh3_128(file.header), []
     strong = [sha256_of(file.header)] if sha256 else []
     with store.open_writer(f"{prefix}/{file.name}") as writer:

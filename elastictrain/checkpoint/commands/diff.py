@@ -48,7 +48,6 @@ class Difference:
 
 
 def difference(a: Tensor, b: Tensor) -> Difference:
-    """The difference of two CPU tensors of one shape and element type."""
     total = Difference()
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     floating = a.is_floating_point() or a.is_complex()

@@ -50,14 +50,12 @@ class ExportSource:
         return tensor.to(dtype_named(self.dtype_of(name)))
 
     def dtype_of(self, name: str) -> str:
-        """The element type of what `read` returns."""
         stored = self.manifest.tensors[name].dtype
         if self.dtype is None or not name.startswith(MODEL) or not dtype_named(stored).is_floating_point:
             return stored
         return dtype_name(self.dtype)
 
     def size_bytes_of(self, name: str) -> int:
-        """Bytes of what `read` returns."""
         return torch.Size(self.manifest.tensors[name].shape).numel() * BY_NAME[self.dtype_of(name)].size_bytes
 
 

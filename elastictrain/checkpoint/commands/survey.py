@@ -42,7 +42,6 @@ class RunLocation:
 
     @property
     def url(self) -> str:
-        """URL of the folder of all checkpoints."""
         return f"{self.run.url}/{ROOT}"
 
     def missing_message(self, step: int | None) -> str:
@@ -142,7 +141,6 @@ class Surveyed:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the shard files; 0 without a manifest."""
         return 0 if self.manifest is None else self.manifest.size_bytes
 
 
@@ -221,7 +219,6 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
 
 
 def note_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:
-    """Warn of a signature that is not checked because no key was given."""
     if manifest.signature and signing is None:
         note(f"{name} is signed, and nobody checks it: give --key-env NAME")
 

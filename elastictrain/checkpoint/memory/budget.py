@@ -34,7 +34,6 @@ class Buffers:
 
 
 def most_buffers(wanted: int, *, replicate: bool) -> int:
-    """Buffers per rank if memory suffices."""
     # One is being sent, one keeps the step replicated before until that has arrived, one takes the next snapshot.
     return max(wanted, REPLICATED_BUFFERS) if wanted and replicate else wanted
 

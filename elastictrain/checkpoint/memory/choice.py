@@ -37,11 +37,9 @@ class SlotBook:
         return min(candidates)[1] if candidates else None
 
     def newest_whole(self) -> int | None:
-        """The newest step that is complete on all ranks."""
         return max((step for index, step in enumerate(self._steps) if step and self._is_whole(index)), default=None)
 
     def started(self, index: int, step: int) -> None:
-        """All ranks have begun to copy `step` into slot `index`."""
         self._steps[index] = step
 
     def _is_known(self, step: int | None) -> bool:
@@ -78,7 +76,6 @@ class Rounds:
         self.under_way = None
 
     def next(self, newest: int | None, *, at: int) -> int | None:
-        """The step to send now, if any."""
         if self.under_way is not None or newest is None or newest <= (self.safe if self.safe is not None else -1):
             return None
         self.under_way, self.asked_at = newest, at

@@ -46,7 +46,6 @@ def run_name(run_url: str) -> str:
 
 
 def run_folder(memory_dir: str, run_url: str) -> str:
-    """The run's folder in host memory, beside those of the user's other runs."""
     return f"{memory_dir.rstrip('/')}/elastictrain-{os.getuid()}/{run_name(run_url)}"
 
 

@@ -56,7 +56,6 @@ class RankLayout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def file_bytes(self) -> int:
-        """Size of a slot for it, with its header."""
         return HEADER_BYTES + self.size_bytes
 
     def files(self, *, incarnation: str, rank: int) -> tuple[ShardFile, ...]:

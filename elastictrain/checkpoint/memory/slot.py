@@ -196,7 +196,6 @@ class Slot:
 
     @property
     def facts(self) -> SnapshotFacts | None:
-        """The facts of the snapshot in it, if that is complete."""
         return read_header(os.pread(self._descriptor, HEADER_BYTES, 0))
 
     def lock(self, *, shared: bool) -> bool:
@@ -256,7 +255,6 @@ class SnapshotSource:
         self._files: dict[str, tuple[ReadSnapshot, int, int, bool]] = {}
 
     def add(self, layout: RankLayout, read: ReadSnapshot, *, incarnation: str, rank: int, remote: bool) -> None:
-        """Add the files of one rank's snapshot."""
         for file, base in zip(layout.files(incarnation=incarnation, rank=rank), layout.starts, strict=True):
             self._files[file.name] = (read, base, file.size_bytes, remote)
 

@@ -36,7 +36,7 @@ News: TypeAlias = Saved | SaveFailure | SlowSave
 
 
 class PendingSaves:
-    """What the saver still owes one worker's snapshots, and their outcomes. Pure; not thread-safe."""
+    """What the saver still has to do with one worker's snapshots, and their outcomes. Pure; not thread-safe."""
 
     def __init__(self) -> None:
         self._unseen: dict[int, int] = {}  # steps that the saver has not looked at yet, by slot

@@ -85,7 +85,7 @@ class SaverService:
         return self._saves.host_ranks.incarnation if self._saves is not None else ""
 
     def run(self) -> None:
-        """Run until no saver is needed; then nothing of the run is left in host memory."""
+        """Run until no saver is needed."""
         self._writer.start()
         while True:
             self._workers.turn(_TURN_S)
