@@ -53,7 +53,7 @@ from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.worker_group import WorkerGroup, free_port
 from elastictrain.lease.chain import LAUNCHER, Chain
-from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
+from elastictrain.lease.holder import Waiting, wait_until_free
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.interfaces import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
@@ -132,7 +132,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         ending.callback(workers.close)
         workers.prepare()
         agent = HostAgent(config, arguments, place, surroundings, lock, listener, folder, workers)
-        if unfit := agent.check_host(_processes(config, place)):
+        if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
             print_line(f"this host is unfit: {unfit}")
             return EXIT_UNFIT
         while (code := agent.run()) is None:
@@ -166,10 +166,6 @@ class HostAgent:
             except RunHeldError:
                 return None
 
-    def check_host(self, processes: int) -> str:
-        """Why this host is unfit for so many workers; empty if it is not."""
-        return why_unfit(self.config, self.surroundings, processes=processes)
-
     def _put_together(self) -> Supervisor:
         config, place = self.config, self.place
         store = open_store(config.run.dir)
@@ -178,6 +174,10 @@ class HostAgent:
         host = f"{_NOT_IN_A_KEY.sub('-', name)}-{secrets.token_hex(4)}"
         heartbeat = HeartbeatMesh(host, token=token, lost_s=options.lost_s)
         find_address = partial(own_address, place.peers, surroundings=self.surroundings)
+
+        def own_addresses() -> set[str]:
+            return {address for one in usable_interfaces(self.surroundings) for address in one.addresses}
+
         record = HostRecord(
             host=host,
             name=name,
@@ -199,7 +199,7 @@ class HostAgent:
         self.lock.sign(host)
         # Once its record is visible the others count on this host: all that can fail comes before.
         log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
-        address = OwnAddress(record.address, own=self._own_addresses, find=find_address)
+        address = OwnAddress(record.address, own=own_addresses, find=find_address)
         look = None if options.address else address.look
         registry = HostRegistry(membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=look)
         heartbeat.start()
@@ -215,7 +215,7 @@ class HostAgent:
             expected_hosts=place.num_hosts,
             free_after=free_after,
             stop_request=lambda: self.listener.request,
-            check_host=partial(self.check_host, record.processes),
+            check_host=partial(why_unfit, config, self.surroundings, processes=record.processes),
             committed_step=partial(committed_step, store),
             remembered_step=partial(remembered_step, config),
             ask_to_flush=partial(ask_to_flush, config),
@@ -235,16 +235,13 @@ class HostAgent:
             token, chain = MembershipStore(store).token(), Chain(store)
             waiting = Waiting(run.on_held, run.dir, print_line, partial(poll, "while another run trains"))
             newest = wait_until_free(chain, LAUNCHER, waiting)
-            clean_up(chain, newest)
+            chain.remove_signs(newest)
             return token, chain.number_on(newest)
 
         try:
             return call_until(ask, left_s=lambda: inf, poll=partial(poll, "before storage has answered"))
         except StorageError as error:
             raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
-
-    def _own_addresses(self) -> frozenset[str]:
-        return frozenset(address for one in usable_interfaces(self.surroundings) for address in one.addresses)
 
 
 def _processes(config: RunConfig, place: ClusterPlace) -> int:

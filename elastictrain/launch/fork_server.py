@@ -96,7 +96,10 @@ class ForkServer:
         if self._unfit:
             return _reason(EXIT_UNFIT, self._unfit)
         # Also where another host is the first one now: the end of a store that serves nobody must not end these workers.
-        self._end_store()
+        if self._store_pid:
+            os.kill(self._store_pid, signal.SIGKILL)
+            os.waitpid(self._store_pid, 0)
+            self._store_pid = 0
         try:
             unforked = why_no_fork()
             # Garbage collection would write to pages that all forks share, and so copy them.
@@ -115,12 +118,6 @@ class ForkServer:
         pids, store_pid = [worker.pid for worker in started], self._store_pid
         self._tell({"order": order, "pids": pids, "store_pid": store_pid, "unforked": unforked})
         return None
-
-    def _end_store(self) -> None:
-        if self._store_pid:
-            os.kill(self._store_pid, signal.SIGKILL)
-            os.waitpid(self._store_pid, 0)
-            self._store_pid = 0
 
     def _start_store(self, port: int) -> str:
         """Start the store of this generation; returns why it does not answer, empty if it does."""

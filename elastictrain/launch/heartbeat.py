@@ -1,7 +1,6 @@
 """Heartbeats between launchers: each host sends signed UDP datagrams to all live hosts, and knows whose datagrams arrive."""
 
 import hmac
-import ipaddress
 import socket
 import threading
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
+from elastictrain.launch.cluster.place import as_ip
 from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord, known_record
 from elastictrain.net.channel import SIGNATURE_BYTES, signature
 
@@ -185,19 +185,14 @@ class HeartbeatMesh:
             return {target: host for known in (self._sources, self._others, self._members) for host, target in known.items()}
 
     def _targets_of(self, hosts: Collection[GenerationMember | HostRecord]) -> dict[str, _Target]:
-        found = {host.host: self._target(host.address, host.watch_port) for host in hosts if host.host != self.host}
-        return {host: target for host, target in found.items() if target is not None}
-
-    def _target(self, name: str, port: int) -> _Target | None:
-        """Address where a host receives; None unless `name` is an IP address: a name look-up may take long."""
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return None
-        if not 0 < port < 1 << 16:
-            return None
-        mapped = self._socket.family == socket.AF_INET6 and address.version == 4
-        return (f"::ffff:{address}" if mapped else str(address), port)
+        """Where the hosts receive, of those whose address is an IP address: a name look-up may take long."""
+        found: dict[str, _Target] = {}
+        for one in hosts:
+            address = as_ip(one.address)
+            if one.host != self.host and address is not None and 0 < one.watch_port < 1 << 16:
+                mapped = self._socket.family == socket.AF_INET6 and address.version == 4
+                found[one.host] = (f"::ffff:{address}" if mapped else str(address), one.watch_port)
+        return found
 
     def _run(self) -> None:
         sent_s = looked_s = float("-inf")
@@ -219,20 +214,14 @@ class HeartbeatMesh:
         except OSError:
             # Timeout, or an earlier datagram of this host found no listener.
             return {}
-        datagram = unseal(data, token=self._token)
+        datagram, now_s = unseal(data, token=self._token), self._clock()
         # An address without a scope is the same as the one in a record.
         is_plain = len(source) == _SCOPED_LENGTH and not source[3]
         target: _Target = source[:2] if is_plain else source
-        if datagram is None or not self._note(datagram, target):
-            return {}
-        return {target: datagram.host}
-
-    def _note(self, datagram: HeartbeatDatagram, source: _Target) -> bool:
-        now_s = self._clock()
         with self._lock:
-            if datagram.host == self.host or not is_new(datagram, self._last_counters, own=self.host):
-                return False
-            self._last_s[datagram.host], self._sources[datagram.host] = now_s, source
+            if datagram is None or datagram.host == self.host or not is_new(datagram, self._last_counters, own=self.host):
+                return {}
+            self._last_s[datagram.host], self._sources[datagram.host] = now_s, target
             told = (datagram.generation, datagram.ended)
             if told > self._newest:
                 self._newest, self._newest_s = told, now_s
@@ -242,7 +231,7 @@ class HeartbeatMesh:
                 self._news = max(self._news, datagram.generation)
             if datagram.record is not None:
                 self._records[datagram.host] = datagram.record
-            return datagram.host not in self.heard[0]
+            return {} if datagram.host in self.heard[0] else {target: datagram.host}
 
     def _look(self) -> None:
         with self._lock:

@@ -115,7 +115,11 @@ class HostRegistry:
                 turn(last)
             except Exception as error:  # noqa: BLE001  # the edge of the thread: without it this host would wait for ever
                 trouble = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {reason_of(error)}"
-            self._note_trouble(name, trouble)
+            with self._lock:
+                if trouble and trouble not in self._troubles.values():
+                    logger.warning("the registry cannot be reached, and is tried again: %s", trouble)
+                self._troubles[name] = trouble
+                self.known = replace(self.known, trouble=next(filter(None, self._troubles.values()), ""))
             if last:
                 return
             if trouble:
@@ -228,10 +232,3 @@ class HostRegistry:
                 self.record = replace(self.record, beat=record.beat)
         self._membership.write_record(record)
         self._written, self._written_s = record, now_s
-
-    def _note_trouble(self, name: str, trouble: str) -> None:
-        with self._lock:
-            if trouble and trouble not in self._troubles.values():
-                logger.warning("the registry cannot be reached, and is tried again: %s", trouble)
-            self._troubles[name] = trouble
-            self.known = replace(self.known, trouble=next(filter(None, self._troubles.values()), ""))

@@ -1,6 +1,5 @@
 """The launcher's own host: names, address, number of workers, fitness checks, and notices of preemption."""
 
-import ipaddress
 import re
 import socket
 import time
@@ -15,7 +14,7 @@ from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
 from elastictrain.fault.clouds import detect
 from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, NoticeSource
 from elastictrain.fault.stop import StopListener
-from elastictrain.launch.cluster.place import ClusterPlace, visible_gpus
+from elastictrain.launch.cluster.place import ClusterPlace, as_ip, visible_gpus
 from elastictrain.launch.records import NoticeGiven, Recorder
 from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.policy import Level
@@ -57,35 +56,23 @@ class OwnAddress:
         """The address now; asks the kernel, and looks up names of peers."""
         missing = not self._is_set and self._address not in self._own()
         # Not at the first look: an interface that is being reconfigured has no address for a moment.
-        if missing and self._missing and not _is_loopback(found := self._find()):
+        if missing and self._missing and (ip := as_ip(found := self._find())) is not None and not ip.is_loopback:
             self._address = found
         self._missing = missing
         return self._address
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return True
-
-
 def count_gpus(environment: Mapping[str, str], *, root: str = "/") -> int:
     """GPUs that a worker here would see, counted without a library; 0 if there are none."""
     devices = [path for path in Path(root, "dev").glob("nvidia*") if _NVIDIA_DEVICE.fullmatch(path.name)]
-    found = len(devices) or _count_amd(Path(root))
-    visible = visible_gpus(environment)
-    return min(found, visible[1]) if visible is not None else found
-
-
-def _count_amd(root: Path) -> int:
-    """Source: the kernel's amdkfd, whose nodes include CPUs; those have no SIMD units."""
-    found = 0
-    for node in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+    found = len(devices)
+    # Source: the kernel's amdkfd, whose nodes include CPUs; those have no SIMD units.
+    for node in () if found else Path(root, "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         with suppress(OSError):
             match = re.search(r"^simd_count (\d+)$", node.read_text(), re.MULTILINE)
             found += match is not None and int(match[1]) > 0
-    return found
+    visible = visible_gpus(environment)
+    return min(found, visible[1]) if visible is not None else found
 
 
 def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) -> str:

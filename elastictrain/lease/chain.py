@@ -7,20 +7,22 @@ Readers find a generation or a start by name, without a listing. Each start remo
 the events, whose journals are merged, show what happened before.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum, auto
 from functools import partial
 
 from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
-from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
+from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, StorageError
 from elastictrain.lease.merge import KEPT_STARTS, merge_finished
 from elastictrain.storage.bounded_read import exists, read_all, read_record, side_by_side
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import is_dead, process_name
+
+logger = logging.getLogger(__name__)
 
 LAUNCHER = "launch"  # the owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves
 BEAT_S = 5.0  # interval of an owner's heartbeats
@@ -40,12 +42,6 @@ _LINEAGE_EVERY = 16  # lineage objects are named after incarnations, so trimming
 LINEAGE_KEPT = 960  # with those added until the next trim: one page of an object store's listing
 _MERGE_EVERY = 16  # merging lists the events: not at each start, and never before training begins
 _NUMBER = re.compile(r"(\d{6,})-\w+")
-
-
-class Hold(StrEnum):
-    FREE = auto()
-    HELD = auto()
-    UNKNOWN = auto()  # not observed for long enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +106,14 @@ def parse_claim(number: int, data: bytes) -> LeaseClaim:
     return claim if claim.number == number else LeaseClaim(number, "", over=True)
 
 
-def judge(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: float) -> Hold:
-    """Whether the owner of these objects lives; `before` was read `watched_s` ago."""
+def is_held(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: float) -> bool | None:
+    """Whether the owner of these objects lives, None while that is unknown; `before` was read `watched_s` ago."""
     living = {name: sign for name, sign in now.items() if not sign.gone}
     if now and not living:
-        return Hold.FREE
+        return False
     if any(before.get(name) != sign for name, sign in living.items()):
-        return Hold.HELD
-    return Hold.FREE if watched_s >= STALE_S else Hold.UNKNOWN
+        return True
+    return False if watched_s >= STALE_S else None
 
 
 class Chain:
@@ -157,10 +153,13 @@ class Chain:
         """Write the heartbeat of an owner that lives, or has left."""
         self.volatile.write(_line(owner), encode_record(Sign(beat, "gone" if gone else "busy", writers)))
 
-    def remove_signs(self, claim: LeaseClaim) -> None:
-        """Delete the heartbeats of a replaced owner."""
-        for name in claim.lines:
-            self._store.delete(_line(name))
+    def remove_signs(self, before: LeaseClaim) -> None:
+        """Delete the heartbeats of a replaced owner, unless storage fails; launchers delete their own."""
+        try:
+            for name in before.lines if before.owner not in ("", LAUNCHER) else ():
+                self._store.delete(_line(name))
+        except StorageError as error:
+            logger.info("leftovers of the previous owner are not removed yet: %s", error)
 
     def created_s(self, number: int) -> float | None:
         """When a generation was created, in unix seconds, for messages; None if it was deleted."""
@@ -266,10 +265,12 @@ class Starts:
     def known(self, incarnations: Iterable[str]) -> list[str]:
         """The incarnations of this run: those that left a trace in its folder, whatever their release."""
         names = sorted(set(incarnations))
-        traces = {key: name for name in names for key in _traces(name)}
+        numbers = {name: int(match[1]) for name in names if (match := _NUMBER.fullmatch(name))}
+        parts = ("", ".part-00001")
+        traces = {f"events/{name}-r00000{part}.jsonl": name for name in names for part in parts}
+        traces |= {f"{LINEAGE}/{number:09d}-{name}.json": name for name, number in numbers.items()}
         found = side_by_side([partial(exists, self._store, key) for key in traces])
         there = {name for name, is_there in zip(traces.values(), found, strict=True) if is_there}
-        numbers = {name: int(match[1]) for name in names if (match := _NUMBER.fullmatch(name))}
         starts = self._read(numbers.values())
         there |= {name for name, number in numbers.items() if number in starts and starts[number].incarnation == name}
         return sorted(there)
@@ -307,10 +308,3 @@ class Starts:
 
 def _start_key(number: int) -> str:
     return f"{STARTS}/{number:09d}.json"
-
-
-def _traces(incarnation: str) -> list[str]:
-    keys = [f"events/{incarnation}-r00000.jsonl", f"events/{incarnation}-r00000.part-00001.jsonl"]
-    if match := _NUMBER.fullmatch(incarnation):
-        keys.append(f"{LINEAGE}/{int(match[1]):09d}-{incarnation}.json")
-    return keys

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from elastictrain.errors import RunHeldError, StorageError
-from elastictrain.lease.chain import BEAT_S, LAUNCHER, Chain, Hold, LeaseClaim, judge, point_at
+from elastictrain.lease.chain import BEAT_S, LAUNCHER, Chain, LeaseClaim, is_held, point_at
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,16 @@ def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> LeaseClaim:
     while True:
         if claim.over or claim.owner == owner or (not claim.owner and owner == LAUNCHER):
             return claim
-        hold = judge(before, now, watched_s=waiting.clock() - since_s)
-        if hold is Hold.FREE:
+        held = is_held(before, now, watched_s=waiting.clock() - since_s)
+        if held is False:
             return claim
-        if hold is Hold.HELD:
-            sentence = _sentence(chain, claim, waiting.url)
+        if held:
+            created_s = chain.created_s(claim.number)
+            since = "" if created_s is None else f" since {datetime.fromtimestamp(created_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+            sentence = (
+                f"another run trains in {waiting.url}: {claim}{since}. End that one first, set `run.dir` to another folder, or "
+                "set `run.on_held=wait`"
+            )
             if waiting.on_held == "stop":
                 raise RunHeldError(sentence)
             if not told:
@@ -66,15 +71,6 @@ def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> LeaseClaim:
             now = chain.signs(claim)
 
 
-def _sentence(chain: Chain, claim: LeaseClaim, url: str) -> str:
-    created_s = chain.created_s(claim.number)
-    since = "" if created_s is None else f" since {datetime.fromtimestamp(created_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return (
-        f"another run trains in {url}: {claim}{since}. End that one first, set `run.dir` to another folder, or set "
-        "`run.on_held=wait`"
-    )
-
-
 def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str], None], used: int = 0) -> "Lease":
     """Create the next generation with this owner, once no other owner holds the run. Raises as `wait_until_free`."""
     while True:
@@ -86,20 +82,10 @@ def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str
         if chain.create(claim):
             break
     if before.owner != owner.name:
-        clean_up(chain, before)
+        chain.remove_signs(before)
     lease = Lease(chain, owner, claim, on_lost=on_lost)
     lease.start()
     return lease
-
-
-def clean_up(chain: Chain, before: LeaseClaim) -> None:
-    """Delete the heartbeats of a replaced owner; launchers delete their own."""
-    if before.owner in ("", LAUNCHER):
-        return
-    try:
-        chain.remove_signs(before)
-    except StorageError as error:
-        logger.info("leftovers of the previous owner are not removed yet: %s", error)
 
 
 class Lease:

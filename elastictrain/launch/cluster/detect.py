@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from elastictrain.errors import ConfigError, Problem
-from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, count
+from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, as_ip, count
 from elastictrain.launch.cluster.pods import is_kubernetes, is_runai, read_kubernetes, read_runai, read_torchrun_environment
 from elastictrain.launch.cluster.slurm import is_slurm, read_slurm
 
@@ -146,8 +146,5 @@ def _choose_overlay(interfaces: Mapping[str, Sequence[str]], default_interface: 
 
 
 def _is_reachable(text: str) -> bool:
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return address.version == 4 and not address.is_loopback and not address.is_link_local
+    address = as_ip(text)
+    return address is not None and address.version == 4 and not (address.is_loopback or address.is_link_local)

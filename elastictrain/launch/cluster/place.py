@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Literal
 
 from elastictrain.errors import ConfigError, Problem
@@ -90,6 +91,14 @@ class EnvironmentReader:
 def as_whole(text: str) -> int | None:
     """A number of decimal digits only, small enough for a count or a time; else None."""
     return int(text) if _WHOLE.fullmatch(text) else None
+
+
+def as_ip(text: str) -> IPv4Address | IPv6Address | None:
+    """None for any other text, as a name."""
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, int] | None:

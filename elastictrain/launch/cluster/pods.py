@@ -5,12 +5,11 @@ the Kubernetes page about Indexed Jobs; NVIDIA Run:ai, "Environment Variables in
 KAI-Scheduler, for parts of a GPU.
 """
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, as_whole, count
+from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, as_ip, as_whole, count
 
 EVIDENCE = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
 _RUNAI_GPUS = "RUNAI_NUM_OF_GPUS"
@@ -79,16 +78,16 @@ def is_runai(environment: Mapping[str, str]) -> bool:
     return _RUNAI_GPUS in environment or (is_kubernetes(environment) and by_runai)
 
 
-def read_kubernetes(reader: EnvironmentReader) -> ClusterPlace:
-    reader.conclusions.append(f"Kubernetes ({EVIDENCE})")
-    return _pod_place(reader, gpus=0)
-
-
 def read_runai(reader: EnvironmentReader) -> ClusterPlace:
-    reader.conclusions.append(f"RunAI ({EVIDENCE})")
-    given = _gpus_of_pod(reader)
+    given = 0.0  # GPUs of this pod, or a fraction of one; 0 if unknown
+    if reader.first(_RUNAI_GPUS):
+        text = reader.text(_RUNAI_GPUS)
+        given = float(text) if _DECIMAL.fullmatch(text) else 0.0
+        if given <= 0 or (given > 1 and given != int(given)):
+            given, hint = 0.0, f"request GPUs for the workload, or start with `env -u {_RUNAI_GPUS}` to train without"
+            reader.require(_RUNAI_GPUS, "a whole number of GPUs >= 1, or a part of one,", hint=hint)
     gpus = max(1, int(given)) if given else 0
-    place = _pod_place(reader, gpus=gpus)
+    place = read_kubernetes(reader, name="RunAI", gpus=gpus)
     processes, source = place.processes, reader.show(_RUNAI_GPUS)
     if gpus and processes > gpus:
         reader.require("PET_NPROC_PER_NODE", f"<= {gpus}, the GPUs of {_RUNAI_GPUS},")
@@ -101,21 +100,9 @@ def read_runai(reader: EnvironmentReader) -> ClusterPlace:
     return replace(place, kind="runai", processes=processes, job=job)
 
 
-def _gpus_of_pod(reader: EnvironmentReader) -> float:
-    """GPUs that RunAI gave this pod, or a fraction of one; 0 if unknown."""
-    if not reader.first(_RUNAI_GPUS):
-        return 0.0
-    text = reader.text(_RUNAI_GPUS)
-    given = float(text) if _DECIMAL.fullmatch(text) else 0.0
-    if given <= 0 or (given > 1 and given != int(given)):
-        hint = f"request GPUs for the workload, or start with `env -u {_RUNAI_GPUS}` to train without"
-        reader.require(_RUNAI_GPUS, "a whole number of GPUs >= 1, or a part of one,", hint=hint)
-        return 0.0
-    return given
-
-
-def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
+def read_kubernetes(reader: EnvironmentReader, *, name: str = "Kubernetes", gpus: int = 0) -> ClusterPlace:
     """`gpus`: of each pod, from RunAI; 0 if unknown."""
+    reader.conclusions.append(f"{name} ({EVIDENCE})")
     torchrun_env = read_torchrun_environment(reader)
     num_hosts, processes = _count_hosts(reader, torchrun_env, gpus=gpus)
     order, source = _order(reader, torchrun_env)
@@ -130,9 +117,7 @@ def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
         reader.conclusions.append(f"{count(processes, 'worker')} (WORLD_SIZE={processes * num_hosts} on all hosts)")
     address = reader.text("POD_IP")
     if reader.first("POD_IP"):
-        try:
-            ipaddress.ip_address(address)
-        except ValueError:
+        if as_ip(address) is None:
             reader.require("POD_IP", "the pod's IP address")
         reader.conclusions.append(f"the others reach it at {address} (POD_IP)")
     peers = torchrun_env.peers or _other_hosts(reader.text("MASTER_ADDR"))

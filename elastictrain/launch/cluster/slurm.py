@@ -39,7 +39,14 @@ def is_slurm(environment: Mapping[str, str]) -> bool:
 
 def read_slurm(reader: EnvironmentReader) -> ClusterPlace:
     reader.conclusions.append(f"Slurm ({reader.show(*_JOB)})")
-    place = _read_step(reader) if _is_step(reader) else _without_step(reader)
+    # Whether srun started this process, in an ordinary step: one with a task on each of its hosts.
+    in_step = False
+    if name := reader.first("SLURM_STEP_ID", "SLURM_STEPID"):
+        is_number = _STEP_ID.fullmatch(reader.text(name)) is not None
+        if not is_number:
+            reader.require(name, "the number of a step")
+        in_step = not is_number or int(reader.text(name)) % 2**32 not in _SPECIAL_STEPS
+    place = _read_step(reader) if in_step else _without_step(reader)
     deadline = _read_deadline(reader)
     if reader.text("SLURM_RESTART_COUNT") not in ("", "0"):
         reader.conclusions.append(f"the job was requeued before ({reader.show('SLURM_RESTART_COUNT')})")
@@ -47,17 +54,6 @@ def read_slurm(reader: EnvironmentReader) -> ClusterPlace:
         shown = reader.show("SLURM_ARRAY_TASK_ID")
         reader.warnings.append(f"each job of an array ({shown}) must have a `run.dir` of its own")
     return replace(place, deadline=deadline, job=reader.text(*_JOB))
-
-
-def _is_step(reader: EnvironmentReader) -> bool:
-    """Whether srun started this process, in an ordinary step: one with a task on each of its hosts."""
-    name = reader.first("SLURM_STEP_ID", "SLURM_STEPID")
-    if not name:
-        return False
-    if not _STEP_ID.fullmatch(reader.text(name)):
-        reader.require(name, "the number of a step")
-        return True
-    return int(reader.text(name)) % 2**32 not in _SPECIAL_STEPS
 
 
 def _without_step(reader: EnvironmentReader) -> ClusterPlace:

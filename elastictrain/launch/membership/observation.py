@@ -8,6 +8,7 @@ the other in `hears`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf
 
 from elastictrain.config.composed import LaunchGroup
@@ -214,38 +215,19 @@ def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[Ho
         frozenset(place for place, other in enumerate(ready) if other is not one and is_connected(one.host, other.host, heard))
         for one in ready
     ]
-    places = _largest(near) if len(ready) <= _MOST_EXACT else _large(near)
-    return [ready[place] for place in places]
-
-
-def _largest(near: Sequence[frozenset[int]]) -> tuple[int, ...]:
-    """Largest clique of the graph `near` (place -> its neighbours); of equal ones the first in order."""
-    best: tuple[int, ...] = ()
-
-    def extend(chosen: tuple[int, ...], left: list[int]) -> None:
-        nonlocal best
-        if len(chosen) > len(best):
-            best = chosen
-        for index, one in enumerate(left):
-            if len(chosen) + len(left) - index <= len(best):
-                return
-            extend((*chosen, one), [other for other in left[index + 1 :] if other in near[one]])
-
-    extend((), list(range(len(near))))
-    return best
-
-
-def _large(near: Sequence[frozenset[int]]) -> tuple[int, ...]:
-    """A large clique of `near`: greedy, from the 16 places with the most neighbours."""
-    by_degree = sorted(range(len(near)), key=lambda place: (-len(near[place]), place))
-    tries = [_grow(first, by_degree, near) for first in by_degree[:_MOST_TRIES]]
-    return min(tries, key=lambda places: (-len(places), places))
-
-
-def _grow(first: int, by_degree: Sequence[int], near: Sequence[frozenset[int]]) -> tuple[int, ...]:
-    chosen, left = [first], near[first]
-    for place in by_degree:
-        if place in left:
-            chosen.append(place)
-            left &= near[place]
-    return tuple(sorted(chosen))
+    places = range(len(ready))
+    if len(ready) <= _MOST_EXACT:
+        sets = (chosen for size in range(len(ready), 0, -1) for chosen in combinations(places, size))
+        best = next(chosen for chosen in sets if all(other in near[one] for one, other in combinations(chosen, 2)))
+        return [ready[place] for place in best]
+    # Greedy, from the places with the most neighbours.
+    by_degree = sorted(places, key=lambda place: (-len(near[place]), place))
+    tries = []
+    for first in by_degree[:_MOST_TRIES]:
+        tried, left = [first], near[first]
+        for place in by_degree:
+            if place in left:
+                tried.append(place)
+                left &= near[place]
+        tries.append(sorted(tried))
+    return [ready[place] for place in min(tries, key=lambda tried: (-len(tried), tried))]

@@ -56,7 +56,9 @@ def judge(
     if cause is not None:
         hosts, reason = to_blame(cause, ends, members=tuple(names)), f"{names[cause.host]}: {cause.reason}"
         failure = GenerationFailure(generation.number, hosts, cause.exit_code, cause.phase, cause.step, committed_step, reason)
-    culprit = _always_to_blame((*failures, failure))
+    last = (*failures, failure)[-_BLAMED_TIMES:]
+    always = set(failure.hosts).intersection(*(one.hosts for one in last)) if len(last) == _BLAMED_TIMES else ()
+    culprit = min(always, default=None)
     others = ready - unheard - {culprit}
     if culprit is not None and culprit in ready and len(others) >= options.min_hosts:
         who, excluded = names.get(culprit, culprit), tuple(sorted(unaware | {culprit}))
@@ -116,14 +118,6 @@ def _harmless_reason(
         return f"{pairs}, though all of them live"
     not_heard = [names[host] for host in names if host in unheard]
     return f"not all hosts hear {messages.listed(not_heard)}" if not_heard else None
-
-
-def _always_to_blame(failures: Sequence[GenerationFailure]) -> str | None:
-    """The host that is to blame for each of the last 3 failures."""
-    last = failures[-_BLAMED_TIMES:]
-    if len(last) < _BLAMED_TIMES:
-        return None
-    return min(set(last[0].hosts).intersection(*(failure.hosts for failure in last)), default=None)
 
 
 def find_cause(ends: Sequence[End]) -> End | None:

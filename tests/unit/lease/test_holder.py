@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import RunHeldError, StopRequestedError
-from elastictrain.lease.chain import LAUNCHER, STALE_S, Chain, Hold, LeaseClaim, judge
+from elastictrain.lease.chain import LAUNCHER, STALE_S, Chain, LeaseClaim, is_held
 from elastictrain.lease.holder import Lease, Owner, take, wait_until_free
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.writers import process_name
@@ -218,5 +218,5 @@ def test_a_folder_that_was_deleted_is_not_made_again() -> None:
 
 
 def test_an_owner_of_whom_no_sign_can_be_read_is_not_taken_for_gone_at_once() -> None:
-    assert judge({}, {}, watched_s=0.0) is Hold.UNKNOWN
-    assert judge({}, {}, watched_s=STALE_S) is Hold.FREE
+    assert is_held({}, {}, watched_s=0.0) is None
+    assert is_held({}, {}, watched_s=STALE_S) is False
