@@ -4,7 +4,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -45,9 +45,6 @@ def save_error(failures: Mapping[int, ElasticTrainError], *, url: str) -> Elasti
     return kind(f"{url} could not be saved: " + "; ".join(dict.fromkeys(lines)))
 
 
-_NOTHING = JobMemory()
-
-
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
     """What was loaded. `bytes` counts the reads of all ranks."""
@@ -76,7 +73,7 @@ class Checkpointer:
     config_digest: str
     record: Callable[[Event], None]
     generation: int | None = None  # set if a launcher started this incarnation
-    job: JobMemory = _NOTHING  # read on rank 0 only
+    job: JobMemory = field(default_factory=JobMemory)  # read on rank 0 only
     clock: Callable[[], float] = time.time
     signing: SigningKey | None = None  # the same on all ranks: signs saves; restores from storage need its signature
 

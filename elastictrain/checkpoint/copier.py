@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class Arena:
         self._folder = folder
         self._layout = layout
         self._device = device
-        self._slots: list[Slot | None] = [None] * len(indices)
+        self.slots: list[Slot | None] = [None] * len(indices)
         self._registered: list[int] = []
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="arena", daemon=True)
@@ -44,20 +45,16 @@ class Arena:
     def start(self) -> None:
         self._thread.start()
 
-    def slot(self, place: int) -> Slot | None:
-        return self._slots[place]
-
     def close(self) -> None:
         """Unregister and unmap, after the last copy; the content of the slots stays."""
         self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
-        self._unregister(self._registered)
-        self._registered.clear()
-        for place, slot in enumerate(self._slots):
+        self._unregister(0)
+        for place, slot in enumerate(self.slots):
             if slot is not None:
                 slot.close()
-                self._slots[place] = None
+                self.slots[place] = None
 
     def _run(self) -> None:
         try:
@@ -66,7 +63,7 @@ class Arena:
                 slot = Slot.make(f"{self._folder}/{name}", size_bytes=self._layout.size_bytes)
                 self._lock_pages(slot.map)
                 # Also when stopped: `close` unlocks the pages before it unmaps them.
-                self._slots[place] = slot
+                self.slots[place] = slot
                 if self._stopped:
                     return
         except (CheckpointError, OSError) as error:
@@ -97,13 +94,13 @@ class Arena:
                 time.sleep(_REST * (time.monotonic() - began))
         except RuntimeError as error:
             # A copy must not cross from locked memory to memory that is not.
-            self._unregister(self._registered[before:])
-            del self._registered[before:]
+            self._unregister(before)
             logger.warning("host memory cannot be page-locked (%s), so snapshots take longer", error)
 
-    def _unregister(self, addresses: Sequence[int]) -> None:
-        for address in addresses:
+    def _unregister(self, first: int) -> None:
+        for address in self._registered[first:]:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        del self._registered[first:]
 
 
 def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tuple[list[int], list[int]]:
@@ -113,11 +110,8 @@ def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tup
     """
     there: dict[int, bool] = {}
     for index in range(10):
-        try:
-            found = os.stat(f"{folder}/{SlotName('own', rank, index)}")  # noqa: PTH116
-        except OSError:
-            continue
-        there[index] = found.st_size == size_bytes
+        with suppress(OSError):
+            there[index] = os.stat(f"{folder}/{SlotName('own', rank, index)}").st_size == size_bytes  # noqa: PTH116
     fitting = [index for index, fits in there.items() if fits][:wanted]
     free = [index for index in range(10) if index not in there]
     return (fitting + free)[:wanted], fitting

@@ -151,16 +151,11 @@ def check_manifest(manifest: Manifest) -> None:
                 f"{file.name} must have a header of {LENGTH_BYTES} to {most} bytes, but it has {file.header_bytes}"
             )
     for name, tensor in manifest.tensors.items():
-        _check_extent(name, tensor)
-        for chunk in tensor.chunks:
-            _check_place(name, tensor, chunk, files.get(chunk.file))
-        problem = tiling_problem(tensor.shape, tensor.chunks)
-        if problem is not None:
-            raise ValueError(f"tensor {name!r}: its chunks {problem}")
+        _check_tensor(name, tensor, files)
     counters_of(manifest.state, step=manifest.step)
 
 
-def _check_extent(name: str, tensor: TensorRecord) -> None:
+def _check_tensor(name: str, tensor: TensorRecord, files: Mapping[str, FileRecord]) -> None:
     element = BY_NAME.get(tensor.dtype)
     if element is None:
         raise ValueError(f"tensor {name!r} has the unknown element type {tensor.dtype!r}")
@@ -169,16 +164,18 @@ def _check_extent(name: str, tensor: TensorRecord) -> None:
     # A dimension of 0 would hide the others, which torch also multiplies.
     if math.prod(max(1, size) for size in tensor.shape) * element.size_bytes > MAX_COUNT:
         raise ValueError(f"tensor {name!r} must have at most {MAX_COUNT} bytes, but has the shape {list(tensor.shape)}")
-
-
-def _check_place(name: str, tensor: TensorRecord, chunk: ChunkRecord, file: FileRecord | None) -> None:
-    # Checked before any product: that of thousands of dimensions takes hours.
-    if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
-        raise ValueError(f"a chunk of tensor {name!r} has another number of dimensions than the tensor")
-    if chunk.size_bytes != math.prod(chunk.sizes) * BY_NAME[tensor.dtype].size_bytes:
-        raise ValueError(f"a chunk of tensor {name!r} has another number of bytes than its sizes say")
-    if file is None or not file.header_bytes <= chunk.start <= chunk.start + chunk.size_bytes <= file.size_bytes:
-        raise ValueError(f"a chunk of tensor {name!r} lies outside of the files")
+    for chunk in tensor.chunks:
+        # Checked before any product: that of thousands of dimensions takes hours.
+        if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
+            raise ValueError(f"a chunk of tensor {name!r} has another number of dimensions than the tensor")
+        if chunk.size_bytes != math.prod(chunk.sizes) * element.size_bytes:
+            raise ValueError(f"a chunk of tensor {name!r} has another number of bytes than its sizes say")
+        file = files.get(chunk.file)
+        if file is None or not file.header_bytes <= chunk.start <= chunk.start + chunk.size_bytes <= file.size_bytes:
+            raise ValueError(f"a chunk of tensor {name!r} lies outside of the files")
+    problem = tiling_problem(tensor.shape, tensor.chunks)
+    if problem is not None:
+        raise ValueError(f"tensor {name!r}: its chunks {problem}")
 
 
 def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord]) -> str | None:

@@ -61,10 +61,6 @@ class Snapshots:
         """Why this rank can take no snapshots; empty if it can."""
         return self.link.broken or self.arena.broken
 
-    def make_room(self) -> None:
-        """Begin to make the slots. The caller waits for the first step: until then the device has other things to do."""
-        self.arena.start()
-
     def spare(self, steps: Iterable[int | None]) -> None:
         """From now on no rank overwrites the snapshots of these steps: the saver must be able to read and send them."""
         self._spared = frozenset(step for step in steps if step is not None)
@@ -100,7 +96,7 @@ class Snapshots:
         `awaited`: all ranks `wait` for it, and so learn of each other's failures.
         """
         began = self.clock()
-        slot = self.arena.slot(place)
+        slot = self.arena.slots[place]
         assert slot is not None  # noqa: S101
         assert slot.locked  # noqa: S101
         slot.begin()
@@ -155,7 +151,7 @@ class Snapshots:
         self.arena.close()
 
     def _seize(self, place: int) -> bool:
-        slot = self.arena.slot(place)
+        slot = self.arena.slots[place]
         with self._changed:
             step = self.steps[place]
             needed = step is not None and self.link.needs(self.arena.names[place].index, step)
@@ -170,7 +166,7 @@ class Snapshots:
     def let_go(self, *places: int) -> None:
         """Unlock these slots; without `places` all of them, as no more snapshots are begun."""
         for place in places or range(len(self.steps)):
-            slot = self.arena.slot(place)
+            slot = self.arena.slots[place]
             with self._changed:
                 if slot is not None and slot.locked and place not in self._taking:
                     slot.unlock()
@@ -190,28 +186,25 @@ class Snapshots:
         if taking.state is None:
             return
         try:
-            self._complete(taking, taking.state, seconds=seconds)
+            # A restart from this snapshot does not repeat its step, so the records of the step must be written before.
+            self.flush_records()
+            facts = replace(self.facts, step=taking.step, created=time.time(), reason=taking.reason, state=taking.state)
+            taking.slot.complete(facts)
+            # The saver locks the slot after the announcement; until then `_taking` keeps this rank from seizing it.
+            taking.slot.unlock()
+            index = self.arena.names[taking.place].index
+            self.link.announce(index, taking.step, durable=bool(taking.reason))
+            with self._changed:
+                self.steps[taking.place] = taking.step
+                del self._taking[taking.place]
+                self._changed.notify_all()
+            if self.record is not None:
+                size_bytes, stall_s = self.copier.size_bytes, taking.stall_s
+                self.record(Snapshot(step=taking.step, slot=index, bytes=size_bytes, copy_s=seconds, stall_s=stall_s))
         except Exception:
             # The edge of the thread: the run continues without this snapshot.
             logger.exception("the snapshot of step %d could not be completed", taking.step)
             self._forget(taking)
-
-    def _complete(self, taking: _Taking, state: Mapping[str, JsonValue], *, seconds: float) -> None:
-        index = self.arena.names[taking.place].index
-        # A restart from this snapshot does not repeat its step, so the records of the step must be written before.
-        self.flush_records()
-        facts = replace(self.facts, step=taking.step, created=time.time(), reason=taking.reason, state=state)
-        taking.slot.complete(facts)
-        # The saver locks the slot after the announcement; until then `_taking` keeps this rank from seizing it.
-        taking.slot.unlock()
-        self.link.announce(index, taking.step, durable=bool(taking.reason))
-        with self._changed:
-            self.steps[taking.place] = taking.step
-            del self._taking[taking.place]
-            self._changed.notify_all()
-        if self.record is not None:
-            size_bytes, stall_s = self.copier.size_bytes, taking.stall_s
-            self.record(Snapshot(step=taking.step, slot=index, bytes=size_bytes, copy_s=seconds, stall_s=stall_s))
 
     def _forget(self, taking: _Taking) -> None:
         with self._changed:

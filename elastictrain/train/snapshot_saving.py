@@ -77,7 +77,8 @@ class SnapshotSaving:
         return self._fallen_back and self._pending_reason is not None
 
     def first_step_done(self) -> None:
-        self._snapshots.make_room()
+        # Not before: until the first step is done the device has other things to do.
+        self._snapshots.arena.start()
 
     def flags(self, step: int) -> StepFlags:
         if self._fallen_back:

@@ -147,11 +147,9 @@ class Replicator:
             for one, slot, of_slot in zip(held, slots, digests, strict=True):
                 try:
                     self._send(one.facts, slot, of_slot)
-                except ElasticTrainError as error:
-                    self._fail(one.facts, str(error))
-                    raise
-                except OSError as error:
-                    self._fail(one.facts, f"{slot.path} cannot be read: {error}")
+                except (ElasticTrainError, OSError) as error:
+                    reason = str(error) if isinstance(error, ElasticTrainError) else f"{slot.path} cannot be read: {error}"
+                    self._fail(one.facts, reason)
                     raise
         self._failures, self._reported = 0, None
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 
 from msgspec.structs import replace
@@ -61,17 +61,13 @@ class ReplicaSlots:
         self._run = run
         self._memory = memory
         self._lock = threading.Lock()
-        self._kept: frozenset[int] = frozenset()
+        self.kept: frozenset[int] = frozenset()  # the only ranks whose replicas are accepted
         self._arriving: set[int] = set()
-
-    def set_kept(self, ranks: Iterable[int]) -> None:
-        """Accept replicas of these ranks only, from now on."""
-        self._kept = frozenset(ranks)
 
     def drop_others(self) -> None:
         """Remove the replicas of ranks that are not kept any more; a reader that has one mapped keeps its memory."""
         for name in slot_names(self._folder):
-            if name.kind == "replica" and name.rank not in self._kept:
+            if name.kind == "replica" and name.rank not in self.kept:
                 remove_slot(self._folder, name)
 
     def take(self, put: Put, *, go: Callable[[], None], receive: Callable[[memoryview], int]) -> bool:
@@ -86,7 +82,7 @@ class ReplicaSlots:
         run, rank = put.facts.run, put.facts.rank
         if run != self._run:
             raise RefusedError(f"this host keeps replicas of run {self._run}, not of {run!r:.200}")
-        if rank not in self._kept:
+        if rank not in self.kept:
             raise RefusedError(f"this host does not keep replicas of rank {rank}")
         with self._lock:
             if rank in self._arriving:
@@ -107,8 +103,16 @@ class ReplicaSlots:
                 self._arriving.remove(rank)
 
     def _fill(self, path: str, put: Put, *, go: Callable[[], None], receive: Callable[[memoryview], int]) -> None:
-        self._check_room(path, put.layout.size_bytes)
-        slot = Slot.make(path, size_bytes=put.layout.size_bytes)
+        size_bytes, there = put.layout.size_bytes, 0
+        with suppress(FileNotFoundError):
+            there = os.lstat(path).st_size
+        if there != HEADER_BYTES + size_bytes:
+            # What the slot already has is not counted twice.
+            memory, needed = self._memory(self._folder, held_bytes=there), HEADER_BYTES + size_bytes
+            choice = decide_buffers(memory, wanted=1, replicate=False, snapshot_bytes=needed, replica_bytes=0)
+            if not choice.per_rank:
+                raise CheckpointError(choice.shortage)
+        slot = Slot.make(path, size_bytes=size_bytes)
         try:
             if not slot.lock(shared=False):
                 raise RefusedError(f"the older replica of rank {put.facts.rank} is being read")
@@ -118,23 +122,11 @@ class ReplicaSlots:
             go()
             _receive_into(slot, put, receive)
             # The roster may have changed meanwhile, and the slot may have been removed.
-            if put.facts.rank not in self._kept or not slot.is_current():
+            if put.facts.rank not in self.kept or not slot.is_current():
                 raise RefusedError(f"this host does not keep replicas of rank {put.facts.rank} any more")
             slot.complete(put.facts)
         finally:
             slot.close()
-
-    def _check_room(self, path: str, size_bytes: int) -> None:
-        """Check the host's free memory; what the slot already has is not counted twice. Raises: CheckpointError."""
-        there = 0
-        with suppress(FileNotFoundError):
-            there = os.lstat(path).st_size
-        if there == HEADER_BYTES + size_bytes:
-            return
-        memory = self._memory(self._folder, held_bytes=there)
-        choice = decide_buffers(memory, wanted=1, replicate=False, snapshot_bytes=HEADER_BYTES + size_bytes, replica_bytes=0)
-        if not choice.per_rank:
-            raise CheckpointError(choice.shortage)
 
 
 def _receive_into(slot: Slot, put: Put, receive: Callable[[memoryview], int]) -> None:

@@ -48,7 +48,7 @@ class WorkerConnections:
         self._selector = selectors.DefaultSelector()
         self._connections: list[WorkerConnection] = []
         self._pending: PendingConnections[WorkerConnection] = PendingConnections(PendingLimits())
-        self._agents: set[int] = set()
+        self.agents: set[int] = set()  # watched processes that are alive
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         with suppress(FileNotFoundError):
             os.unlink(f"{folder}/{SOCKET_NAME}")  # noqa: PTH108  # of a saver that was killed: we hold the lock
@@ -69,11 +69,6 @@ class WorkerConnections:
         """Launchers that wait for the final save."""
         return [one for one in self._connections if one.asks_to_flush]
 
-    @property
-    def agents(self) -> int:
-        """Number of watched processes that are alive."""
-        return len(self._agents)
-
     def wake(self) -> None:
         """End the wait of `turn`; from any thread."""
         with suppress(OSError):
@@ -81,9 +76,9 @@ class WorkerConnections:
 
     def watch(self, pid: int) -> None:
         """Count a process among the agents until its end."""
-        if pid not in self._agents:
-            self._agents.add(pid)
-            self.when_ended(pid, lambda: self._agents.discard(pid))
+        if pid not in self.agents:
+            self.agents.add(pid)
+            self.when_ended(pid, lambda: self.agents.discard(pid))
 
     def when_ended(self, pid: int, then: Callable[[], None]) -> None:
         """Call `then` once a process has ended; at once if it has ended already, or is exiting."""

@@ -46,12 +46,10 @@ class SaverClients:
 
 def decide(life: SaverClients) -> Decision:
     """A saver stays as long as a worker may connect again, and leaves nothing unwritten."""
-    if life.saving:
+    if life.saving or life.workers:
         return "stay"
-    if life.finished and not life.workers:
+    if life.finished:
         return "leave"
-    if life.workers:
-        return "stay"
     if not life.asked and (life.agents or (not life.ever and life.age_s < ALONE_S)):
         return "stay"
     if not life.flushed:
@@ -308,5 +306,5 @@ class FinalSaveLoop:
             self._begin(tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased))
             return
         for one in leased:
-            one.release()
+            one.slot.close()
         self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, cause=cause)

@@ -169,20 +169,30 @@ class SaverLink:
         """Send the saver the list of all savers. Raises: CheckpointError if it does not confirm."""
         with self._changed:
             self._roster, self._roster_known = roster, False
-            self._send(roster)
+            self.send_message(roster)
             if not self._changed.wait_for(lambda: self._roster_known or self.broken, timeout_s):
                 raise CheckpointError(f"the saver in {self._folder} does not answer within {timeout_s:g} s")
 
     def announce(self, slot: int, step: int, *, durable: bool) -> None:
         with self._changed:
-            self._send(self._pending_saves.announce(slot, step, durable=durable, now_s=self._clock()))
+            self.send_message(self._pending_saves.announce(slot, step, durable=durable, now_s=self._clock()))
             if self.broken:
                 self._pending_saves.give_up(self.broken)
 
     def send_message(self, message: ToSaver) -> None:
         """Send, if a saver is connected; its successor does not get the message."""
         with self._changed:
-            self._send(message)
+            if self._socket is None:
+                return
+            data = encode(message)
+            try:
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+            except OSError:
+                sent = 0
+            if sent < len(data):
+                # The saver does not read, and training must not wait for it. Unreceived messages are sent again after a
+                # reconnect.
+                self._hang_up()
 
     def send(self, step: int | None, *, unpaced: bool = False) -> None:
         """Have the saver send the snapshots of a step, and none older, to another host; None: stop sending.
@@ -192,7 +202,7 @@ class SaverLink:
                 # Without a saver there is no answer, and its successor does not get this message.
                 lost = step is not None and self._socket is None
                 self._sending, self._sending_failed = (None if lost else step, lost)
-                self._send(messages.SendReplicas(step, unpaced))
+                self.send_message(messages.SendReplicas(step, unpaced))
 
     def sending(self) -> tuple[bool, bool]:
         """Whether the saver is still sending, and whether the last sending failed."""
@@ -203,7 +213,7 @@ class SaverLink:
         """Report the duration of a step to a saver that sends replicas: they must not slow training down."""
         with self._changed:
             if self._starts and self.replicates:
-                self._send(messages.StepTook(round(1e6 * seconds)))
+                self.send_message(messages.StepTook(round(1e6 * seconds)))
 
     def needs(self, slot: int, step: int) -> bool:
         with self._changed:
@@ -230,7 +240,7 @@ class SaverLink:
         with self._changed:
             self._closing = True
             if self._starts:
-                self._send(messages.RunFinished())
+                self.send_message(messages.RunFinished())
         self.close()
         if self._starts:
             if self.pid:
@@ -242,23 +252,11 @@ class SaverLink:
         """Send goodbye; the saver stays for the next workers."""
         with self._changed:
             self._closing = True
-            self._send(messages.Goodbye())
+            self.send_message(messages.Goodbye())
             self._hang_up()
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
-
-    def _send(self, message: ToSaver) -> None:
-        if self._socket is None:
-            return
-        data = encode(message)
-        try:
-            sent = self._socket.send(data, socket.MSG_DONTWAIT)
-        except OSError:
-            sent = 0
-        if sent < len(data):
-            # The saver does not read, and training must not wait for it. Unreceived messages are sent again after a reconnect.
-            self._hang_up()
 
     def _hang_up(self) -> None:
         if self._socket is not None:
@@ -292,7 +290,7 @@ class SaverLink:
         with self._changed:
             self._socket = connection
             self._welcomed = False
-            self._send(self._hello)
+            self.send_message(self._hello)
         try:
             while data := connection.recv(65536):
                 for message in lines.feed(data):
@@ -352,9 +350,9 @@ class SaverLink:
         # The other hosts know this port, so its successor is asked to listen on it.
         self._hello = msgspec.structs.replace(self._hello, port=self.port)
         if self._roster is not None:
-            self._send(self._roster)
+            self.send_message(self._roster)
         for announcement in self._pending_saves.announcements():
-            self._send(announcement)
+            self.send_message(announcement)
 
     def _break(self, reason: str) -> None:
         self.broken = reason

@@ -18,15 +18,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeasedSnapshot:
-    """A whole snapshot that cannot change until it is released. `digests`: None until computed."""
+    """A whole snapshot that cannot change until its slot is closed. `digests`: None until computed."""
 
     slot: Slot
     facts: SnapshotFacts
     layout: RankLayout
     digests: RankDigests | None = None
-
-    def release(self) -> None:
-        self.slot.close()
 
 
 known_layout = lru_cache(maxsize=64)(load_layout)  # files are planned once for each layout, not for each snapshot
@@ -127,9 +124,8 @@ class IncarnationSaves:
 
     def release_all(self) -> None:
         """Release snapshots that wait for other ranks: the next incarnation has begun."""
-        for leased in (leased for ranks in self.waiting.values() for leased in ranks.values()):
-            leased.release()
-        self.waiting.clear()
+        for step in list(self.waiting):
+            self.give_up(step)
 
     def is_wanted(self, facts: SnapshotFacts) -> bool:
         """Whether a durable snapshot is new: not waiting, not being saved, and newer than the last saved step."""
@@ -148,7 +144,7 @@ class IncarnationSaves:
     def give_up(self, step: int) -> None:
         """Release the snapshots of a step that will not be complete."""
         for leased in self.waiting.pop(step, {}).values():
-            leased.release()
+            leased.slot.close()
 
     def overtaken(self) -> list[int]:
         """Waiting steps that every rank of this host has passed: they will never be complete."""

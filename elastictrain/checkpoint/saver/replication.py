@@ -61,7 +61,7 @@ class ReplicaService:
         if self._server is not None:
             self._server.set_token(bytes.fromhex(roster.token))
             sources = replica_sources_of(roster.own_peer, roster.hosts)
-            self._server.replicas.set_kept(rank for source in sources for rank in source.ranks)
+            self._server.replicas.kept = frozenset(rank for source in sources for rank in source.ranks)
 
     def send(self, step: int | None, *, incarnation: str, unpaced: bool = False) -> None:
         """Send this host's snapshots of a step, and none older; None: stop. `unpaced`: no training could be slowed down."""

@@ -99,14 +99,23 @@ class SaverService:
             if self._ever and not self._workers.connections and not self._workers.agents:
                 self._writer.shorten_deadline()
             life = self._life()
-            self._answer_flush_requests(life)
+            if life.flushed and not life.saving and not life.unsaved:
+                # Refused snapshots are tried again, so launchers wait for them, too.
+                for one in self._workers.asking:
+                    if not one.told_flushed:
+                        one.told_flushed = True
+                        self._workers.send(one, messages.Flushed())
             decision = decide(life)
             if decision == "flush":
                 self._final_save.look(self._saves.host_ranks if self._saves is not None else None, look(self._folder, host=0))
             elif decision == "keep":
                 self._final_save.try_again()
-            elif decision == "leave" and self._nobody_comes():
-                break
+            elif decision == "leave":
+                for _ in range(2):
+                    # A worker that has connected meanwhile needs it: one turn accepts it, one receives its hello.
+                    self._workers.turn(0.0)
+                if decide(self._life()) == "leave":
+                    break
         self._workers.stop_listening()
         self._writer.close()
         self._replicas.close()
@@ -114,17 +123,10 @@ class SaverService:
         self._workers.close()
         self._digest_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _nobody_comes(self) -> bool:
-        """Whether the saver may leave after a last look: a worker that has connected meanwhile needs it."""
-        for _ in range(2):
-            # One turn to accept the connection, one to receive its hello.
-            self._workers.turn(0.0)
-        return decide(self._life()) == "leave"
-
     def _life(self) -> SaverClients:
         return SaverClients(
             workers=len(self._workers.connections),
-            agents=self._workers.agents,
+            agents=len(self._workers.agents),
             ever=self._ever,
             age_s=self._clock() - self._began_s,
             saving=self._writer.busy or self._final_save.busy or self._num_digesting > 0 or bool(self._tasks),
@@ -133,15 +135,6 @@ class SaverService:
             asked=bool(self._workers.asking),
             unsaved=self._final_save.unsaved,
         )
-
-    def _answer_flush_requests(self, life: SaverClients) -> None:
-        """Answer launchers once nothing is left to write; refused snapshots are tried again, so they are waited for."""
-        if life.saving or not life.flushed or life.unsaved:
-            return
-        for one in self._workers.asking:
-            if not one.told_flushed:
-                one.told_flushed = True
-                self._workers.send(one, messages.Flushed())
 
     def _later(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -166,9 +159,22 @@ class SaverService:
     def _on_worker_message(self, one: WorkerConnection, message: ToSaver, saves: IncarnationSaves) -> None:
         match message:
             case messages.SnapshotTaken():
-                self._on_snapshot(one, message, saves)
+                if message.durable:
+                    saves.announced(message.step)
+                error = self._take(one.rank, message.slot, message.step)
+                # Also if the snapshot is unusable: its worker waits for this before it uses the slot again.
+                self._workers.send(one, messages.SnapshotSeen(message.slot, message.step))
+                if error:
+                    logger.warning("%s", error)
+                    if message.durable:
+                        self._give_up(message.step, f"the snapshot of rank {one.rank}: {error}", saves)
             case messages.OldSlots():
-                self._drop_old(one.rank, message.slots, saves)
+                # All ranks have a whole snapshot of this incarnation. Each lists its own slots.
+                for name in slot_names(self._folder):
+                    unused = name.rank == one.rank and not message.slots >> name.index & 1
+                    if name.kind == "own" and (unused or name.rank not in saves.host_ranks.ranks):
+                        remove_slot(self._folder, name)
+                self._replicas.drop_others()
             case messages.RunFinished():
                 self._finished = True
             case messages.SaverRoster():
@@ -207,17 +213,6 @@ class SaverService:
         # The successor of a killed saver learns from the slots what workers announced to its predecessor.
         self._take_all(hello.rank)
 
-    def _on_snapshot(self, one: WorkerConnection, message: messages.SnapshotTaken, saves: IncarnationSaves) -> None:
-        if message.durable:
-            saves.announced(message.step)
-        error = self._take(one.rank, message.slot, message.step)
-        # Also if the snapshot is unusable: its worker waits for this before it uses the slot again.
-        self._workers.send(one, messages.SnapshotSeen(message.slot, message.step))
-        if error:
-            logger.warning("%s", error)
-            if message.durable:
-                self._give_up(message.step, f"the snapshot of rank {one.rank}: {error}", saves)
-
     def _on_gone(self, one: WorkerConnection) -> None:
         if one.incarnation != self._incarnation:
             return
@@ -227,15 +222,15 @@ class SaverService:
         if not one.said_goodbye and not here:
             # It may only have disconnected: then it connects again.
             self._missing[one.rank] = one
-            self._workers.when_ended(one.pid, lambda: self._on_ended(one))
 
-    def _on_ended(self, one: WorkerConnection) -> None:
-        """The process of a worker that disconnected without a goodbye has ended."""
-        if self._missing.get(one.rank) is one:
-            del self._missing[one.rank]
-            self._lost = True
-            self._writer.shorten_deadline()
-            self._workers.send_all(messages.RankLost(one.rank))
+            def ended() -> None:
+                if self._missing.get(one.rank) is one:
+                    del self._missing[one.rank]
+                    self._lost = True
+                    self._writer.shorten_deadline()
+                    self._workers.send_all(messages.RankLost(one.rank))
+
+            self._workers.when_ended(one.pid, ended)
 
     def _take_all(self, rank: int) -> None:
         names = {str(name): name for name in slot_names(self._folder) if name.kind == "own" and name.rank == rank}
@@ -255,7 +250,7 @@ class SaverService:
             return f"{name} holds nothing whole"
         facts = leased.facts
         if facts.incarnation != self._incarnation or facts.rank != rank or (step is not None and facts.step != step):
-            leased.release()
+            leased.slot.close()
             return f"{name} holds another snapshot"
 
         def digest() -> None:
@@ -284,15 +279,14 @@ class SaverService:
         self._num_digesting -= 1
         facts, saves = leased.facts, self._saves
         if saves is None or facts.incarnation != self._incarnation:
-            leased.release()
+            leased.slot.close()
             return
         saves.newest[facts.rank] = max(facts.step, saves.newest.get(facts.rank, -1))
         if saves.is_wanted(facts):
-            whole = saves.arrived(leased)
-            if whole:
+            if whole := saves.arrived(leased):
                 self._begin(whole)
         else:
-            leased.release()
+            leased.slot.close()
         for step in saves.overtaken():
             self._give_up(step, "a rank has no snapshot of this step", saves)
 
@@ -301,7 +295,16 @@ class SaverService:
         # The next incarnation may reach the same step.
         saves = self._saves if job.incarnation == self._incarnation else None
         if job in self._jobs:
-            self._release(job, saves)
+            self._jobs.remove(job)
+            for leased in job.snapshots:
+                leased.slot.close()
+            released = messages.SlotsReleased(job.step, done=not job.leader)
+            if saves is not None and job.leader:
+                self._workers.send_all(released)
+            elif saves is not None:
+                # Only the leader learns the outcome of the step: for the ranks of other hosts it ends here.
+                saves.done_here.add(job.step)
+                self._send_outcome(released, saves)
         if isinstance(outcome, SaveFailure):
             logger.warning("step %d could not be saved: %s", job.step, outcome.error)
             self._final_save.failed(job.incarnation, job.step, cause=cause, error=outcome.error)
@@ -313,29 +316,9 @@ class SaverService:
             saves.saved_step = max(saves.saved_step, job.step)
             self._send_outcome(outcome, saves)
 
-    def _release(self, job: SaveJob, saves: IncarnationSaves | None) -> None:
-        self._jobs.remove(job)
-        for leased in job.snapshots:
-            leased.release()
-        released = messages.SlotsReleased(job.step, done=not job.leader)
-        if saves is not None and job.leader:
-            self._workers.send_all(released)
-        elif saves is not None:
-            # Only the leader learns the outcome of the step: for the ranks of other hosts it ends here.
-            saves.done_here.add(job.step)
-            self._send_outcome(released, saves)
-
     def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
         if incarnation == self._incarnation:
             self._workers.send_all(messages.ReplicasSent(step, whole))
-
-    def _drop_old(self, rank: int, slots: int, saves: IncarnationSaves) -> None:
-        """Delete slots of older incarnations: all ranks have a whole snapshot of this one. Each rank lists its slots."""
-        for name in slot_names(self._folder):
-            unused = name.rank == rank and not slots >> name.index & 1
-            if name.kind == "own" and (unused or name.rank not in saves.host_ranks.ranks):
-                remove_slot(self._folder, name)
-        self._replicas.drop_others()
 
     def _begin(self, snapshots: tuple[LeasedSnapshot, ...]) -> None:
         job = SaveJob(snapshots, Deadline(self._config.save_timeout_s, clock=self._clock))

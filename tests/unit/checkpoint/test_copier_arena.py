@@ -56,10 +56,10 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_slots_become_ready_and_keep_what_is_in_them(tmp_path: Path) -> None:
     put(tmp_path, facts_of(3), index=1)
     arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[1, 0], device=CPU)
-    assert arena.slot(0) is None
+    assert arena.slots[0] is None
     arena.start()
-    wait_for(partial(arena.slot, 1))
-    first, second = arena.slot(0), arena.slot(1)
+    wait_for(partial(arena.slots.__getitem__, 1))
+    first, second = arena.slots[0], arena.slots[1]
     assert first is not None
     assert second is not None
     assert first.facts == facts_of(3)
@@ -67,7 +67,7 @@ def test_slots_become_ready_and_keep_what_is_in_them(tmp_path: Path) -> None:
     assert not arena.broken
     assert (tmp_path / f"layout-{LAYOUT.digest}.json").exists()
     arena.close()
-    assert arena.slot(0) is None
+    assert arena.slots[0] is None
     assert Slot.open(f"{tmp_path}/own-r00000-s1").facts == facts_of(3)
 
 
@@ -80,7 +80,7 @@ def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     arena.start()
     wait_for(lambda: arena.broken)
     assert "ENOSPC" in arena.broken
-    assert arena.slot(0) is None
+    assert arena.slots[0] is None
     arena.close()
 
 
@@ -117,9 +117,9 @@ def test_memory_that_cannot_be_page_locked_is_used_unlocked(tmp_path: Path, monk
         runtime = Runtime(on_register)
         arena = on_cuda(tmp_path, monkeypatch, runtime)
         arena.start()
-        wait_for(partial(arena.slot, 1))
+        wait_for(partial(arena.slots.__getitem__, 1))
         assert not runtime.locked
-        assert (arena.slot(0) is not None, arena.slot(1) is not None, arena.broken) == (True, True, "")
+        assert (arena.slots[0] is not None, arena.slots[1] is not None, arena.broken) == (True, True, "")
         arena.close()
 
 

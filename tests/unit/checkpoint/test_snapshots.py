@@ -82,9 +82,9 @@ def taking(tmp_path: Path, *, slots: int = 2, changing: frozenset[str] = frozens
         flush_records=lambda: flushed.append(1),
         record=events.append,
     )
-    snapshots.make_room()
+    arena.start()
     deadline = time.monotonic() + 10
-    while arena.slot(slots - 1) is None and not arena.broken:
+    while arena.slots[slots - 1] is None and not arena.broken:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     try:
@@ -194,7 +194,7 @@ def test_the_newest_is_only_given_up_when_nothing_else_can_be_had(tmp_path: Path
             taken.finish(step)
         assert busy(taken) == [False, True]
         taken.link.needed = {(0, 5)}
-        taken.arena.slot(0).unlock()  # type: ignore[union-attr]
+        taken.arena.slots[0].unlock()  # type: ignore[union-attr]
         assert busy(taken, due=False) == [True, True]
         assert busy(taken, due=True) == [True, False]
 

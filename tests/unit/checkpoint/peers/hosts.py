@@ -104,7 +104,7 @@ def host(folder: Path, *, kept: tuple[int, ...] = (0,), limits: Limits = LIMITS,
     folder.mkdir(mode=0o700, exist_ok=True)
     server = PeerServer(str(folder), run=RUN, address="127.0.0.1", connections=connections, limits=limits)
     server.set_token(TOKEN)
-    server.replicas.set_kept(kept)
+    server.replicas.kept = frozenset(kept)
     try:
         yield Host(folder, server, Peer("b", "127.0.0.1", server.port, kept, 1))
     finally:

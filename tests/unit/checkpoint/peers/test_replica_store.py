@@ -29,7 +29,7 @@ PUT, DATA = put_of(facts_of(layout=LAYOUT), layout=LAYOUT)
 def take(folder: Path, put: Put, data: bytes | bytearray, *, cut: int = 1000) -> list[int]:
     """The steps of the replicas that are whole after one has come in pieces of at most `cut` bytes."""
     slots = ReplicaSlots(str(folder), run=RUN)
-    slots.set_kept([put.facts.rank])
+    slots.kept = frozenset({put.facts.rank})
     position = 0
 
     def receive(part: memoryview) -> int:

@@ -130,12 +130,12 @@ def test_all_ranks_of_a_step_arrive(a: Path, b: Host) -> None:
 
 def test_the_newest_wins_while_the_buddy_is_away(a: Path, b: Host) -> None:
     desk = Desk()
-    b.server.replicas.set_kept([])
+    b.server.replicas.kept = frozenset()
     with replicating(a, b.peer, desk) as replicator:
         for step in (1, 2, 3):
             offer(replicator, a, step, index=step % 2)
             desk.wait(lambda step=step: desk.failed[-1:] != [] and desk.failed[-1][1] >= step - 1)  # type: ignore[misc]
-        b.server.replicas.set_kept([0])
+        b.server.replicas.kept = frozenset({0})
         desk.wait_replicated((0, 3))
     assert [step for _, step, _ in desk.replicated] == [3]
     assert b.replicas() == {"replica-r00000-s0": 3}
@@ -143,14 +143,14 @@ def test_the_newest_wins_while_the_buddy_is_away(a: Path, b: Host) -> None:
 
 def test_a_failure_is_told_once_and_tried_again(a: Path, b: Host) -> None:
     desk = Desk()
-    b.server.replicas.set_kept([])
+    b.server.replicas.kept = frozenset()
     with replicating(a, b.peer, desk) as replicator:
         offer(replicator, a, 1)
         desk.wait(lambda: desk.failed != [])
         time.sleep(0.4)
         assert len(desk.failed) == 1
         assert "rank 0" in desk.failed[0][2]
-        b.server.replicas.set_kept([0])
+        b.server.replicas.kept = frozenset({0})
         desk.wait_replicated((0, 1))
 
 

@@ -268,7 +268,7 @@ def test_ranks_of_others_are_refused_and_dropped(tmp_path: Path) -> None:
         send(b, rank=0)
         send(b, rank=1)
         fill_slot(b.folder, "own-r00005-s0", facts_of(5))
-        b.server.replicas.set_kept([1])
+        b.server.replicas.kept = frozenset({1})
         put, data = put_of(facts_of(0, 2))
         sent: list[int] = []
         with connected(b.peer) as connection, pytest.raises(TransientStorageError, match="rank 0"):
@@ -290,7 +290,7 @@ def test_ranks_that_are_shared_out_anew_while_a_replica_comes(tmp_path: Path) ->
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
 
         def drop(count: int) -> None:
-            b.server.replicas.set_kept([])
+            b.server.replicas.kept = frozenset()
             b.server.replicas.drop_others()
 
         with pytest.raises(TransientStorageError, match="any more"):
@@ -340,7 +340,7 @@ def test_no_memory_is_answered(tmp_path: Path) -> None:
 
 def test_memory_that_the_system_does_not_give(tmp_path: Path) -> None:
     slots = ReplicaSlots(str(tmp_path), run=RUN, memory=lambda folder, held_bytes: HostMemory(2**62, 2**62, 2**62))
-    slots.set_kept([0])
+    slots.kept = frozenset({0})
     for _ in range(2):
         with pytest.raises(CheckpointError, match="bytes"):
             slots.take(HUGE_PUT, go=lambda: None, receive=len)
@@ -350,7 +350,7 @@ def test_memory_that_the_system_does_not_give(tmp_path: Path) -> None:
 def test_memory_that_a_slot_has_is_not_asked_for_again(tmp_path: Path) -> None:
     left = [HostMemory(10**9, 10**9, 10**9)]
     slots = ReplicaSlots(str(tmp_path), run=RUN, memory=lambda folder, held_bytes: replace(left[0], held_bytes=held_bytes))
-    slots.set_kept([0])
+    slots.kept = frozenset({0})
 
     def take(step: int, kilobytes: int = 100) -> bool:
         put, data = put_of(facts_of(step=step, layout=layout_of(kilobytes)), layout=layout_of(kilobytes))
@@ -420,15 +420,15 @@ def test_a_replica_whose_slot_was_removed_while_it_came_is_refused(tmp_path: Pat
     """Ranks were shared out anew, and again: nobody would find the file that it came into."""
     put, data = put_of(facts_of())
     replicas = ReplicaSlots(str(tmp_path), run=RUN)
-    replicas.set_kept([0])
+    replicas.kept = frozenset({0})
     position = 0
 
     def receive(part: memoryview) -> int:
         nonlocal position
         if position == 0:
-            replicas.set_kept([])
+            replicas.kept = frozenset()
             replicas.drop_others()
-            replicas.set_kept([0])
+            replicas.kept = frozenset({0})
         data.read_into(part, start=position)
         position += len(part)
         return len(part)

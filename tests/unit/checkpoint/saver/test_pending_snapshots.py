@@ -23,10 +23,10 @@ def test_a_leased_snapshot_cannot_be_written_until_the_last_lease_ends(tmp_path:
     assert second is not None
     assert first.facts == facts_of(3)
     assert first.layout == layout_of()
-    first.release()
-    first.release()
+    first.slot.close()
+    first.slot.close()
     assert not writer.lock(shared=False), "a second release of one lease ends no other one"
-    second.release()
+    second.slot.close()
     assert writer.lock(shared=False)
     assert lease(folder, name) is None
     writer.begin()
@@ -47,10 +47,10 @@ def test_a_slot_made_anew_under_the_same_name_is_another(tmp_path: Path) -> None
     assert new is not None
     assert (old.slot.facts, new.facts) == (facts_of(3), facts_of(8))
     # Letting go of the old one lets go of nothing else.
-    old.release()
+    old.slot.close()
     writer = writer_of(tmp_path, name)
     assert not writer.lock(shared=False)
-    new.release()
+    new.slot.close()
     assert writer.lock(shared=False)
     writer.close()
 
