@@ -13,8 +13,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -54,26 +54,20 @@ class Channel:
 
     def send(self, data: bytes | memoryview, *, limit_s: float, flags: int = 0) -> None:
         """Send all of `data`, outside of frames. Raises: ChannelError."""
-        try:
+        with _channel_errors():
             self._socket.settimeout(max(limit_s, 0.001))
             self._socket.sendall(data, flags)
-        except OSError as error:
-            raise _broken(error) from error
 
     def send_some(self, data: memoryview, *, limit_s: float) -> int:
         """Send as many bytes as find room, outside of frames. Raises: ChannelError."""
-        try:
+        with _channel_errors():
             self._socket.settimeout(max(limit_s, 0.001))
             return self._socket.send(data)
-        except OSError as error:
-            raise _broken(error) from error
 
     def end_sending(self) -> None:
         """Half-close: the other side reads the end. Raises: ChannelError."""
-        try:
+        with _channel_errors():
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError as error:
-            raise _broken(error) from error
 
     def receive(self, count: int, *, limit_s: float) -> bytes:
         """Receive exactly `count` bytes, outside of frames. Raises: ChannelError."""
@@ -83,11 +77,9 @@ class Channel:
 
     def receive_some(self, buffer: memoryview, *, limit_s: float) -> int:
         """Receive the bytes that have arrived, outside of frames; 0 at the end. Raises: ChannelError."""
-        try:
+        with _channel_errors():
             self._socket.settimeout(max(limit_s, 0.001))
             return self._socket.recv_into(buffer)
-        except OSError as error:
-            raise _broken(error) from error
 
     def send_json(self, value: Mapping[str, object], *, limit_s: float) -> None:
         body = json.dumps(value, separators=(",", ":")).encode()
@@ -175,21 +167,24 @@ class Channel:
 
 def connect(address: str, port: int, *, limit_s: float, source: str = "") -> Channel:
     """Connect, from the local address `source` if given. Raises: ChannelError."""
+    with _channel_errors():
+        return Channel(
+            socket.create_connection((address, port), timeout=limit_s, source_address=(source, 0) if source else None)
+        )
+
+
+@contextmanager
+def _channel_errors() -> Iterator[None]:
     try:
-        found = socket.create_connection((address, port), timeout=limit_s, source_address=(source, 0) if source else None)
+        yield
+    except TimeoutError as error:
+        raise ChannelError("no answer") from error
+    except ConnectionRefusedError as error:
+        raise ChannelError("refused") from error
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise ChannelError("hung up") from error
     except OSError as error:
-        raise _broken(error) from error
-    return Channel(found)
-
-
-def _broken(error: OSError) -> ChannelError:
-    if isinstance(error, TimeoutError):
-        return ChannelError("no answer")
-    if isinstance(error, ConnectionRefusedError):
-        return ChannelError("refused")
-    if isinstance(error, ConnectionResetError | BrokenPipeError):
-        return ChannelError("hung up")
-    return ChannelError((error.strerror or str(error) or type(error).__name__).lower())
+        raise ChannelError((error.strerror or str(error) or type(error).__name__).lower()) from error
 
 
 @dataclass(frozen=True, slots=True)

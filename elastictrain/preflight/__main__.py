@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 from elastictrain.bounded_json import as_record
 from elastictrain.config.composed import CheckpointGroup
@@ -66,18 +67,14 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _run_speed(parsed: argparse.Namespace) -> int:
     """Returns the exit code. Raises: UsageError; HostUnfitError; TransportError naming the address."""
-    if parsed.listen:
-        return _listen(parsed)
-    size_bytes = parse_size(parsed.size)
-    speeds = measure_speed(parsed.to, port=parsed.port, token=parsed.token or "", size_bytes=size_bytes)
-    ways = (f"to {parsed.to}", f"from {parsed.to}")
-    for what, transfer in zip((*ways, *(f"{way}, both ways at once" for way in ways)), speeds, strict=True):
-        amount = f"({transfer.num_bytes / 2**20:.0f} MiB in {transfer.seconds:.2f} s)"
-        sys.stdout.write(f"{what:<48} {transfer.gbps:8.2f} Gbit/s  {amount}\n")
-    return EXIT_OK
-
-
-def _listen(parsed: argparse.Namespace) -> int:
+    if not parsed.listen:
+        size_bytes = parse_size(parsed.size)
+        times = measure_speed(parsed.to, port=parsed.port, token=parsed.token or "", size_bytes=size_bytes)
+        ways = (f"to {parsed.to}", f"from {parsed.to}")
+        for what, seconds in zip((*ways, *(f"{way}, both ways at once" for way in ways)), times, strict=True):
+            gbps = 8e-9 * size_bytes / seconds if seconds > 0 else 0.0
+            sys.stdout.write(f"{what:<48} {gbps:8.2f} Gbit/s  ({size_bytes / 2**20:.0f} MiB in {seconds:.2f} s)\n")
+        return EXIT_OK
     token = parsed.token or secrets.token_hex(8)
     responder = listen(parsed.listen, port=parsed.port, token=token)
     try:
@@ -100,22 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-dir", metavar="DIR", default=MEMORY_DIR, help="checkpoint.memory_dir of the run (%(default)s)"
     )
-    parser.add_argument(
-        "--check",
-        metavar="NAME=MODE",
-        action="append",
-        default=[],
-        type=_mode,
-        help=f"what a failure of one check means: {', '.join(_MODES)}; may be given several times",
-    )
-    parser.add_argument(
-        "--port",
-        metavar="N",
-        action="append",
-        default=[],
-        type=_port,
-        help="TCP port on which hosts must reach each other, under torchrun; may be given several times",
-    )
+    repeatable = partial(parser.add_argument, action="append", default=[])
+    modes = f"what a failure of one check means: {', '.join(_MODES)}; may be given several times"
+    repeatable("--check", metavar="NAME=MODE", type=_mode, help=modes)
+    ports = "TCP port on which hosts must reach each other, under torchrun; may be given several times"
+    repeatable("--port", metavar="N", type=_port, help=ports)
     parser.add_argument("--json", action="store_true", help="for a script")
     speed = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser(
         "speed",

@@ -5,6 +5,7 @@ over plan and result. All ranks return the same warnings and failures. Every wai
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
@@ -120,15 +121,8 @@ def judge_host_reports(
 
 def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdict]:
     """Rename host `name` in its verdicts to `label`, its name in the group, where several hosts may have the same name."""
-    relabelled = []
-    for verdict in verdicts:
-        subject = verdict.subject
-        if subject == name or subject.endswith(f" on {name}"):
-            subject = subject.removesuffix(name) + label
-        elif subject.startswith(f"{name} -> "):
-            subject = label + subject.removeprefix(name)
-        relabelled.append(replace(verdict, subject=subject))
-    return relabelled
+    own = re.compile(r"\A{0}(?=\Z| -> )|(?<= on ){0}\Z".format(re.escape(name)))
+    return [replace(verdict, subject=own.sub(lambda _: label, verdict.subject)) for verdict in verdicts]
 
 
 @dataclass(slots=True)
@@ -155,7 +149,12 @@ class HostPreflight:
         if self.layout.leads_host:
             plan, result = self._lead_host()
         else:
-            self._follow_host()
+            # Take over the plan of the rank that leads this host.
+            done = get_record(self.exchange, f"environment/{self.layout.node_rank}", dict[str, str], limit_s=self._limit_s)
+            if done is None:
+                message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self._limit_s:g} s"
+                raise PreflightError(message)
+            self.environment.update(done, **{OWN_VARIABLES: json.dumps(done)})
         if result is None:
             limit_s = self._limit_s + _FOLLOW_S - (self.clock() - self._began)
             result = get_record(self.exchange, "result", list[Verdict], limit_s=limit_s)
@@ -282,12 +281,3 @@ class HostPreflight:
         for node, host in enumerate(self.layout.hosts):
             if node != self.layout.node_rank and host not in gone:
                 self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
-
-    def _follow_host(self) -> None:
-        """Apply the plan of the rank that leads this host."""
-        done = get_record(self.exchange, f"environment/{self.layout.node_rank}", dict[str, str], limit_s=self._limit_s)
-        if done is None:
-            message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self._limit_s:g} s"
-            raise PreflightError(message)
-        self.environment.update(done)
-        self.environment[OWN_VARIABLES] = json.dumps(done)

@@ -103,17 +103,12 @@ def ask_kernel(target: str) -> tuple[str, str]:
         try:
             with socket.socket(family, kind, protocol) as connected:
                 connected.connect(address)
-                return str(address[0]), _own_name(connected)
+                own = connected.getsockname()
+                scoped = family == socket.AF_INET6 and own[3] and "%" not in str(own[0])
+                return str(address[0]), f"{own[0]}%{socket.if_indextoname(own[3])}" if scoped else str(own[0])
         except OSError as error:
             refused = refused or error
     raise refused or OSError(f"{target} has no address")
-
-
-def _own_name(connected: socket.socket) -> str:
-    own = connected.getsockname()
-    address = str(own[0])
-    scoped = connected.family == socket.AF_INET6 and own[3] and "%" not in address
-    return f"{address}%{socket.if_indextoname(own[3])}" if scoped else address
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.members import Planned
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.host_checks import OwnChecks
-from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, find_layout
+from elastictrain.preflight.host_preflight import HostPreflight, find_layout
 from elastictrain.preflight.policy import STARTS, Chosen, Level, PastFindings, apply_modes, choose_level, decide, find_repeated
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import TransportPlan, describe_plan
@@ -59,6 +59,12 @@ class RunPreflight:
         self._past = PastStarts(context.store, number_of(context.generation.name))
         self._plan: TransportPlan | None = None
         self._nccl_log = f"{temporary_folder()}/nccl-%h-%p.txt"
+        self._layout = find_layout(
+            [(one.host, one.local_world_size) for one in context.generation.ranks],
+            rank=self._identity.rank,
+            local_rank=self._identity.local_rank,
+            rendezvous=os.environ.get("MASTER_ADDR") if self._identity.launched else None,
+        )
         self.chosen = self._choose()
 
     def check_hosts(self) -> None:
@@ -67,7 +73,7 @@ class RunPreflight:
         level, reason = self.chosen.level, self.chosen.reason
         if level is Level.OFF:
             return
-        layout, config = self._layout(), self._config
+        layout, config = self._layout, self._config
         own = OwnChecks(
             level=level,
             settings=config.preflight,
@@ -120,7 +126,7 @@ class RunPreflight:
         Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in flight."""
         if self.chosen.level is Level.OFF or self._identity.world_size == 1:
             return
-        layout, began = self._layout(), time.monotonic()
+        layout, began = self._layout, time.monotonic()
         plan, settings = self._plan, self._config.preflight
         request = Request(
             full=self.chosen.level is Level.FULL,
@@ -130,7 +136,13 @@ class RunPreflight:
         )
         group, hosts = self._context.group, layout.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
-        self._forget_nccl_log()
+        if os.environ.get(FILE) == self._nccl_log:
+            path = log_path(os.environ, host=self._identity.host, pid=os.getpid())
+            for name in (DEBUG, SUBSYSTEMS, FILE):
+                del os.environ[name]
+            if path is not None:
+                with suppress(OSError):
+                    Path(path).unlink()
         verdicts, seconds = apply_modes(found.verdicts, asdict(settings.checks)), time.monotonic() - began
         error = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if self._identity.is_log_rank:
@@ -141,14 +153,6 @@ class RunPreflight:
             # The check only warns, but the group cannot be used any more.
             culprits = "; ".join(describe(one) for one in failures(found.verdicts))
             raise PreflightError(f"a collective hangs, and the group is of no use any more: {culprits}")
-
-    def _layout(self) -> HostLayout:
-        return find_layout(
-            [(one.host, one.local_world_size) for one in self._context.generation.ranks],
-            rank=self._identity.rank,
-            local_rank=self._identity.local_rank,
-            rendezvous=os.environ.get("MASTER_ADDR") if self._identity.launched else None,
-        )
 
     def _choose(self) -> Chosen:
         """The level that rank 0 chooses for all ranks."""
@@ -183,16 +187,6 @@ class RunPreflight:
             colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
             sys.stderr.write(f"{render(verdicts, colour=colour, width=_WIDTH, everything=False)}\n")
         sys.stderr.flush()
-
-    def _forget_nccl_log(self) -> None:
-        if os.environ.get(FILE) != self._nccl_log:
-            return
-        path = log_path(os.environ, host=self._identity.host, pid=os.getpid())
-        for name in (DEBUG, SUBSYSTEMS, FILE):
-            del os.environ[name]
-        if path is not None:
-            with suppress(OSError):
-                Path(path).unlink()
 
 
 @dataclass(frozen=True, slots=True)

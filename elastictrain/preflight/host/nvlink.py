@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -150,21 +150,17 @@ def judge_nvlink(
             remedy = f"look for retraining and errors: {look}; reboot, and replace the host if it stays"
             found.append(verdict(about, Status.WARN, measured, usual, remedy, unit="GB/s"))
     if switched and not found:
-        found += _judge_pairs(topology, verdict)
+        counts = {pair: int(kind[2:]) if kind.startswith("NV") else 0 for pair, kind in topology.items() if pair[0] < pair[1]}
+        best = max(counts.values(), default=0)
+        remedy = "as root, with all GPUs idle: systemctl restart nvidia-fabricmanager; then look again: nvidia-smi topo -m"
+        found += [
+            verdict(f"GPU {one} -> GPU {other} on {host}", Status.FAIL, topology[one, other], f"NV{best}", remedy)
+            for (one, other), count in counts.items()
+            if count < best
+        ]
     total = max((len(one.speeds_gbs) + len(one.down) for one in links), default=0)
     whole = [one for one in links if one.all_down or len(one.speeds_gbs) + len(one.down) == total]
     if len(whole) < num_gpus and (switched or most):
         measured, remedy = f"{len(whole)} GPUs told all their links", "look yourself: nvidia-smi nvlink --status"
         found.append(verdict.warned(measured, expected=f"{num_gpus} GPUs", remedy=remedy))
     return found or [verdict.passed(f"{most} links at {usual:g} GB/s" if most else "no NVLink in use")]
-
-
-def _judge_pairs(topology: Mapping[tuple[int, int], str], verdict: Reporter) -> Iterator[Verdict]:
-    pairs = {pair: kind for pair, kind in topology.items() if pair[0] < pair[1]}
-    counts = {pair: int(kind[2:]) if kind.startswith("NV") else 0 for pair, kind in pairs.items()}
-    most = max(counts.values(), default=0)
-    for (one, other), count in counts.items():
-        if count < most:
-            about = f"GPU {one} -> GPU {other} on {verdict.subject}"
-            remedy = "as root, with all GPUs idle: systemctl restart nvidia-fabricmanager; then look again: nvidia-smi topo -m"
-            yield verdict(about, Status.FAIL, topology[one, other], f"NV{most}", remedy)

@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from decimal import Decimal
 
 from elastictrain.errors import TransportError, UsageError
@@ -35,19 +34,6 @@ def parse_size(text: str) -> int:
     return num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One direction. `gbps`: 10^9 bits of payload per second over the whole transfer."""
-
-    num_bytes: int
-    seconds: float
-
-    @property
-    def gbps(self) -> float:
-        """0 for a transfer too short to time."""
-        return 8e-9 * self.num_bytes / self.seconds if self.seconds > 0 else 0.0
-
-
 def listen(address: str, *, port: int = PORT, token: str) -> Responder:
     """The listening side, until it is closed. Raises: HostUnfitError naming address and port."""
     responder = Responder(address, ports=(port,), connections=_MOST_CONNECTIONS, most_seconds=LIMIT_S, nonce=_key(token).nonce)
@@ -56,13 +42,12 @@ def listen(address: str, *, port: int = PORT, token: str) -> Responder:
     return responder
 
 
-def measure_speed(
-    address: str, *, port: int = PORT, token: str, size_bytes: int, limit_s: float = LIMIT_S
-) -> tuple[Transfer, Transfer, Transfer, Transfer]:
-    """Send `size_bytes`, get as many back, then do both at once; returns there, back, there and back at the same time. Memory
-    does not depend on the size. Raises: TransportError naming the address, also if bytes are missing after `limit_s`."""
+def measure_speed(address: str, *, port: int = PORT, token: str, size_bytes: int, limit_s: float = LIMIT_S) -> list[float]:
+    """Send `size_bytes`, get as many back, then do both at once; returns the seconds there, back, there and back at the same
+    time. Memory does not depend on the size. Raises: TransportError naming the address, also if bytes are missing after
+    `limit_s`."""
 
-    def transfer(ask: Callable[..., StreamResult], answer_s: float) -> Transfer:
+    def transfer(ask: Callable[..., StreamResult], answer_s: float) -> float:
         try:
             with connect(address, port, limit_s=_CONNECT_S) as channel:
                 HANDSHAKE.introduce(channel, _key(token).secret, limit_s=_ANSWER_S)
@@ -79,13 +64,11 @@ def measure_speed(
                 f"only {num_bytes} of {size_bytes} bytes came between here and {address} in {seconds:.1f} s: choose a smaller "
                 f"size, or run the link checks to see what is wrong"
             )
-        return Transfer(num_bytes, seconds)
+        return seconds
 
     ways = (ask_to_take, ask_to_give), (_ANSWER_S, _STALL_S)
-    there, back = map(transfer, *ways)
     with ThreadPoolExecutor(2, thread_name_prefix="speed") as threads:
-        both_there, both_back = threads.map(transfer, *ways)
-    return there, back, both_there, both_back
+        return [*map(transfer, *ways), *threads.map(transfer, *ways)]
 
 
 def _key(token: str) -> ResponderKey:
