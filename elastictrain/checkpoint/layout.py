@@ -63,13 +63,7 @@ class ShardFile:
 
 
 def plan_files(
-    items: Sequence[Item],
-    *,
-    incarnation: str,
-    rank: int,
-    shard_bytes: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    metadata: Mapping[str, str],
+    items: Sequence[Item], *, incarnation: str, rank: int, shard_bytes: int, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[ShardFile, ...]:
     """Files of at most `shard_bytes`, or one larger item. Raises: CheckpointError for unknown element types or equal keys."""
     for item in items:
@@ -88,7 +82,7 @@ def plan_files(
     for index, group in enumerate(groups):
         # The name has the incarnation, so a previous generation that still writes cannot damage these files.
         name = f"{incarnation}-r{rank:05d}-{index:03d}.safetensors"
-        header = encode_header([(item.key, item.dtype, item.sizes) for item in group], metadata=metadata)
+        header = encode_header([(item.key, item.dtype, item.sizes) for item in group], metadata={"format": "pt"})
         starts = list(accumulate((item.size_bytes for item in group), initial=len(header)))
         placed = tuple(
             PlacedItem(item, start, split_item(item, chunk_bytes=chunk_bytes, file=name, start=start))

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
@@ -104,7 +104,11 @@ class MemoryRestore:
             return missing[0]
         known = [parts[rank] for rank in range(len(primary))]
         try:
-            manifest = build_manifest(known, facts=chosen.manifest_facts())
+            facts = chosen.sources[0][0].facts  # as rank 0 recorded them
+            about = Manifest(
+                facts.step, facts.world_size, facts.incarnation, facts.created, facts.config_digest, {}, facts.state
+            )
+            manifest = build_manifest(known, facts=about)
             check_manifest(manifest)
         except (ElasticTrainError, ValueError) as error:
             logger.warning("the snapshots of step %d do not fit together: %s", chosen.step, error)
@@ -182,10 +186,9 @@ def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
     slot = Slot.hold(path, wait_s=_LETTING_GO_S)
     if slot is None:
         raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")
-    try:
+    with ExitStack() as undo:
+        undo.callback(slot.close)
         if slot.facts != facts:
             raise InvalidCheckpointError(f"{path} holds another snapshot now")
-    except BaseException:
-        slot.close()
-        raise
+        undo.pop_all()
     return slot

@@ -212,7 +212,20 @@ def load(
     folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
 ) -> LoadResult:
     """Load on all ranks of `group`. Nothing is overwritten before the headers and the fit are checked. Collective: yes."""
-    checked = _together(lambda: _check_fit(folder, manifest, tensors=tensors, group=group), group=group)
+    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def check_fit() -> int:
+        # Each rank checks its share of the headers. This first: a manifest whose tensors are not those of its files is damaged,
+        # and not of another model.
+        verify_headers(folder, manifest, files=manifest.files[rank::world_size])
+        if (mismatch := describe_mismatch(tensors, manifest.tensors)) is not None:
+            raise ConfigError(
+                f"{folder.url('').rstrip('/')} is a checkpoint of another model or optimizer:{mismatch}\n"
+                "Give the config that it was saved with, or another `run.dir` for a new run."
+            )
+        return 0
+
+    checked = _together(check_fit, group=group)
     if checked.outcome != "loaded":
         return checked
     return _together(lambda: load_tensors(folder, manifest, tensors=tensors), group=group)
@@ -232,18 +245,3 @@ def _together(act: Callable[[], int], *, group: dist.ProcessGroup | None) -> Loa
         files = (error.file,) if isinstance(error, StorageError) and error.file else ()
         result = LoadResult("failed", files=files, error=str(described["type"]), message=str(described["message"]))
     return result_of_all(gather_records(result, group=group))
-
-
-def _check_fit(
-    folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> int:
-    """Each rank checks its share of the headers. Raises: DamagedFileError; ConfigError for another model; StorageError."""
-    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    # This first: a manifest whose tensors are not those of its files is damaged, and not of another model.
-    verify_headers(folder, manifest, files=manifest.files[rank::world_size])
-    if (mismatch := describe_mismatch(tensors, manifest.tensors)) is not None:
-        raise ConfigError(
-            f"{folder.url('').rstrip('/')} is a checkpoint of another model or optimizer:{mismatch}\n"
-            "Give the config that it was saved with, or another `run.dir` for a new run."
-        )
-    return 0

@@ -15,6 +15,7 @@ Rules:
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from elastictrain.checkpoint.folders import (
     QUARANTINE_NAME,
@@ -109,21 +110,13 @@ class Pruner:
         self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
         intact = {folder.name for folder in folders if self._intact(folder)}
 
-        def plan(intact: Collection[str]) -> tuple[Deletion, ...]:
-            return plan_retention(
-                folders,
-                newest=newest,
-                intact=intact,
-                keep_last=self.keep_last,
-                keep_every=self.keep_every,
-                unknown=self._unknown,
-            )
-
-        deletions = plan(intact)
+        rules = partial(plan_retention, keep_last=self.keep_last, keep_every=self.keep_every, unknown=self._unknown)
+        plan = partial(rules, folders, newest=newest)
+        deletions = plan(intact=intact)
         if deletions:
             # The lineage is read only now: most saves of a young run delete nothing.
             _, off_line = Lineage(self.store).line_first(folders)
-            deletions = plan(intact - off_line)
+            deletions = plan(intact=intact - off_line)
         deleted = [deletion for deletion in deletions if delete_folder(self.store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 

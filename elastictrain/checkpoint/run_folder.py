@@ -5,7 +5,7 @@ from pathlib import Path
 
 from elastictrain.config.digest import MOST_BYTES, from_yaml
 from elastictrain.errors import ConfigError, ObjectNotFoundError, ObjectTooLargeError, PermanentStorageError, StorageError
-from elastictrain.storage.bounded_read import read_bounded
+from elastictrain.storage.bounded_read import exists, read_bounded
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
 
@@ -59,15 +59,7 @@ def device_of(path: Path) -> int | None:
 def still_there(store: Store) -> bool:
     """Whether storage holds anything of the run; true if storage fails."""
     try:
-        store.stat(CONFIG_NAME)
-    except ObjectNotFoundError:
-        pass
+        return exists(store, CONFIG_NAME) or next(iter(store.list("events")), None) is not None
     except StorageError:
         # Unknown; an attempt to save does no harm.
-        return True
-    else:
-        return True
-    try:
-        return next(iter(store.list("events")), None) is not None
-    except StorageError:
         return True

@@ -27,27 +27,17 @@ class ElementType:
     size_bytes: int
 
 
-_TYPES = (
-    ElementType("float64", "F64", 8),
-    ElementType("float32", "F32", 4),
-    ElementType("float16", "F16", 2),
-    ElementType("bfloat16", "BF16", 2),
-    ElementType("float8_e4m3fn", "F8_E4M3", 1),
-    ElementType("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
-    ElementType("float8_e5m2", "F8_E5M2", 1),
-    ElementType("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
-    ElementType("float8_e8m0fnu", "F8_E8M0", 1),
-    ElementType("int64", "I64", 8),
-    ElementType("int32", "I32", 4),
-    ElementType("int16", "I16", 2),
-    ElementType("int8", "I8", 1),
-    ElementType("uint64", "U64", 8),
-    ElementType("uint32", "U32", 4),
-    ElementType("uint16", "U16", 2),
-    ElementType("uint8", "U8", 1),
-    ElementType("bool", "BOOL", 1),
-    ElementType("complex64", "C64", 8),
-)
+_TYPES_BY_BYTES = {  # the size of an element -> torch's names and the codes
+    8: "float64=F64 int64=I64 uint64=U64 complex64=C64",
+    4: "float32=F32 int32=I32 uint32=U32",
+    2: "float16=F16 bfloat16=BF16 int16=I16 uint16=U16",
+    1: (
+        "float8_e4m3fn=F8_E4M3 float8_e4m3fnuz=F8_E4M3FNUZ float8_e5m2=F8_E5M2 float8_e5m2fnuz=F8_E5M2FNUZ "
+        "float8_e8m0fnu=F8_E8M0 int8=I8 uint8=U8 bool=BOOL"
+    ),
+}
+_PAIRS = [(size, *one.partition("=")) for size, pairs in _TYPES_BY_BYTES.items() for one in pairs.split()]
+_TYPES = [ElementType(name, code, size) for size, name, _, code in _PAIRS]
 BY_NAME = {element.name: element for element in _TYPES}
 BY_CODE = {element.code: element for element in _TYPES}
 

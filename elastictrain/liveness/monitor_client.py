@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 from elastictrain.bounded_json import encode_record
@@ -91,10 +91,8 @@ def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
     """`(rank, pid)` of each worker that has a progress file."""
     found = []
     for rank in ranks:
-        with suppress(OSError, ValueError):
-            reader = ProgressFileReader(folder, rank)
+        with suppress(OSError, ValueError), closing(ProgressFileReader(folder, rank)) as reader:
             found.append((rank, reader.pid))
-            reader.close()
     return found
 
 

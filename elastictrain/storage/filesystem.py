@@ -15,9 +15,28 @@ from elastictrain.storage.store import ObjectInfo
 _BLOCK_BYTES = 16 << 20
 
 
-class FilesystemBackend:
-    parallel = 1
+class StreamedUploads:
+    """Uploads through fsspec's file for writing; in gcsfs a resumable upload that `close` completes."""
 
+    parallel = 1
+    _files: Any
+
+    def begin(self, path: str) -> Any:
+        return self._files.open(path, "wb", block_size=_BLOCK_BYTES)
+
+    def put_part(self, path: str, upload: Any, number: int, data: bytes) -> Any:
+        upload.write(data)
+
+    def finish(self, path: str, upload: Any, parts: Sequence[Any]) -> None:
+        upload.close()
+
+    def abort(self, path: str, upload: Any) -> None:
+        upload.discard()
+        # Without this the garbage collector would close the file, which completes the upload.
+        upload.closed = True
+
+
+class FilesystemBackend(StreamedUploads):
     def __init__(self, url: str, answer_timeout_s: float) -> None:
         import fsspec
 
@@ -40,23 +59,20 @@ class FilesystemBackend:
             self._files.pipe_file(path, data, **condition, **bound)
 
     def begin(self, path: str) -> Any:
-        return () if self._memory else begin_stream(self._files, path)
+        return () if self._memory else super().begin(path)
 
-    def put_part(self, path: str, upload: Any, number: int, data: bytes) -> bytes:
-        if not self._memory:
-            upload.write(data)
-            return b""
-        return data
+    def put_part(self, path: str, upload: Any, number: int, data: bytes) -> Any:
+        return data if self._memory else super().put_part(path, upload, number, data)
 
-    def finish(self, path: str, upload: Any, parts: Sequence[bytes]) -> None:
+    def finish(self, path: str, upload: Any, parts: Sequence[Any]) -> None:
         if self._memory:
             self.put(path, b"".join(parts))
         else:
-            upload.close()
+            super().finish(path, upload, parts)
 
     def abort(self, path: str, upload: Any) -> None:
         if not self._memory:
-            abort_stream(upload)
+            super().abort(path, upload)
 
     def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
         with self._request(0) as bound:
@@ -92,29 +108,10 @@ class FilesystemBackend:
             yield {"timeout": timeout_s} if self._files.async_impl else {}
 
 
-def begin_stream(files: Any, path: str) -> Any:
-    """fsspec's file for writing; in gcsfs a resumable upload that `close` completes."""
-    return files.open(path, "wb", block_size=_BLOCK_BYTES)
-
-
-def abort_stream(file: Any) -> None:
-    file.discard()
-    # Without this the garbage collector would close the file, which completes the upload.
-    file.closed = True
-
-
-def _info(path: str, found: Mapping[str, object]) -> ObjectInfo:
-    return ObjectInfo(path, int(str(found["size"])), _unix_seconds(found))
-
-
-def _unix_seconds(found: Mapping[str, object]) -> float:
-    """Time of the last write; each client has its own name and type for it. 0 if absent."""
-    for field in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"):
-        value = found.get(field)
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-        if isinstance(value, str):
-            return datetime.fromisoformat(value).timestamp()
-    return 0.0
+def _info(path: str, found: Mapping[str, Any]) -> ObjectInfo:
+    # Each client has its own name and type for the time of the last write.
+    names = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+    times = (found.get(name) for name in names)
+    time: Any = next((one for one in times if isinstance(one, datetime | int | float | str)), 0.0)
+    time = datetime.fromisoformat(time) if isinstance(time, str) else time
+    return ObjectInfo(path, int(found["size"]), time.timestamp() if isinstance(time, datetime) else float(time))

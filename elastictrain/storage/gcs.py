@@ -7,13 +7,13 @@ metadata service; without any it is anonymous. STORAGE_EMULATOR_HOST replaces th
 import io
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any, cast
+from typing import cast
 from urllib.parse import quote
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.storage.filesystem import abort_stream, begin_stream
+from elastictrain.storage.filesystem import StreamedUploads
 from elastictrain.storage.remote import most_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
@@ -30,16 +30,14 @@ class GcsAnswerError(Exception):
         self.error_code = error_code
 
 
-class GcsBackend:
-    parallel = 1
-
+class GcsBackend(StreamedUploads):
     def __init__(self, url: str, answer_timeout_s: float) -> None:
         # Not the class that fsspec chooses: it asks for the bucket's type by gRPC before each request. An emulator does not
         # answer that, and a user's permissions may not allow it.
         from gcsfs.core import GCSFileSystem
 
         self._answer_timeout_s = answer_timeout_s
-        self._files: Any = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
+        self._files = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         headers = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
@@ -58,18 +56,6 @@ class GcsBackend:
         asked = {"uploadType": "multipart"} | ({} if mark is None else {"ifGenerationMatch": "0"})
         where = f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
         self._ask("POST", where, asked, headers=headers, data=body, in_bucket=True)
-
-    def begin(self, path: str) -> Any:
-        return begin_stream(self._files, path)
-
-    def put_part(self, path: str, upload: Any, number: int, data: bytes) -> None:
-        upload.write(data)
-
-    def finish(self, path: str, upload: Any, parts: Sequence[None]) -> None:
-        upload.close()
-
-    def abort(self, path: str, upload: Any) -> None:
-        abort_stream(upload)
 
     def describe(self, path: str) -> tuple[ObjectInfo, str | None]:
         item = parse_json(self._ask("GET", f"storage/v1/{_object(path)}", {}))

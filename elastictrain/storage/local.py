@@ -34,7 +34,7 @@ from elastictrain.storage.writers import process_name
 T = TypeVar("T")
 
 _FOR_ALL = 0o666  # less the user's umask
-_SECRET = 0o600
+SECRET = 0o600  # mode of a file that only this user can read
 
 LOCAL_PROTOCOLS = ("file", "local")
 
@@ -119,16 +119,12 @@ class LocalStore:
 
         self._try("create", key, request)
 
-    def create_secret(self, key: str, data: Bytes) -> None:
-        """Like `create`, but only this user can read the file."""
-        self.create(key, data, mode=_SECRET)
-
     def read_secret(self, key: str, *, most_bytes: int) -> bytes:
-        """The first `most_bytes` of a file of `create_secret`. Raises: AccessDeniedError if it may belong to another user."""
+        """The first `most_bytes` of a file of mode `SECRET`. Raises: AccessDeniedError if it may belong to another user."""
         path = self.path(key)
 
         def own_uid() -> int:
-            with UnfinishedFile(key, folders=self._folders, mode=_SECRET) as probe:
+            with UnfinishedFile(key, folders=self._folders, mode=SECRET) as probe:
                 return probe.owner
 
         def request() -> bytes:

@@ -11,7 +11,7 @@ from elastictrain.storage.azure import AzureBackend
 from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.filesystem import FilesystemBackend
 from elastictrain.storage.gcs import GcsBackend
-from elastictrain.storage.local import LOCAL_PROTOCOLS, LocalStore, local_path
+from elastictrain.storage.local import LOCAL_PROTOCOLS, SECRET, LocalStore, local_path
 from elastictrain.storage.remote import Backend, RemoteStore
 from elastictrain.storage.s3 import S3Backend
 from elastictrain.storage.store import ObjectInfo, Store
@@ -73,7 +73,7 @@ def is_blocked(store: Store, key: str) -> bool:
 def create_secret(store: Store, key: str, data: bytes) -> None:
     """Like `Store.create`, but only this user can read a local file. An object store applies its own permissions."""
     if isinstance(store, LocalStore):
-        store.create_secret(key, data)
+        store.create(key, data, mode=SECRET)
     else:
         store.create(key, data)
 

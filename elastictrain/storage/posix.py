@@ -256,8 +256,14 @@ class UnfinishedFile:
         else:
             self._flush()
             self._write_through(view)
-            if self._written - self._on_its_way >= _WRITEBACK_BYTES:
-                self._begin_writeback()
+            if self._written - self._on_its_way < _WRITEBACK_BYTES:
+                return
+            # Start writeback now: the kernel would let gigabytes wait for the fsync while the disk is idle.
+            sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+            if sync_file_range is not None:
+                start, size_bytes = ctypes.c_int64(self._on_its_way), ctypes.c_int64(self._written - self._on_its_way)
+                sync_file_range(ctypes.c_int(self._descriptor), start, size_bytes, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+            self._on_its_way = self._written
 
     def finish(self, *, new: bool) -> None:
         """Make the content durable, give it its name as `publish` does, and make the name durable."""
@@ -283,14 +289,6 @@ class UnfinishedFile:
             with suppress(OSError):
                 os.unlink(self._temporary, dir_fd=self._folder)
         self._close()
-
-    def _begin_writeback(self) -> None:
-        """Start writeback now: the kernel would let gigabytes wait for the fsync while the disk is idle."""
-        sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-        if sync_file_range is not None:
-            start, size_bytes = ctypes.c_int64(self._on_its_way), ctypes.c_int64(self._written - self._on_its_way)
-            sync_file_range(ctypes.c_int(self._descriptor), start, size_bytes, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
-        self._on_its_way = self._written
 
     def _close(self) -> None:
         descriptors, self._descriptor, self._folder = (self._descriptor, self._folder), -1, -1

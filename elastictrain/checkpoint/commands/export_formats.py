@@ -5,8 +5,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import psutil
@@ -153,9 +153,18 @@ def write_dcp(source: ExportSource, target: ExportTarget) -> None:
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="elastictrain-export-"))
         state = nested_state(source)
-        with warnings.catch_warnings(), _translated(target.url):
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+                dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        except (OSError, CheckpointException) as error:
+            # DCP's writer met a full disk, or has no permission.
+            failures = [error] if isinstance(error, OSError) else [failure for failure, _ in error.failures.values()]
+            for failure in failures:
+                if isinstance(failure, OSError):
+                    reason = reason_of(failure)
+                    raise storage_error(fault_of(failure), action="write", url=target.url, reason=reason) from error
+            raise
         if not isinstance(store, LocalStore):
             for name in sorted(os.listdir(folder), key=lambda name: (name == _METADATA, name)):  # noqa: PTH208
                 with open(f"{folder}/{name}", "rb") as file, store.open_writer(name) as writer:  # noqa: PTH123
@@ -198,16 +207,3 @@ class _Stream:
 
     def flush(self) -> None:
         """Nothing is buffered here."""
-
-
-@contextmanager
-def _translated(url: str) -> Iterator[None]:
-    """Turn an OSError inside DCP's writer (disk full, no permission) into a StorageError."""
-    try:
-        yield
-    except (OSError, CheckpointException) as error:
-        failures = [error] if isinstance(error, OSError) else [failure for failure, _ in error.failures.values()]
-        for failure in failures:
-            if isinstance(failure, OSError):
-                raise storage_error(fault_of(failure), action="write", url=url, reason=reason_of(failure)) from error
-        raise

@@ -111,8 +111,8 @@ def _verify_newest(newest: Surveyed) -> None:
     if verdict.gone:
         raise InvalidCheckpointError(_refusal(newest, "deleted meanwhile"))
     if verdict.bad_files:
-        file = verdict.bad_files[0]
-        raise InvalidCheckpointError(_refusal(newest, f"damaged: {file.name}: {file.problems[0]}"))
+        name, problems = next(iter(verdict.bad_files.items()))
+        raise InvalidCheckpointError(_refusal(newest, f"damaged: {name}: {problems[0]}"))
 
 
 def _text(plan: PrunePlan, *, url: str) -> str:

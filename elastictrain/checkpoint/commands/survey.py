@@ -3,9 +3,9 @@
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -114,12 +114,6 @@ _READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class BadFile:
-    name: str
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Surveyed:
     """One folder, and its manifest if that can be read."""
 
@@ -128,7 +122,7 @@ class Surveyed:
     state: CheckpointState
     reason: str  # why it is not valid
     manifest: Manifest | None
-    bad_files: tuple[BadFile, ...] = ()  # set after all bytes were read
+    bad_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # their problems; set after all bytes were read
     gone: bool = False
 
     @property

@@ -10,14 +10,7 @@ import msgspec
 import xxhash
 
 from elastictrain.checkpoint.commands.output import Advance, note, plural, progress, result, result_json, size_text
-from elastictrain.checkpoint.commands.survey import (
-    BadFile,
-    CheckpointState,
-    Surveyed,
-    locate,
-    note_unchecked,
-    survey,
-)
+from elastictrain.checkpoint.commands.survey import CheckpointState, Surveyed, locate, note_unchecked, survey
 from elastictrain.checkpoint.folders import ROOT, FolderFacts, is_there, key_of, list_checkpoints
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
@@ -95,10 +88,9 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
             placed_in = chunks_by_file(one.manifest)
             jobs += [(one, file, placed_in[file.name]) for file in one.manifest.files]
 
-    def check(job: tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]) -> BadFile:
+    def check(job: tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]) -> tuple[str, ...]:
         one, file, placed = job
-        key = key_of(one.name, file.name)
-        return BadFile(file.name, check_file(one.run, key, file=file, placed=placed, advance=advance, stopped=stopped))
+        return check_file(one.run, key_of(one.name, file.name), file=file, placed=placed, advance=advance, stopped=stopped)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
@@ -109,7 +101,7 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
             raise
     verdicts = []
     for one in chosen:
-        bad_files = tuple(file for job, file in zip(jobs, found, strict=True) if job[0] is one and file.problems)
+        bad_files = {file.name: bad for (owner, file, _), bad in zip(jobs, found, strict=True) if owner is one and bad}
         verdict = replace(one, bad_files=bad_files)
         # A run that trains prunes: it deletes the manifest first.
         if bad_files and not is_there(one.run, key_of(one.name, MANIFEST_NAME)):
@@ -187,7 +179,7 @@ def _document(verdict: Surveyed) -> dict[str, object]:
         "state": verdict.state.value,
         "reason": verdict.reason,
         "bytes": verdict.shard_bytes,
-        "bad_files": msgspec.to_builtins(verdict.bad_files),
+        "bad_files": [{"name": name, "problems": problems} for name, problems in verdict.bad_files.items()],
     }
 
 
@@ -199,10 +191,10 @@ def _text(verdict: Surveyed) -> str:
         lines[0] += f"  ({read}, {plural(len(manifest.tensors), 'tensor')}: every byte has its digest)"
     elif manifest is not None and not verdict.bad_files:
         lines.append(f"    all of its {plural(len(manifest.files), 'file')} have their digests")
-    for file in verdict.bad_files:
-        lines += [f"    {file.name}: {problem}" for problem in file.problems[:_SHOWN_PER_FILE]]
-        if len(file.problems) > _SHOWN_PER_FILE:
-            lines.append(f"    {file.name}: and {len(file.problems) - _SHOWN_PER_FILE} more")
+    for name, problems in verdict.bad_files.items():
+        lines += [f"    {name}: {problem}" for problem in problems[:_SHOWN_PER_FILE]]
+        if len(problems) > _SHOWN_PER_FILE:
+            lines.append(f"    {name}: and {len(problems) - _SHOWN_PER_FILE} more")
     return "\n".join(lines)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import xxhash
 
-from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.slot import SnapshotFacts, facts_in
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.storage.failures import reason_of
@@ -31,12 +30,6 @@ class SlotName:
 
     def __str__(self) -> str:
         return f"{self.kind}-r{self.rank:05d}-s{self.index}"
-
-
-def parse_slot_name(name: str) -> SlotName | None:
-    """The inverse of `str`; None for other files."""
-    match = _SLOT.fullmatch(name)
-    return SlotName(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def run_name(run_url: str) -> str:
@@ -98,11 +91,6 @@ class SnapshotSet:
     sources: tuple[tuple[Held, ...], ...]
     on_line: bool = True  # on the lineage of the run, as far as known
 
-    def manifest_facts(self) -> Manifest:
-        """The manifest of the set without files and tensors, as rank 0 recorded it."""
-        facts = self.sources[0][0].facts
-        return Manifest(self.step, self.world_size, self.incarnation, facts.created, facts.config_digest, {}, facts.state)
-
 
 def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:
     """The complete steps in memory, newest first, those `off_line` (incarnation, step) last. Pure."""
@@ -126,7 +114,8 @@ def slot_names(folder: str) -> list[SlotName]:
     names = []
     with suppress(FileNotFoundError):
         names = sorted(os.listdir(folder))  # noqa: PTH208
-    return [slot for name in names if (slot := parse_slot_name(name)) is not None]
+    matches = filter(None, map(_SLOT.fullmatch, names))
+    return [SlotName(match[1], int(match[2]), int(match[3])) for match in matches]
 
 
 def look(folder: str, *, host: int) -> list[Held]:

@@ -18,7 +18,6 @@ from elastictrain.errors import InvalidCheckpointError
 
 PAGE_BYTES = 4096
 HEADER_BYTES = 4 * PAGE_BYTES  # of a slot, before the snapshot's bytes
-_METADATA = {"format": "pt"}
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -59,14 +58,8 @@ class RankLayout(msgspec.Struct, frozen=True, dict=True):
         return HEADER_BYTES + self.size_bytes
 
     def files(self, *, incarnation: str, rank: int) -> tuple[ShardFile, ...]:
-        return plan_files(
-            self.items,
-            incarnation=incarnation,
-            rank=rank,
-            shard_bytes=self.shard_bytes,
-            chunk_bytes=self.chunk_bytes,
-            metadata=_METADATA,
-        )
+        sizes = {"shard_bytes": self.shard_bytes, "chunk_bytes": self.chunk_bytes}
+        return plan_files(self.items, incarnation=incarnation, rank=rank, **sizes)
 
     def to_bytes(self) -> bytes:
         """JSON, the same for equal layouts."""

@@ -136,27 +136,22 @@ class Slot:
     def open(cls, path: str) -> "Slot":
         """An existing slot, for reading. Raises: OSError, also if it is too short."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if os.fstat(descriptor).st_size < HEADER_BYTES:
-                raise OSError(errno.EINVAL, "it is no slot", path)
-            return cls(path, descriptor=descriptor, writable=False)
-        except BaseException:
+        if os.fstat(descriptor).st_size < HEADER_BYTES:
             os.close(descriptor)
-            raise
+            raise OSError(errno.EINVAL, "it is no slot", path)
+        return cls(path, descriptor=descriptor, writable=False)
 
     @classmethod
     def hold(cls, path: str, *, wait_s: float = 0.0) -> "Slot | None":
         """An existing slot, locked against its writer; None if the writer keeps the lock for `wait_s`. Raises: OSError."""
         slot, deadline = cls.open(path), time.monotonic() + wait_s
-        try:
+        with ExitStack() as undo:
+            undo.callback(slot.close)
             while not slot.lock(shared=True):
                 if time.monotonic() >= deadline:
-                    slot.close()
                     return None
                 time.sleep(_POLL_S)
-        except BaseException:
-            slot.close()
-            raise
+            undo.pop_all()
         return slot
 
     def is_current(self) -> bool:

@@ -16,7 +16,7 @@ ITEMS = st.dictionaries(
 
 @given(ITEMS, st.integers(1, 300), st.integers(1, 100))
 def test_files_hold_every_byte_once(items: list[Item], shard_bytes: int, chunk_bytes: int) -> None:
-    files = plan_files(items, incarnation="i", rank=3, shard_bytes=shard_bytes, chunk_bytes=chunk_bytes, metadata={})
+    files = plan_files(items, incarnation="i", rank=3, shard_bytes=shard_bytes, chunk_bytes=chunk_bytes)
     assert sorted(placed.item.name for file in files for placed in file.items) == sorted(item.name for item in items)
     assert [file.name for file in files] == [f"i-r00003-{n:03d}.safetensors" for n in range(len(files))]
     for file in files:
@@ -49,7 +49,7 @@ def test_chunks_fill_the_item_in_order(shape: tuple[int, ...], chunk_bytes: int,
 
 def test_wide_elements_come_first_so_that_data_is_aligned() -> None:
     items = [Item("a", "bool", (3,), (0,), (3,)), Item("b", "float32", (2,), (0,), (2,)), Item("c", "int64", (), (), ())]
-    (file,) = plan_files(items, incarnation="i", rank=0, shard_bytes=10**6, metadata={})
+    (file,) = plan_files(items, incarnation="i", rank=0, shard_bytes=10**6)
     assert [placed.item.name for placed in file.items] == ["c", "b", "a"]
 
 
@@ -60,7 +60,7 @@ def test_keys_of_shards() -> None:
 
 def test_what_cannot_be_written_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"'z'.*complex128"):
-        plan_files([Item("z", "complex128", (), (), ())], incarnation="i", rank=0, shard_bytes=1, metadata={})
+        plan_files([Item("z", "complex128", (), (), ())], incarnation="i", rank=0, shard_bytes=1)
     twins = [Item("w", "int8", (8,), (0,), (4,)), Item("w[0:4]", "int8", (8,), (0,), (8,))]
     with pytest.raises(CheckpointError, match=r"w\[0:4\]"):
-        plan_files(twins, incarnation="i", rank=0, shard_bytes=1, metadata={})
+        plan_files(twins, incarnation="i", rank=0, shard_bytes=1)

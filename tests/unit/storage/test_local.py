@@ -18,7 +18,7 @@ from elastictrain.errors import (
 )
 from elastictrain.storage.failures import Retrying, RetryOptions, errno_of
 from elastictrain.storage.local import LocalStore, local_path
-from elastictrain.storage.opening import open_store
+from elastictrain.storage.opening import create_secret, open_store
 from elastictrain.storage.posix import temporary_name
 from elastictrain.storage.writers import process_name
 
@@ -247,6 +247,8 @@ def test_a_short_write_is_continued(store: LocalStore, monkeypatch: pytest.Monke
                 with store.open_writer(f"a/{size_bytes}") as writer:
                     writer.write(data[:10])
                     writer.write(data[10:])
+            elif way == "create_secret":
+                create_secret(store, f"a/{size_bytes}", data)
             else:
                 getattr(store, way)(f"a/{size_bytes}", data)
         assert store.read(f"a/{size_bytes}") == data

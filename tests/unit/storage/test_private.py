@@ -8,6 +8,7 @@ import pytest
 from elastictrain.errors import AccessDeniedError, HostUnfitError, IrregularFileError
 from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.local import LocalStore
+from elastictrain.storage.opening import create_secret
 from elastictrain.storage.private import (
     NameTakenError,
     make_private_folder,
@@ -120,7 +121,7 @@ def test_a_folder_that_is_taken_is_not_used(tmp_path: Path, kind: str, monkeypat
 
 def test_a_secret_is_one(tmp_path: Path) -> None:
     store = store_at(tmp_path / "run")
-    store.create_secret("launch/token", b"secret" * 8)
+    create_secret(store, "launch/token", b"secret" * 8)
     path = tmp_path / "run/launch/token"
     assert stat.filemode(path.stat().st_mode) == "-rw-------"
     assert store.read_secret("launch/token", most_bytes=4096) == b"secret" * 8
@@ -171,7 +172,7 @@ def test_a_secret_of_somebody_else_is_refused(tmp_path: Path, kind: str) -> None
 @AS_ROOT
 def test_a_file_server_may_have_its_own_number_for_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_at(tmp_path)
-    store.create_secret("token", b"secret")
+    create_secret(store, "token", b"secret")
     monkeypatch.setattr(os, "getuid", lambda: STRANGER)
     assert store.read_secret("token", most_bytes=10) == b"secret"
     assert [path.name for path in tmp_path.iterdir()] == ["token"]

@@ -9,9 +9,9 @@ from elastictrain.checkpoint.memory.folder import (
     is_private,
     look,
     make_private,
-    parse_slot_name,
     run_folder,
     run_name,
+    slot_names,
     whole_sets,
 )
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
@@ -70,10 +70,11 @@ def test_only_whole_snapshots_in_their_own_slots_are_seen(tmp_path: Path) -> Non
     assert look(f"{tmp_path}/gone", host=0) == []
 
 
-def test_names_of_slots() -> None:
-    assert parse_slot_name(str(SlotName("replica", 123456, 1))) == SlotName("replica", 123456, 1)
-    for name in ("own-r00000-s0.digests", "own-r0-s0", "x-own-r00000-s0", "own-r00000-s10"):
-        assert parse_slot_name(name) is None
+def test_names_of_slots(tmp_path: Path) -> None:
+    replica = SlotName("replica", 123456, 1)
+    for name in (str(replica), "own-r00000-s0.digests", "own-r0-s0", "x-own-r00000-s0", "own-r00000-s10"):
+        (tmp_path / name).touch()
+    assert slot_names(str(tmp_path)) == [replica]
 
 
 def test_one_run_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
