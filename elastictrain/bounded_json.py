@@ -63,7 +63,7 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
             # Called for each number, so only where one may be too long; a hexadecimal digest can look like one.
             parse_int=_integer if _LONG_DIGITS.search(text) else None,
             parse_float=_number,
-            parse_constant=_refuse_constant,
+            parse_constant=_number,
         )
     except MalformedJsonError:
         raise
@@ -71,7 +71,12 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
         raise MalformedJsonError(_too_deep(limits)) from error
     except ValueError as error:
         raise MalformedJsonError(f"must be JSON, but is cut short or garbled: {error}") from error
-    _check_depth(value, limits)
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limits.max_depth):
+        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        level = [child for child in children if isinstance(child, dict | list)]
+    if level:
+        raise MalformedJsonError(_too_deep(limits))
     if "\\u" in text:
         # Half of a surrogate pair is no valid text: printing or storing it later would fail.
         try:
@@ -130,15 +135,6 @@ def _too_deep(limits: JsonLimits) -> str:
     return f"must have at most {limits.max_depth} nested objects and lists, but has more"
 
 
-def _check_depth(value: object, limits: JsonLimits) -> None:
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(limits.max_depth):
-        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
-        level = [child for child in children if isinstance(child, dict | list)]
-    if level:
-        raise MalformedJsonError(_too_deep(limits))
-
-
 def _object(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
@@ -158,7 +154,3 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise MalformedJsonError(f"must have finite numbers, but has {text[:40]}")
     return value
-
-
-def _refuse_constant(text: str) -> float:
-    raise MalformedJsonError(f"must have finite numbers, but has {text}")

@@ -66,10 +66,8 @@ def compose(arguments: Sequence[str]) -> Composed:
     known = read_choices(line.config_dirs)
     overrides = parse_overrides(line.overrides, known=known)
     config = _compose_groups(overrides.choices, line.config_dirs)
-    problems = [*overrides.problems]
-    for override in overrides.values:
-        if problem := _assign(config, override):
-            problems.append(problem)
+    found = [_assign(config, override) for override in overrides.values]
+    problems = [*overrides.problems, *filter(None, found)]
     tree = _plain_items(config, "", problems)
     recipe = overrides.choices.get("recipe")
     return Composed(tree, tuple(problems), bool(overrides.problems), tuple(sorted(known["recipe"])), recipe)

@@ -33,11 +33,9 @@ def describe(hint: object) -> str:
         return "one of " + ", ".join(show(value) for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join(describe(member) for member in arguments)
-    if origin in (list, Sequence):
+    if origin in (list, Sequence) or (origin is tuple and arguments[1:] == (Ellipsis,)):
         return f"a list, each {describe(arguments[0])}"
     if origin is tuple:
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return f"a list, each {describe(arguments[0])}"
         return f"a list of {len(arguments)}: " + ", ".join(describe(one) for one in arguments)
     if origin in (dict, Mapping) or (isinstance(hint, type) and (hint in (dict, Mapping) or is_dataclass(hint))):
         return "a group of keys"

@@ -44,7 +44,11 @@ def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> s
         return None
     choices = read_choices(line.config_dirs)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    keys = _all_keys(arguments if line.overrides else ())
+    task = compose(arguments).tree.get("task") if line.overrides else None
+    target = task.get("_target_") if isinstance(task, dict) else None
+    declared = task_keys(target) if isinstance(target, str) else []
+    own = [key for group, cls in DATACLASSES.items() for key in keys_of(cls, path=group)]
+    keys = (*own, _TARGET, *(declared or [_MODEL]))
     if line.topic:
         return _explain_topic(line.topic, keys=keys, choices=choices, width=width)
     recipes = _choices(choices, "recipe", width)
@@ -53,14 +57,6 @@ def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> s
     groups = "\n".join(_row(name, ", ".join(sorted(choices.get(name, {}))) or "(none)", width) for name in names)
     explained = "\n\n".join(_explain_group(group, keys=keys, width=width) for group in GROUPS)
     return f"{usage}\nRecipes:\n{recipes}\n\nGroups and their choices:\n{groups}\n\nKeys:\n\n{explained}"
-
-
-def _all_keys(arguments: Sequence[str]) -> tuple[Key, ...]:
-    task = compose(arguments).tree.get("task") if arguments else None
-    target = task.get("_target_") if isinstance(task, dict) else None
-    declared = task_keys(target) if isinstance(target, str) else []
-    own = [key for group, cls in DATACLASSES.items() for key in keys_of(cls, path=group)]
-    return (*own, _TARGET, *(declared or [_MODEL]))
 
 
 def _row(name: str, text: str, width: int) -> str:

@@ -8,7 +8,7 @@ from elastictrain.config.composed import RunConfig, TaskGroup
 from elastictrain.config.constraints import show
 from elastictrain.config.rules import check_rules
 from elastictrain.config.schema import DATACLASSES, GROUPS, all_keys
-from elastictrain.config.task_signature import TARGET, brings_datasets, check_call, find_task, plain_arguments
+from elastictrain.config.task_signature import TARGET, check_call, find_task, plain_arguments
 from elastictrain.config.validate import NOT_GIVEN, check_dataclass, unknown_key
 from elastictrain.errors import ConfigError, Problem
 
@@ -40,9 +40,7 @@ def _worth_telling(found: Sequence[Problem], composed: Composed) -> list[Problem
 def _is_given(tree: Mapping[str, object], key: str) -> bool:
     node: object = tree
     for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return False
-        node = node[name]
+        node = node.get(name, NOT_GIVEN) if isinstance(node, Mapping) else NOT_GIVEN
     return node != NOT_GIVEN
 
 
@@ -70,7 +68,7 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
     if task and with_task:
         task_class, found = find_task(task.target)
         if task_class:
-            uses_token_files = not brings_datasets(task_class)
+            uses_token_files = not callable(getattr(task_class, "train_dataset", None))
             arguments, found = check_call(task_class, options=task.options, model=model, vocabulary=all_keys())
             if arguments is not None:
                 options, model = plain_arguments(task_class, arguments)

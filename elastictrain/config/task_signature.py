@@ -57,10 +57,6 @@ def find_task(target: str) -> tuple[type | None, list[Problem]]:
     return (None, [Problem(TARGET, message)]) if message else (found, [])
 
 
-def brings_datasets(cls: type) -> bool:
-    return callable(getattr(cls, "train_dataset", None))
-
-
 def _import_failure(module_name: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return (

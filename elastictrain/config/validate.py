@@ -63,16 +63,11 @@ def construct(cls: type[T], *, arguments: Mapping[str, object], path: str) -> tu
     except ConfigError as error:
         if not error.problems:
             return None, [Problem(path, str(error))]
-        return None, [_under(path, problem) for problem in error.problems]
+        # A class knows its fields' names but not where the config puts them.
+        keys = [one.key if f"{one.key}.".startswith(f"{path}.") else f"{path}.{one.key}" for one in error.problems]
+        return None, [Problem(key, one.message) for key, one in zip(keys, error.problems, strict=True)]
     except ValueError as error:
         return None, [Problem(path, f"is refused by {cls.__qualname__}: {error}")]
-
-
-def _under(path: str, problem: Problem) -> Problem:
-    """Prefix the key: a class knows its fields' names but not where the config puts them."""
-    if problem.key == path or problem.key.startswith(f"{path}."):
-        return problem
-    return Problem(f"{path}.{problem.key}", problem.message)
 
 
 def unknown_key(key: str, *, vocabulary: Sequence[str]) -> Problem:
@@ -158,7 +153,16 @@ def _convert(value: object, hint: object, path: str) -> Checked | None:
         items = {key: check_value(item, hint=arguments[1], path=f"{path}.{key}") for key, item in value.items()}
         return {key: item for key, (item, _) in items.items()}, [problem for _, found in items.values() for problem in found]
     if origin in (tuple, list, Sequence):
-        return _convert_items(value, hint, path) if isinstance(value, list | tuple) else None
+        if not isinstance(value, list | tuple):
+            return None
+        hints = arguments if origin is tuple and Ellipsis not in arguments else arguments[:1] * len(value)
+        if len(hints) != len(value):
+            return None
+        places = enumerate(zip(value, hints, strict=True))
+        checked_items = [check_value(item, hint=one, path=f"{path}[{index}]") for index, (item, one) in places]
+        converted = [item for item, _ in checked_items]
+        problems = [problem for _, found in checked_items for problem in found]
+        return tuple(converted) if origin is tuple else converted, problems
     if origin is not None or not isinstance(hint, type):
         return value, [Problem(path, f"cannot come from config: its type is {hint}")]
     return _convert_scalar(value, hint)
@@ -173,14 +177,3 @@ def _convert_scalar(value: object, hint: type) -> Checked | None:
         whole = isinstance(value, int) or value.is_integer()
         return (int(value), []) if whole and abs(value) <= _LARGEST else None
     return (value, []) if isinstance(value, hint) else None
-
-
-def _convert_items(values: Sequence[object], hint: object, path: str) -> Checked | None:
-    origin, arguments = get_origin(hint), get_args(hint)
-    hints = arguments if origin is tuple and Ellipsis not in arguments else arguments[:1] * len(values)
-    if len(hints) != len(values):
-        return None
-    places = enumerate(zip(values, hints, strict=True))
-    checked = [check_value(item, hint=one, path=f"{path}[{index}]") for index, (item, one) in places]
-    converted = [item for item, _ in checked]
-    return tuple(converted) if origin is tuple else converted, [problem for _, found in checked for problem in found]

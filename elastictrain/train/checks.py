@@ -17,7 +17,7 @@ from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.config.task_signature import build_task
 from elastictrain.data.opening import open_datasets
 from elastictrain.distributed.device import find_backend, plan_environment
-from elastictrain.distributed.wrapping import mesh_shape
+from elastictrain.distributed.wrapping import MeshShape, mesh_shape
 from elastictrain.errors import (
     ConfigError,
     DataError,
@@ -148,17 +148,6 @@ class StateSize:
         return max(_share(state, shards), filling) + self.buffers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """How ranks share the state. `snapshots`: how many each rank keeps in host memory."""
-
-    kind: Literal["ddp", "fsdp", "hsdp"]
-    shards: int
-    local_world_size: int
-    world_size: int
-    snapshots: int
-
-
 @dataclass(frozen=True, slots=True)
 class MemorySize:
     """The memory of one GPU, or of this host."""
@@ -199,27 +188,37 @@ def size_of(model: nn.Module) -> StateSize:
     )
 
 
-def judge_fit(size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize) -> str:
-    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU. Returns a
-    warning; empty if there is room. Raises: HostUnfitError if it does not fit here; ConfigError if it fits nowhere."""
-    memory, ranks = device or host, 1 if device is not None else spread.local_world_size
-    needed = ranks * size.of_rank(shards=spread.shards)
-    spreading = f"spread over {spread.shards} ranks" if spread.shards > 1 else "whole on each rank"
+def judge_fit(
+    size: StateSize,
+    shape: MeshShape,
+    *,
+    kind: Literal["ddp", "fsdp", "hsdp"],
+    local_world_size: int,
+    snapshots: int,
+    device: MemorySize | None,
+    host: MemorySize,
+) -> str:
+    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU. Each rank
+    keeps `snapshots` in host memory. Returns a warning; empty if there is room. Raises: HostUnfitError if it does not fit here;
+    ConfigError if it fits nowhere."""
+    memory, ranks = device or host, 1 if device is not None else local_world_size
+    needed = ranks * size.of_rank(shards=shape.shards)
+    spreading = f"spread over {shape.shards} ranks" if shape.shards > 1 else "whole on each rank"
     figures = (
         f"parameters {_gb(size.parameters)}, gradients {_gb(size.gradients)}, optimizer {_gb(size.optimizer)}, buffers "
-        f"{_gb(size.buffers)}; {spreading} by parallel={spread.kind}; activations not counted"
+        f"{_gb(size.buffers)}; {spreading} by parallel={kind}; activations not counted"
     )
     what = f"the state of {ranks} rank{'s' if ranks > 1 else ''} takes {_gb(needed)}"
     if needed > memory.available_bytes:
         has = f"{_gb(memory.available_bytes)} of {_gb(memory.total_bytes)} available"
-        remedy = "set model.* to a smaller one, or spread it over more ranks" + (" by parallel=fsdp" * (spread.kind == "ddp"))
+        remedy = "set model.* to a smaller one, or spread it over more ranks" + (" by parallel=fsdp" * (kind == "ddp"))
         problem = f"{what}, but {memory.name} has {has} ({figures}): {remedy}"
         raise ConfigError(problem) if needed > _MOST_BYTES else HostUnfitError(problem)
     if needed > _TIGHT * memory.available_bytes:
         return f"memory is tight: {what}, and {memory.name} has {_gb(memory.available_bytes)} available ({figures})"
-    snapshots = spread.snapshots * _share((size.parameters + size.optimizer) * spread.local_world_size, spread.world_size)
-    if snapshots + (0 if device is not None else needed) > host.total_bytes:
-        kept = f"{spread.snapshots} snapshots in host memory take {_gb(snapshots)}"
+    kept_bytes = snapshots * _share((size.parameters + size.optimizer) * local_world_size, shape.world_size)
+    if kept_bytes + (0 if device is not None else needed) > host.total_bytes:
+        kept = f"{snapshots} snapshots in host memory take {_gb(kept_bytes)}"
         beside = "" if device is not None else f" and {what}"
         return f"memory is tight: {kept}{beside}, but {host.name} has {_gb(host.total_bytes)}"
     return ""
@@ -241,13 +240,6 @@ def check_memory(context: TrainContext) -> None:
     config, identity = context.config, context.identity
     parallel, local_world_size = config.parallel, identity.local_world_size
     shape = mesh_shape(parallel, world_size=identity.world_size, local_world_size=local_world_size)
-    spread = Spread(
-        kind=parallel.kind,
-        shards=shape.shards,
-        local_world_size=local_world_size,
-        world_size=identity.world_size,
-        snapshots=config.checkpoint.buffers,
-    )
     device = None
     if context.backend == "nccl":
         total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
@@ -256,5 +248,8 @@ def check_memory(context: TrainContext) -> None:
     # A control group counts by its limit: its usage includes file caches that the kernel would free, of unknown size.
     total_bytes = min([int(memory.total), *(group.limit_bytes for group in memory_groups())])
     host = MemorySize("this host", total_bytes, min(total_bytes, int(memory.available)))
-    if warning := judge_fit(size, spread, device=device, host=host):
+    snapshots = config.checkpoint.buffers
+    if warning := judge_fit(
+        size, shape, kind=parallel.kind, local_world_size=local_world_size, snapshots=snapshots, device=device, host=host
+    ):
         logger.warning("%s", warning)

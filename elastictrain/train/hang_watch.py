@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 from elastictrain.checkpoint.saver.link import SaverLink
@@ -47,11 +48,27 @@ class HangWatch:
             return
         self._peer_monitor = PeerMonitor(context.heartbeats, entered=self.entered)
         self._peer_monitor.start()
+        config, identity = self._config, self._identity
+        facts = MonitoredHost(
+            generation=context.generation.name,
+            host=identity.host,
+            ranks=tuple(identity.host_ranks),
+            run_dir=absolute_url(config.run.dir),
+            flush_s=config.telemetry.flush_s,
+            close_s=config.fault.close_s,
+            launcher_folder=identity.launcher.folder if identity.launcher is not None else "",
+        )
         try:
-            self._monitor_client = self._open_monitor(context)
+            with ExitStack() as undo:
+                monitor_client = RankMonitorClient(facts, rank=identity.rank, options=config.fault)
+                undo.callback(monitor_client.close)
+                if identity.local_rank == 0:
+                    monitor_client.start_monitor()
+                undo.pop_all()
         except OSError as error:
             logger.warning("no rank monitor (%s): a hang that holds the interpreter lock will not be ended", error)
             return
+        self._monitor_client = monitor_client
         self._tracker.follow(self._on_mark)
 
     def group_formed(self, backend: str, link: SaverLink | None) -> None:
@@ -135,26 +152,6 @@ class HangWatch:
             return Entered()
         self._traced = mark, trace
         return last_entered(trace)
-
-    def _open_monitor(self, context: TrainContext) -> RankMonitorClient:
-        config, identity = self._config, self._identity
-        facts = MonitoredHost(
-            generation=context.generation.name,
-            host=identity.host,
-            ranks=tuple(identity.host_ranks),
-            run_dir=absolute_url(config.run.dir),
-            flush_s=config.telemetry.flush_s,
-            close_s=config.fault.close_s,
-            launcher_folder=identity.launcher.folder if identity.launcher is not None else "",
-        )
-        monitor_client = RankMonitorClient(facts, rank=identity.rank, options=config.fault)
-        if identity.local_rank == 0:
-            try:
-                monitor_client.start_monitor()
-            except OSError:
-                monitor_client.close()
-                raise
-        return monitor_client
 
     def _on_mark(self, mark: ProgressMark) -> None:
         if self._monitor_client is not None:

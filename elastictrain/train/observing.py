@@ -6,12 +6,10 @@ import time
 import torch
 
 from elastictrain.events import Resume, Step
-from elastictrain.storage.store import Store
 from elastictrain.telemetry.flops import peak_flops
 from elastictrain.telemetry.progress import Progress
 from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 from elastictrain.train.context import TrainContext
-from elastictrain.train.step import is_logged
 
 
 class Observer:
@@ -53,22 +51,27 @@ class SpeakingObserver(Observer):
             host_scalars(device)
         # Times tokens/s this is the MFU; None without a known device peak and model FLOPs. Source: PaLM, appendix B.
         self._utilisation_per_token: float | None = None
-        peak = _peak_flops(context)
+        peak: float | None = None
+        if config.telemetry.peak_tflops is not None:
+            peak = config.telemetry.peak_tflops * 1e12
+        elif device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(device), precision=config.train.precision)
         if peak is not None and flops_per_token is not None:
             self._utilisation_per_token = flops_per_token / (context.identity.world_size * peak)
         self._steps = 0
         self._seconds = 0.0
         self._tokens = 0.0
         if resume.checkpoint:
-            self.print_line(f"resumed at step {resume.step} from {_where(resume, context.store)}")
+            places = {"storage": f"{context.store.url}/checkpoints/{resume.checkpoint}", "memory": "host memory"}
+            self.print_line(f"resumed at step {resume.step} from {places.get(resume.tier, 'the memory of another host')}")
 
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
         self._steps += 1
         self._seconds += step_s
         self._tokens += step.tokens_per_s * step_s
         self._progress.advance(step.step)
-        every_steps, total_steps = self._config.telemetry.log_every_steps, self._config.train.steps
-        if not is_logged(step.step, every_steps=every_steps, first_step=self._first_step, total_steps=total_steps):
+        ends = (self._first_step, self._config.train.steps)
+        if step.step % self._config.telemetry.log_every_steps and step.step not in ends:
             return
         tokens_per_s = self._tokens / max(self._seconds, 1e-9)
         # TensorBoard sorts by tag and unfolds the first groups.
@@ -99,18 +102,3 @@ class SpeakingObserver(Observer):
         self._progress.close()
         if self._scalars is not None:
             self._scalars.close()
-
-
-def _where(resume: Resume, store: Store) -> str:
-    if resume.tier == "storage":
-        return f"{store.url}/checkpoints/{resume.checkpoint}"
-    return "host memory" if resume.tier == "memory" else "the memory of another host"
-
-
-def _peak_flops(context: TrainContext) -> float | None:
-    config, device = context.config, context.group.device
-    if config.telemetry.peak_tflops is not None:
-        return config.telemetry.peak_tflops * 1e12
-    if device.type != "cuda":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device), precision=config.train.precision)

@@ -184,8 +184,3 @@ def after_step(step: int, config: RunConfig, *, stop_agreed: bool, save_agreed: 
         reason = "time"
     evaluate = eval_every > 0 and (end or (step % eval_every == 0 and not stop_agreed))
     return StepActions(reason, evaluate, leave=end or stop_agreed)
-
-
-def is_logged(step: int, *, every_steps: int, first_step: int, total_steps: int) -> bool:
-    """Whether this step is shown: each interval, the first step after a start, and the last one."""
-    return step % every_steps == 0 or step in (first_step, total_steps)

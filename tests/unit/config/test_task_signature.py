@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 
 from elastictrain.config.constraints import Range
-from elastictrain.config.task_signature import brings_datasets, check_call, find_task, plain_arguments, task_keys
+from elastictrain.config.task_signature import check_call, find_task, plain_arguments, task_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,6 @@ def test_a_good_call_is_complete_and_plain() -> None:
     assert arguments == {"model": Shape(width=10), "rate": 1.0, "names": ("a",)}
     plain = {"rate": 1.0, "names": ["a"], "label": None}, {"width": 10, "depth": 2}
     assert plain_arguments(WithModel, arguments) == plain
-    assert not brings_datasets(WithModel)
 
 
 def test_all_problems_of_task_and_model_at_once() -> None:
@@ -105,7 +104,6 @@ def test_an_inherited_constructor_counts() -> None:
 def test_a_mandatory_option_and_a_model_nobody_takes() -> None:
     assert problems_of(WithDatasets, {}, {"width": 1}) == ["task.folder", "model.width"]
     assert check_call(WithDatasets, options={"folder": "x"}, model={}) == ({"folder": "x"}, [])
-    assert brings_datasets(WithDatasets)
 
 
 def test_a_model_without_keys_lacks_those_that_must_be_given() -> None:

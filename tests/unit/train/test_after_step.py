@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.train.step import StepActions, after_step, is_logged
+from elastictrain.train.step import StepActions, after_step
 from tests.unit.train.test_loop import config
 
 configs = st.builds(config, steps=st.integers(1, 60), save_every=st.integers(0, 20), eval_every=st.integers(0, 20))
@@ -41,9 +41,3 @@ def test_an_ordinary_step_is_followed_by_nothing() -> None:
     assert after_step(3, config(steps=10, save_every=5, eval_every=5), stop_agreed=False, save_agreed=False) == StepActions(
         None, False, False
     )
-
-
-@given(st.integers(1, 20), steps, st.integers(1, 60), st.integers(1, 60))
-def test_shows_each_interval_the_first_step_after_a_start_and_the_last(every: int, step: int, first: int, total: int) -> None:
-    shown = is_logged(step, every_steps=every, first_step=first, total_steps=total)
-    assert shown == (step % every == 0 or step in (first, total))

@@ -1,6 +1,7 @@
 """How much the state of a run takes, and whether that fits, without allocating any of it."""
 
 from dataclasses import replace
+from typing import Literal, TypedDict
 
 import pytest
 import torch
@@ -10,13 +11,26 @@ from torch import nn
 
 from elastictrain.config.load import load
 from elastictrain.config.task_signature import build_task
+from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import EXIT_CONFIG, ConfigError, HostUnfitError
-from elastictrain.train.checks import MemorySize, Spread, StateSize, judge_fit, measure_state, size_of
+from elastictrain.train.checks import MemorySize, StateSize, judge_fit, measure_state, size_of
 from elastictrain.train.optimizer import make_optimizer
 
 GB = 10**9
-ALONE = Spread(kind="ddp", shards=1, local_world_size=1, world_size=1, snapshots=0)
 MODEL = StateSize(parameters=4 * GB, gradients=4 * GB, optimizer=8 * GB, buffers=GB // 10, largest=GB)
+
+
+class Spread(TypedDict):
+    """How ranks share the state, as `judge_fit` takes it."""
+
+    shape: MeshShape
+    kind: Literal["ddp", "fsdp", "hsdp"]
+    local_world_size: int
+    snapshots: int
+
+
+ALONE = Spread(shape=MeshShape(1, 1), kind="ddp", local_world_size=1, snapshots=0)
+SHARDED = Spread(shape=MeshShape(1, 8), kind="fsdp", local_world_size=8, snapshots=0)
 
 
 def task(*arguments: str) -> object:
@@ -30,7 +44,7 @@ def host(total: float, available: float | None = None) -> MemorySize:
 def outcome(spread: Spread, *, device: MemorySize | None, host: MemorySize) -> tuple[bool, bool]:
     """Whether the host is unfit, and whether there is a warning."""
     try:
-        return False, bool(judge_fit(MODEL, spread, device=device, host=host))
+        return False, bool(judge_fit(MODEL, **spread, device=device, host=host))
     except HostUnfitError:
         return True, False
 
@@ -84,13 +98,13 @@ def test_sizes_beyond_64_bits_are_the_configurations_fault(arguments: tuple[str,
         (ALONE, host(17), False, True),
         (ALONE, host(16), True, False),
         (ALONE, host(100, 16), True, False),
-        (replace(ALONE, local_world_size=2, world_size=2), host(30), True, False),
-        (replace(ALONE, local_world_size=2, world_size=8), host(50), False, False),
-        (Spread(kind="fsdp", shards=8, local_world_size=8, world_size=8, snapshots=0), host(30), False, False),
-        (Spread(kind="fsdp", shards=8, local_world_size=8, world_size=8, snapshots=0), host(16), True, False),
-        (Spread(kind="hsdp", shards=4, local_world_size=4, world_size=16, snapshots=0), host(30), False, False),
-        (replace(ALONE, snapshots=2), host(100), False, False),
-        (replace(ALONE, snapshots=2), host(40), False, True),
+        ({**ALONE, "shape": MeshShape(2, 1), "local_world_size": 2}, host(30), True, False),
+        ({**ALONE, "shape": MeshShape(8, 1), "local_world_size": 2}, host(50), False, False),
+        (SHARDED, host(30), False, False),
+        (SHARDED, host(16), True, False),
+        (Spread(shape=MeshShape(4, 4), kind="hsdp", local_world_size=4, snapshots=0), host(30), False, False),
+        ({**ALONE, "snapshots": 2}, host(100), False, False),
+        ({**ALONE, "snapshots": 2}, host(40), False, True),
     ],
 )
 def test_on_the_cpu_all_ranks_share_the_hosts_memory(spread: Spread, memory: MemorySize, problem: bool, warning: bool) -> None:
@@ -102,16 +116,16 @@ def test_on_the_cpu_all_ranks_share_the_hosts_memory(spread: Spread, memory: Mem
     [(1, 16, True, False), (1, 20, False, True), (1, 80, False, False), (8, 4, False, False)],
 )
 def test_each_rank_has_a_gpu_of_its_own(shards: int, device: float, problem: bool, warning: bool) -> None:
-    spread = Spread(kind="fsdp", shards=shards, local_world_size=8, world_size=8, snapshots=1)
+    spread = Spread(shape=MeshShape(8 // shards, shards), kind="fsdp", local_world_size=8, snapshots=1)
     assert outcome(spread, device=replace(host(device), name="NVIDIA H200"), host=host(20)) == (problem, warning)
-    assert "snapshots" in judge_fit(MODEL, spread, device=host(1000), host=host(5))
+    assert "snapshots" in judge_fit(MODEL, **spread, device=host(1000), host=host(5))
 
 
 def test_what_fits_no_machine_is_told_apart() -> None:
     vast = replace(MODEL, optimizer=10**18)
     for device in (None, host(80)):
         with pytest.raises(ConfigError):
-            judge_fit(vast, ALONE, device=device, host=host(1000))
+            judge_fit(vast, **ALONE, device=device, host=host(1000))
 
 
 sizes = st.integers(0, 10**13)

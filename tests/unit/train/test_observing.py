@@ -17,28 +17,34 @@ def step(number: int, tokens_per_s: float) -> Step:
 
 
 @pytest.mark.parametrize("flops_per_token", [None, 1e9])
-def test_logged_steps_have_every_figure_that_is_known(flops_per_token: float | None, tmp_path: Path) -> None:
+def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_known(
+    flops_per_token: float | None, tmp_path: Path
+) -> None:
     arguments = ["recipe=llama_tiny", f"run.dir={tmp_path}", "telemetry.log_every_steps=8", "telemetry.peak_tflops=1"]
-    config = load([*arguments, "train.steps=100"], with_task=False)
+    config = load([*arguments, "train.steps=10"], with_task=False)
     context = context_of(config=config, store=open_store(str(tmp_path)))
     observer = SpeakingObserver(context, RESUME, flops_per_token=flops_per_token)
     observer.on_step(step(5, 10.0), step_s=2.0, skipped_total=1)
     for number, tokens_per_s in ((6, 100.0), (7, 200.0), (8, 300.0)):
         observer.on_step(step(number, tokens_per_s), step_s=1.0, skipped_total=2)
     observer.on_eval(8, 0.5)
+    for number in (9, 10):
+        observer.on_step(step(number, 400.0), step_s=1.0, skipped_total=2)
     observer.close()
     curves = EventAccumulator(str(tmp_path / "tensorboard"))
     curves.Reload()
     points = {tag: [(point.step, point.value) for point in curves.Scalars(tag)] for tag in curves.Tags()["scalars"]}
     mfu = points.pop("speed/mfu", None)
     assert {tag: found for tag, found in points.items() if not tag.startswith("system/")} == {
-        "loss/train": [(5, 1.0), (8, 1.0)],
+        "loss/train": [(5, 1.0), (8, 1.0), (10, 1.0)],
         "loss/held_out": [(8, 0.5)],
-        "optimizer/lr": [(5, 2.0), (8, 2.0)],
-        "optimizer/grad_norm": [(5, 3.0), (8, 3.0)],
-        "optimizer/skipped": [(5, 1.0), (8, 2.0)],
+        "optimizer/lr": [(5, 2.0), (8, 2.0), (10, 2.0)],
+        "optimizer/grad_norm": [(5, 3.0), (8, 3.0), (10, 3.0)],
+        "optimizer/skipped": [(5, 1.0), (8, 2.0), (10, 2.0)],
         # Means since the last logged step.
-        "speed/tokens_per_s": [(5, 10.0), (8, 200.0)],
-        "speed/step_s": [(5, 2.0), (8, 1.0)],
+        "speed/tokens_per_s": [(5, 10.0), (8, 200.0), (10, 400.0)],
+        "speed/step_s": [(5, 2.0), (8, 1.0), (10, 1.0)],
     }
-    assert mfu == (None if flops_per_token is None else [(5, pytest.approx(0.01)), (8, pytest.approx(0.2))])
+    assert mfu == (
+        None if flops_per_token is None else [(5, pytest.approx(0.01)), (8, pytest.approx(0.2)), (10, pytest.approx(0.4))]
+    )
