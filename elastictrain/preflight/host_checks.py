@@ -15,15 +15,8 @@ import psutil
 from elastictrain.cgroup import read_allowance, read_mounts
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.bounded import each_within, within
-from elastictrain.preflight.host import names, resources, storage_trip
-from elastictrain.preflight.host.amd import judge_xgmi, read_amd
-from elastictrain.preflight.host.counters import check_counters
-from elastictrain.preflight.host.disk import folders_of, judge_disk, judge_shared_memory, read_space
+from elastictrain.preflight.host import amd, counters, disk, kernel_log, names, nvidia, nvlink, resources, storage_trip, visible
 from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
-from elastictrain.preflight.host.kernel_log import judge_xids, read_kernel_log
-from elastictrain.preflight.host.nvidia import read_nvidia
-from elastictrain.preflight.host.nvlink import check_fabric, judge_nvlink, parse_links, parse_topology, switched_fabric
-from elastictrain.preflight.host.visible import check_visible, judge_pcie, read_lanes, read_pci, select
 from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
@@ -151,18 +144,22 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
         Check("cpu", lambda: resources.judge_cpu(at.allowance(), visible=at.visible_cpus, needed=asked.cpus, host=host)),
         Check("load", at.check_load),
         Check(
-            "gpus", lambda: check_visible(surroundings, at.report(), pci=at.pci(), local_world_size=num_ranks), _TOOLS_LIMIT_S
+            "gpus",
+            lambda: visible.check_visible(surroundings, at.report(), pci=at.pci(), local_world_size=num_ranks),
+            _TOOLS_LIMIT_S,
         ),
         Check(
-            "fabric_manager", lambda: check_fabric(surroundings, at.report(), num_switches=at.pci().switches), _TOOLS_LIMIT_S
+            "fabric_manager",
+            lambda: nvlink.check_fabric(surroundings, at.report(), num_switches=at.pci().switches),
+            _TOOLS_LIMIT_S,
         ),
         Check("ecc", lambda: at.of_used(judge_ecc), _TOOLS_LIMIT_S),
         Check("row_remap", lambda: at.of_used(judge_row_remap), _TOOLS_LIMIT_S),
         Check("xid", at.check_xids, _TOOLS_LIMIT_S),
         Check("throttle", lambda: at.of_used(judge_throttle), _TOOLS_LIMIT_S),
-        Check("pcie", lambda: judge_pcie(read_lanes(surroundings, at.used()), host=host), _TOOLS_LIMIT_S),
+        Check("pcie", lambda: visible.judge_pcie(visible.read_lanes(surroundings, at.used()), host=host), _TOOLS_LIMIT_S),
         Check("nvlink", at.check_nvlink, 2 * _TOOLS_LIMIT_S, quick=False),
-        Check("counters", lambda: check_counters(surroundings, now=time.time()), _COUNTERS_LIMIT_S),
+        Check("counters", lambda: counters.check_counters(surroundings, now=time.time()), _COUNTERS_LIMIT_S),
     ]
     if asked.transport:
         table.append(Check("interface", lambda: judge_interface(at.transport()), _TRANSPORT_LIMIT_S))
@@ -189,25 +186,25 @@ class HostFacts:
         self.names = Once(lambda: names.read_names(surroundings, towards=asked.towards))
         self.transport = Once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
         self._capabilities = Once(lambda: resources.read_capabilities(surroundings))
-        self.pci = Once(lambda: read_pci(surroundings))
-        self._nvidia = Once(lambda: read_nvidia(surroundings))
-        self._amd = Once(lambda: read_amd(surroundings))
+        self.pci = Once(lambda: visible.read_pci(surroundings))
+        self._nvidia = Once(lambda: nvidia.read_nvidia(surroundings))
+        self._amd = Once(lambda: amd.read_amd(surroundings))
 
     def report(self) -> GpuReport | None:
         """The GPUs of NVIDIA, or else of AMD; None without any vendor's tool."""
-        nvidia = self._nvidia()
+        report = self._nvidia()
         # Images often carry nvidia-smi on hosts with AMD's GPUs, or none.
-        absent = nvidia is None or nvidia.trouble in {Trouble.NO_DRIVER, Trouble.NO_DEVICES}
-        if absent and not self.pci().nvidia and (amd := self._amd()) is not None:
-            return amd[0]
-        return nvidia
+        absent = report is None or report.trouble in {Trouble.NO_DRIVER, Trouble.NO_DEVICES}
+        if absent and not self.pci().nvidia and (other := self._amd()) is not None:
+            return other[0]
+        return report
 
     def used(self) -> GpuReport | None:
         """The GPUs that the environment leaves to this process: a broken one that is hidden does no harm."""
         report = self.report()
         if report is None:
             return None
-        selection = select(report.gpus, self._surroundings.environment, report.vendor)
+        selection = visible.select(report.gpus, self._surroundings.environment, report.vendor)
         return report if selection.mig_instances else replace(report, gpus=selection.gpus)
 
     def of_used(self, judge: Callable[..., list[Verdict]]) -> list[Verdict]:
@@ -221,12 +218,14 @@ class HostFacts:
 
     def check_disk(self) -> list[Verdict]:
         mounts = read_mounts(self._surroundings.root)
-        folders = folders_of(self._asked.run_dir, environment=self._surroundings.environment)
-        return [judge_disk(folder, read_space(folder.path, mounts=mounts), host=self._host) for folder in folders]
+        folders = disk.folders_of(self._asked.run_dir, environment=self._surroundings.environment)
+        return [disk.judge_disk(folder, disk.read_space(folder.path, mounts=mounts), host=self._host) for folder in folders]
 
     def check_shared_memory(self) -> Verdict:
         folder = self._asked.memory_dir
-        return judge_shared_memory(folder, read_space(folder, mounts=read_mounts(self._surroundings.root)), host=self._host)
+        return disk.judge_shared_memory(
+            folder, disk.read_space(folder, mounts=read_mounts(self._surroundings.root)), host=self._host
+        )
 
     def check_memory(self) -> Verdict:
         found, swapped = psutil.virtual_memory(), psutil.swap_memory().used
@@ -254,26 +253,26 @@ class HostFacts:
         listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
         if not listed and not self.pci().nvidia:
             return []
-        xids = read_kernel_log(self._surroundings)
+        xids = kernel_log.read_kernel_log(self._surroundings)
         if xids is not None and report is not None:
             used = self.used()
             hidden = {gpu.bus for gpu in report.gpus} - {gpu.bus for gpu in (used.gpus if used else ())}
             xids = [xid for xid in xids if xid.bus not in hidden]
-        return judge_xids(xids, report, host=self._host)
+        return kernel_log.judge_xids(xids, report, host=self._host)
 
     def check_nvlink(self) -> list[Verdict]:
         report = self.used()
         if report is None or len(report.gpus) < 2:
             return []
         if report.vendor is Vendor.AMD:
-            amd = self._amd()
-            return judge_xgmi(amd[1] if amd is not None else {}, host=self._host)
+            found = self._amd()
+            return amd.judge_xgmi(found[1] if found is not None else {}, host=self._host)
         ask = partial(self._surroundings.ask, "nvidia-smi", limit_s=_LINKS_LIMIT_S)
         used = {gpu.index for gpu in report.gpus}
-        return judge_nvlink(
-            [one for one in parse_links(ask("nvlink", "--status")) if one.index in used],
-            parse_topology(ask("topo", "-m")),
-            switched=switched_fabric(report, num_switches=self.pci().switches),
+        return nvlink.judge_nvlink(
+            [one for one in nvlink.parse_links(ask("nvlink", "--status")) if one.index in used],
+            nvlink.parse_topology(ask("topo", "-m")),
+            switched=nvlink.switched_fabric(report, num_switches=self.pci().switches),
             mig=all(gpu.mig for gpu in report.gpus),
             num_gpus=len(report.gpus),
             host=self._host,

@@ -12,26 +12,10 @@ import torch
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
+from elastictrain.preflight.group import judge, measurements
 from elastictrain.preflight.group.attendance import Act, Attendance, Entries, judge_attendance, run_act
 from elastictrain.preflight.group.collectives import Collective, Collectives, WrongResult, examine
-from elastictrain.preflight.group.judge import (
-    STRAGGLER_RATIO_CPU,
-    agreed,
-    judge_bandwidth,
-    judge_pairs,
-    judge_rates,
-    judge_results,
-    stragglers,
-)
-from elastictrain.preflight.group.measurements import (
-    Point,
-    Reach,
-    free_memory,
-    matmul_tflops,
-    measure_all_reduce,
-    measure_pairs,
-    sweep_sizes,
-)
+from elastictrain.preflight.group.measurements import Point, Reach, matmul_tflops
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
 from elastictrain.preflight.surroundings import Exchange
@@ -108,7 +92,7 @@ class GroupChecks:
         if self._device.type == "cuda" and not self._culprits:
             # Free the device memory that the checks used.
             torch.cuda.empty_cache()
-        return GroupFindings(agreed([*verdicts, *self._culprits]), not self._culprits, self._point)
+        return GroupFindings(judge.agreed([*verdicts, *self._culprits]), not self._culprits, self._point)
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], list[Verdict]]]]:
         yield "present", self._present
@@ -153,7 +137,7 @@ class GroupChecks:
             local_rank=identity.local_rank,
             pid=os.getpid(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            free_bytes=free_memory(device, local_world_size=identity.local_world_size),
+            free_bytes=measurements.free_memory(device, local_world_size=identity.local_world_size),
             network_gbps=self._request.network_gbps,
             planned=self._request.planned,
         )
@@ -163,7 +147,7 @@ class GroupChecks:
     def _collective(self, collective: Collective) -> list[Verdict]:
         act = partial(examine, collective, collectives=self._collectives, full=self._request.full)
         attendance = self._run("collectives", act, limit_s=self._limits.collective_s, part=collective)
-        return judge_results(collective, attendance.figures(list[WrongResult]), self._members) if attendance else []
+        return judge.judge_results(collective, attendance.figures(list[WrongResult]), self._members) if attendance else []
 
     def _transport(self) -> list[Verdict]:
         def read(_: Callable[[str], None]) -> NcclChannels:
@@ -178,21 +162,21 @@ class GroupChecks:
 
     def _bandwidth(self) -> list[Verdict]:
         cuda, free_bytes = self._device.type == "cuda", min(member.free_bytes for member in self._members)
-        sizes = sweep_sizes(cuda=cuda, full=self._request.full, free_bytes=free_bytes)
-        act = partial(measure_all_reduce, self._collectives, sizes=sizes)
+        sizes = measurements.sweep_sizes(cuda=cuda, full=self._request.full, free_bytes=free_bytes)
+        act = partial(measurements.measure_all_reduce, self._collectives, sizes=sizes)
         attendance = self._run("bus_bandwidth", act, limit_s=self._limits.bandwidth_s)
         if attendance is None:
             return []
         self._point = attendance.figures(Point)[0]
         ratio = self._request.settings.thresholds.bus_ratio
-        return [judge_bandwidth(self._point, self._members, nccl=self._nccl, least_ratio=ratio)]
+        return [judge.judge_bandwidth(self._point, self._members, nccl=self._nccl, least_ratio=ratio)]
 
     def _matmul(self) -> list[Verdict]:
         cuda = self._device.type == "cuda"
-        ratio = self._request.settings.thresholds.straggler_ratio if cuda else STRAGGLER_RATIO_CPU
+        ratio = self._request.settings.thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
         rates: list[Mapping[int, float]] = []
         for part in ("matmul", "matmul, second time"):
-            if rates and not stragglers(rates[0], ratio=ratio):
+            if rates and not judge.stragglers(rates[0], ratio=ratio):
                 break
             attendance = self._run(
                 "matmul",
@@ -203,13 +187,13 @@ class GroupChecks:
             if attendance is None:
                 return []
             rates.append(attendance.figures(float))
-        return judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
+        return judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
 
     def _p2p(self) -> list[Verdict]:
         local = neighbours(self._members, host=self._members[self._identity.rank].host)
 
         def act(_: Callable[[str], None]) -> list[Reach]:
-            return measure_pairs(self._collectives, neighbours=local)
+            return measurements.measure_pairs(self._collectives, neighbours=local)
 
         attendance = self._run("p2p", act, limit_s=_P2P_S)
-        return judge_pairs(attendance.figures(list[Reach]), self._members) if attendance else []
+        return judge.judge_pairs(attendance.figures(list[Reach]), self._members) if attendance else []

@@ -16,7 +16,7 @@ from elastictrain.preflight.links.judge_contacts import (
 )
 from elastictrain.preflight.links.messages import Contact, Flow, Link, Roster
 from elastictrain.preflight.links.rounds import Round, num_second_rounds, second_rounds
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.preflight.verdict import Verdict
 
 LATE_FLOOR_S = 0.005  # besides `late_factor`, latency must exceed the median by this: a busy processor adds less
 _MILLISECONDS = -1000.0  # figures of latency are negative seconds
@@ -58,7 +58,7 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, threshold
         fatal_below=math.inf if len(roster.hosts) == 2 else -math.inf,
         hint="place it near the others (same zone or rack); ",
     )
-    return list(verdicts) or [report(None, Status.PASS, _shown(found.typical, _MILLISECONDS), unit="ms")]
+    return list(verdicts) or [report(None).passed(_shown(found.typical, _MILLISECONDS), unit="ms")]
 
 
 def flow_blame(
@@ -102,7 +102,7 @@ def judge_bandwidth(
     one_way, both_ways = flow_blame(first, second, thresholds=thresholds)
     typical = one_way.typical
     if typical is None:
-        return [report(None, Status.SKIP, "no link was measured", remedy="see what the other link checks say, and repeat")]
+        return [report(None).skipped("no link was measured", remedy="see what the other link checks say, and repeat")]
     # Bytes in one direction wait for acknowledgements in the other: a culprit of the first list is also in the second.
     guilty = {culprit.subject for culprit in one_way.hosts}
     named = {bad.subject for bad in one_way.links}
@@ -118,7 +118,7 @@ def judge_bandwidth(
         # A link between two good hosts with less than a tenth of the others' bandwidth slows down the whole group.
         fatal_below = math.inf if len(roster.hosts) == 2 else 0.1 * (blamed.typical or 0.0)
         verdicts += _blamed(report, blamed, scale=1.0, unit="Gbit/s", words=words, fatal_below=fatal_below)
-    return verdicts or [report(None, Status.PASS, _shown(typical, 1.0), unit="Gbit/s")]
+    return verdicts or [report(None).passed(_shown(typical, 1.0), unit="Gbit/s")]
 
 
 def _blamed(
@@ -142,20 +142,18 @@ def _blamed(
         looks = (limits, cable) if one.way is Way.OUT else (cable, limits)
         remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
         way = "" if one.way is Way.BOTH else f" {one.way}"
-        status = Status.FAIL if one.confirmed else Status.WARN
-        yield report(
-            one.subject, status, _shown(one.figure, scale), typical, remedy, unit=f"{unit}{way}{words}{doubts[one.confirmed]}"
-        )
+        report_as = report(one.subject).failed if one.confirmed else report(one.subject).warned
+        unit_here = f"{unit}{way}{words}{doubts[one.confirmed]}"
+        yield report_as(_shown(one.figure, scale), expected=typical, remedy=remedy, unit=unit_here)
     for bad in found.links:
         source, target = map(report.label, bad.subject)
         remedy = (
             f"look at what is between {source} and {target} only: switch ports, cables, routes (`tracepath` from one to the "
             f"other); or run without one of them"
         )
-        status = Status.FAIL if bad.confirmed and bad.figure < fatal_below else Status.WARN
-        yield report(
-            bad.subject, status, _shown(bad.figure, scale), typical, remedy, unit=f"{unit}{words}{doubts[bad.confirmed]}"
-        )
+        report_as = report(bad.subject).failed if bad.confirmed and bad.figure < fatal_below else report(bad.subject).warned
+        unit_here = f"{unit}{words}{doubts[bad.confirmed]}"
+        yield report_as(_shown(bad.figure, scale), expected=typical, remedy=remedy, unit=unit_here)
 
 
 def _shown(figure: float, scale: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.culprit import Broken, Way, find_broken
 from elastictrain.preflight.links.messages import Contact, HostIntroduction, Link, Roster
-from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
 _MOST_NAMES = 8
 _ON_ROSTER = Reporter("roster")
@@ -24,24 +24,16 @@ class LinkReporter:
     def label(self, place: int) -> str:
         return self.roster.hosts[place].name
 
-    def __call__(
-        self,
-        subject: int | Link | str | None,
-        status: Status,
-        measured: Figure,
-        expected: Figure = None,
-        remedy: str = "",
-        unit: str = "",
-    ) -> Verdict:
+    def __call__(self, subject: int | Link | str | None) -> Reporter:
         scope, name = Scope.GROUP, subject if isinstance(subject, str) else "all"
         if isinstance(subject, int):
             scope, name = Scope.HOST, self.label(subject)
         elif isinstance(subject, tuple):
             scope, name = Scope.LINK, " -> ".join(map(self.label, subject))
-        return Reporter(self.check)(name, status, measured, expected, remedy, unit=unit, scope=scope)
+        return Reporter(self.check, name, scope)
 
     def nothing_known(self) -> list[Verdict]:
-        return [self(None, Status.SKIP, "nothing known of any link", remedy="see what check `reachable` says, and repeat")]
+        return [self(None).skipped("nothing known of any link", remedy="see what check `reachable` says, and repeat")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +95,13 @@ def judge_reach(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Ver
     for place, host in enumerate(roster.hosts):
         if host.trouble:
             remedy = f"see who has the address and the ports: `ip address show dev {host.interface}`, `ss -ltnp`; choose others"
-            found.append(report(place, Status.FAIL, host.trouble, f"a listener on {host.address}", remedy))
+            found.append(report(place).failed(host.trouble, expected=f"a listener on {host.address}", remedy=remedy))
     if not contacts:
-        return found or [report(None, Status.SKIP, "no link to try", remedy="start preflight on two hosts or more")]
+        return found or [report(None).skipped("no link to try", remedy="start preflight on two hosts or more")]
     bad = {link: contact for link, contact in contacts.items() if contact.blocked}
     everything = f"{len(contacts)} links"
     found += [_unreachable(report, one, [bad[link] for link in one.links]) for one in find_broken(bad, tried=contacts)]
-    return found or [report(None, Status.PASS, everything, everything)]
+    return found or [report(None).passed(everything, expected=everything)]
 
 
 def _unreachable(report: LinkReporter, broken: Broken, bad: Sequence[Contact]) -> Verdict:
@@ -121,7 +113,7 @@ def _unreachable(report: LinkReporter, broken: Broken, bad: Sequence[Contact]) -
             f"choose another interface than {hosts[bad[0].link[0]].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`), or "
             f"let hosts reach each other on TCP ports {ports} in firewalls and security group"
         )
-        return report(None, Status.FAIL, f"no host reaches another ({why})", "every link", remedy)
+        return report(None).failed(f"no host reaches another ({why})", expected="every link", remedy=remedy)
     if isinstance(subject, int):
         words = {Way.OUT: "reaches no other host", Way.IN: "cannot be reached"}
         measured = f"{words.get(broken.way, 'cannot be reached and reaches no other')} ({why})"
@@ -143,7 +135,7 @@ def _unreachable(report: LinkReporter, broken: Broken, bad: Sequence[Contact]) -
             f"give {report.label(target)} an address of its own ({address} on {device} is used twice: `ip address show dev "
             f"{device}`), or choose another interface there: `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`"
         )
-    return report(subject, Status.FAIL, measured, expected, remedy)
+    return report(subject).failed(measured, expected=expected, remedy=remedy)
 
 
 def _why(contact: Contact) -> str:
@@ -166,9 +158,9 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
         "let hosts send each other UDP (any port), in firewalls and security group, and repeat; or preflight.checks.mtu=off"
     )
     for one in find_broken(silent, tried=tried):
-        found.append(report(one.subject, Status.WARN, measured, "an answer", remedy))
+        found.append(report(one.subject).warned(measured, expected="an answer", remedy=remedy))
     least = min(contact.intended or 0 for contact in tried.values())
-    return found or [report(None, Status.PASS, least, least, unit="bytes")]
+    return found or [report(None).passed(least, expected=least, unit="bytes")]
 
 
 def _vanishing(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
@@ -188,7 +180,7 @@ def _vanishing(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[
         remedy = f"set the interface's MTU to {passing} ({commands}), or {between}"
         which = {Way.OUT: "that it sends ", Way.IN: "that it should receive "}.get(one.way, "")
         measured = f"large frames {which}vanish above {passing} bytes"
-        yield report(one.subject, Status.FAIL, measured, f"{intended} bytes", remedy)
+        yield report(one.subject).failed(measured, expected=f"{intended} bytes", remedy=remedy)
 
 
 def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
@@ -209,10 +201,10 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
             f"on {'both hosts' if is_pair else label} set the clock: `chronyc makestep`, or `timedatectl set-ntp true` and "
             f"`systemctl restart systemd-timesyncd`"
         )
-        status = Status.FAIL if abs(offset_s) > thresholds.clock_fail_s else Status.WARN
-        found.append(report(subject, status, round(offset_s, 3), expected, remedy, unit=unit))
+        report_as = report(subject).failed if abs(offset_s) > thresholds.clock_fail_s else report(subject).warned
+        found.append(report_as(round(offset_s, 3), expected=expected, remedy=remedy, unit=unit))
     worst = max(ahead.values(), key=abs)
-    return found or [report(None, Status.PASS, round(worst, 4), expected, unit="s")]
+    return found or [report(None).passed(round(worst, 4), expected=expected, unit="s")]
 
 
 def offsets_from_group(offsets: Mapping[Link, float]) -> dict[int, float]:

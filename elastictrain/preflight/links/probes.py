@@ -11,19 +11,9 @@ from functools import partial
 
 from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
 from elastictrain.net.channel import Channel, ChannelError, connect
+from elastictrain.preflight.links import responder
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link
-from elastictrain.preflight.links.responder import (
-    ECHO,
-    FRAME_BYTES,
-    HANDSHAKE,
-    PING,
-    PONG,
-    REQUEST,
-    ResponderKey,
-    StreamResult,
-    ask_to_give,
-    ask_to_take,
-)
+from elastictrain.preflight.links.responder import ResponderKey, StreamResult, ask_to_give, ask_to_take
 
 SMALLEST = 576  # Every IPv4 host takes packets of this size. Source: RFC 791.
 LARGEST = 65535  # the total length of an IPv4 packet has 16 bits; that of loopback is 65536
@@ -79,12 +69,12 @@ def _acknowledged(datagrams: socket.socket, key: ResponderKey, sizes: Sequence[i
             if size not in passed:
                 # Larger than the interface takes, or an earlier datagram was refused: this size counts as lost.
                 with suppress(OSError):
-                    datagrams.send(key.probe(size, size=max(size - _HEADERS[datagrams.family], FRAME_BYTES)))
+                    datagrams.send(key.probe(size, size=max(size - _HEADERS[datagrams.family], responder.FRAME_BYTES)))
         until = began + wait_s * (attempt + 1) / _TRIES
         while sizes[-1] not in passed and (left_s := until - time.monotonic()) > 0:
             try:
                 datagrams.settimeout(left_s)
-                number = key.acknowledged(datagrams.recv(FRAME_BYTES))
+                number = key.acknowledged(datagrams.recv(responder.FRAME_BYTES))
             except TimeoutError:
                 break
             except OSError:
@@ -180,13 +170,13 @@ class PeerProbe:
 
     def _time(self, channel: Channel) -> tuple[float, float]:
         """Median round trip in seconds, and the other clock minus this one by the fastest round trip."""
-        channel.send(REQUEST.pack(ECHO, 0.0, 0), limit_s=self.options.answer_s)
+        channel.send(responder.REQUEST.pack(responder.ECHO, 0.0, 0), limit_s=self.options.answer_s)
         found = []
         deadline = time.monotonic() + self.options.answer_s
         for _ in range(_NUM_PINGS):
             began, asked = time.perf_counter(), self.wall()
-            channel.send(PING.pack(asked), limit_s=self.options.answer_s)
-            received, answered = PONG.unpack(channel.receive(PONG.size, limit_s=self.options.answer_s))
+            channel.send(responder.PING.pack(asked), limit_s=self.options.answer_s)
+            received, answered = responder.PONG.unpack(channel.receive(responder.PONG.size, limit_s=self.options.answer_s))
             took_s, heard = time.perf_counter() - began, self.wall()
             found.append((took_s, exchange_offset(asked, received, answered, heard)))
             if time.monotonic() > deadline:
@@ -207,7 +197,7 @@ class PeerProbe:
     @contextmanager
     def _connected(self, port: int) -> Iterator[Channel]:
         with connect(self.target.address, port, source=self.source.address, limit_s=self.options.connect_s) as channel:
-            HANDSHAKE.introduce(channel, self._key.secret, limit_s=self.options.answer_s)
+            responder.HANDSHAKE.introduce(channel, self._key.secret, limit_s=self.options.answer_s)
             yield channel
 
 

@@ -3,20 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from elastictrain.preflight.transport.infiniband import (
-    ACTIVE,
-    ETHERNET,
-    GID_INDEX,
-    HCA,
-    INFINIBAND,
-    NET,
-    Device,
-    Port,
-    Rdma,
-    chosen_ports,
-    kinds_here,
-    switched_off,
-)
+from elastictrain.preflight.transport import infiniband
+from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, chosen_ports, kinds_here, switched_off
 from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
 from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, Facts, choose_interface
 from elastictrain.preflight.transport.settings import NcclPattern
@@ -192,7 +180,7 @@ def _device(host: str, device: Device, ports: Sequence[Port]) -> Iterator[Verdic
     if device.is_software or device.node_type == "RNIC":
         return
     warn = partial(_infiniband, host, Status.WARN)
-    if device.can_be_opened is False and any(port.state == ACTIVE for port in ports):
+    if device.can_be_opened is False and any(port.state == infiniband.ACTIVE for port in ports):
         remedy = "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1 ...  # NCCL uses sockets without"
         yield warn(f"{device.name} is ACTIVE, but its device in /dev/infiniband is missing", remedy=remedy)
         return
@@ -211,35 +199,35 @@ def _port_problem(port: Port) -> tuple[str, str | None, str] | None:
     files, netdev = f"/sys/class/infiniband/{device.name}/ports/{port.number}", next(iter(device.netdevs), "NETDEV")
     if port.state is None:
         return f"state of {name} cannot be read", None, f"cat {files}/state"
-    if port.state != ACTIVE:
+    if port.state != infiniband.ACTIVE:
         if port.physical_state in (None, "Polling", "Disabled", "Sleep"):
             # Nothing is at the other end of the cable.
             return None
         remedy = f"ip link set {netdev} up; ethtool {netdev}"
-        if port.link_layer == INFINIBAND:
+        if port.link_layer == infiniband.INFINIBAND:
             remedy = f"ibstat {device.name} {port.number}; sminfo  # INIT: no subnet manager answers, start opensm on one host"
-        return f"{name} is {port.state}, its link {port.physical_state}", ACTIVE, remedy
+        return f"{name} is {port.state}, its link {port.physical_state}", infiniband.ACTIVE, remedy
     if device.driver == "efa":
         return None
     if port.link_layer is None:
         return f"link layer of {name} cannot be read", None, f"cat {files}/link_layer"
-    if port.link_layer != ETHERNET or port.roce_v2_gids():
+    if port.link_layer != infiniband.ETHERNET or port.roce_v2_gids():
         return None
     if not port.gids_are_known:
         return f"GIDs of {name} cannot be read", None, f"ls {files}/gids"
     owner = next((gid.netdev for gid in port.gids if gid.netdev), netdev)
-    remedy = f"ip address add ADDRESS/PREFIX dev {owner}  # the GID follows; or {HCA}=^={device.name} to do without"
+    remedy = f"ip address add ADDRESS/PREFIX dev {owner}  # the GID follows; or {infiniband.HCA}=^={device.name} to do without"
     if any(gid.ipv4 for gid in port.gids):
         remedy = f"cma_roce_mode -d {device.name} -p {port.number} -m 2  # or grep . {files}/gid_attrs/types/*"
     return f"{name} has no GID for RoCE v2 over IPv4", "RoCE v2 over IPv4", remedy
 
 
 def _hca_pin(facts: Facts) -> Iterator[Verdict]:
-    setting = facts.settings.get(HCA)
+    setting = facts.settings.get(infiniband.HCA)
     if setting is None or switched_off(facts.settings) is not None:
         return
     good = [port.name for port in facts.ports if port.kind in _ROCE_AND_INFINIBAND]
-    right = f"  # or set {HCA}=={','.join(good)}" if good else ""
+    right = f"  # or set {infiniband.HCA}=={','.join(good)}" if good else ""
     missing = NcclPattern.parse(setting.value).without_match([device.name for device in facts.devices])
     selected = {port.kind for port in chosen_ports(facts.ports, facts.settings)}
     if missing:
@@ -248,12 +236,12 @@ def _hca_pin(facts: Facts) -> Iterator[Verdict]:
         problem = "no port of these is ACTIVE and can be used"
     else:
         return
-    measured = f"{HCA}={setting.value} (set in {setting.origin}): {problem}"
-    yield _infiniband(facts.host, Status.FAIL, measured, ", ".join(good), setting.undo(HCA) + right)
+    measured = f"{infiniband.HCA}={setting.value} (set in {setting.origin}): {problem}"
+    yield _infiniband(facts.host, Status.FAIL, measured, ", ".join(good), setting.undo(infiniband.HCA) + right)
 
 
 def _gid_pin(facts: Facts) -> Iterator[Verdict]:
-    setting = facts.settings.get(GID_INDEX)
+    setting = facts.settings.get(infiniband.GID_INDEX)
     if setting is None or setting.number < 0 or switched_off(facts.settings) is not None:
         return
     for port in chosen_ports(facts.ports, facts.settings):
@@ -266,8 +254,8 @@ def _gid_pin(facts: Facts) -> Iterator[Verdict]:
             version = "of an unknown type" if gid.roce_version is None else f"RoCE v{gid.roce_version}"
             what = f"is {version}, {gid.ipv4 or gid.address}"
         expected = f"{right[0].index} (RoCE v2, {right[0].ipv4})"
-        remedy = f"{setting.undo(GID_INDEX)}  # or set {GID_INDEX}={right[0].index}"
-        measured = f"{GID_INDEX}={setting.value} (set in {setting.origin}): on {port.name} that GID {what}"
+        remedy = f"{setting.undo(infiniband.GID_INDEX)}  # or set {infiniband.GID_INDEX}={right[0].index}"
+        measured = f"{infiniband.GID_INDEX}={setting.value} (set in {setting.origin}): on {port.name} that GID {what}"
         # NCCL cannot make a queue pair with an empty GID.
         yield _infiniband(facts.host, Status.WARN if gid else Status.FAIL, measured, expected, remedy)
 
@@ -279,8 +267,8 @@ def _switches(facts: Facts) -> Iterator[Verdict]:
         name = off.partition("=")[0]
         measured = f"{off}, but ports are ACTIVE: {', '.join(usable)}"
         yield _infiniband(facts.host, Status.WARN, measured, "InfiniBand or RoCE", facts.settings[name].undo(name))
-    net = facts.settings.get(NET)
+    net = facts.settings.get(infiniband.NET)
     here = kinds_here(facts.ports, settings=facts.settings)
     if net is not None and net.value.lower() == "ib" and not here & {*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN}:
-        measured = f"{NET}={net.value} (set in {net.origin}), but no port of InfiniBand or RoCE can be used"
-        yield _infiniband(facts.host, Status.FAIL, measured, remedy=net.undo(NET))
+        measured = f"{infiniband.NET}={net.value} (set in {net.origin}), but no port of InfiniBand or RoCE can be used"
+        yield _infiniband(facts.host, Status.FAIL, measured, remedy=net.undo(infiniband.NET))

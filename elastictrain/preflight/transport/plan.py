@@ -6,17 +6,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.infiniband import (
-    DISABLE,
-    GID_INDEX,
-    HCA,
-    Device,
-    Port,
-    Rdma,
-    RdmaPlan,
-    decide_rdma,
-    read_devices,
-)
+from elastictrain.preflight.transport import infiniband
+from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, RdmaPlan, decide_rdma, read_devices
 from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Route, find_route, read_interfaces
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, own_variables, read_settings
 
@@ -158,11 +149,11 @@ def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator
             reason = f"peers are reached over IPv6, and NCCL would take the IPv4 of {interface.name}"
             yield PlannedVariable("NCCL_SOCKET_FAMILY", "AF_INET6", reason)
     if rdma.kind is Rdma.NONE:
-        yield PlannedVariable(DISABLE, "1", rdma.reason)
+        yield PlannedVariable(infiniband.DISABLE, "1", rdma.reason)
     if rdma.ports:
-        yield PlannedVariable(HCA, "=" + ",".join(port.name for port in rdma.ports), rdma.reason)
+        yield PlannedVariable(infiniband.HCA, "=" + ",".join(port.name for port in rdma.ports), rdma.reason)
     if rdma.gid_index is not None:
-        yield PlannedVariable(GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
+        yield PlannedVariable(infiniband.GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
     if interface is not None and rdma.kind is Rdma.NONE and interface.vendor not in _TUNED_BY_NCCL:
         speed = interface.speed_gbps or 0.0
         if speed >= MEDIUM_GBPS:
