@@ -1,11 +1,12 @@
 """Notices: what a cloud or a clock announces for this host. A thread asks for them every few seconds."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
+
+from elastictrain.fault.closable_thread import ClosableThread
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class LimitSource:
 
 
 @dataclass(eq=False)
-class NoticePoller:
+class NoticePoller(ClosableThread):
     """Asks each source in turn, and passes on news."""
 
     sources: Sequence[NoticeSource]
@@ -88,15 +89,8 @@ class NoticePoller:
     def __post_init__(self) -> None:
         self._last: dict[int, Notice] = {}
         self._errors: dict[int, str] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ask no more; a request in progress may last seconds, and is not waited for."""
-        self._closed.set()
+        # A request in progress may last seconds, and is not waited for.
+        self._prepare(self._run, name="notices", close_s=0.0)
 
     def _run(self) -> None:
         while True:

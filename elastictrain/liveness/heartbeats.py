@@ -1,7 +1,6 @@
 """Heartbeats of all ranks in the shared store, and the monitor that reads them: no backend reports which peer is missing."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed.bounded import within
+from elastictrain.fault.closable_thread import ClosableThread
 from elastictrain.liveness.diagnosis import Entered, HangDiagnosis, RankStatus, diagnose
 from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.watchdog import LostPeer, bound_s
@@ -39,7 +39,7 @@ class Heartbeat:
 
 
 @dataclass(eq=False)
-class HeartbeatStore:
+class HeartbeatStore(ClosableThread):
     """Heartbeats through the shared store, written by a thread.
 
     A connection that is blocked in a wait blocks all its users, so the store is cloned twice: for writing, so that a
@@ -63,15 +63,7 @@ class HeartbeatStore:
             connection.set_timeout(_READ_TIMEOUT)
         self._names = [f"rank {number} on {host}" for number, host in enumerate(self.hosts)]
         self._seen: dict[int, tuple[int, float]] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._write, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join(timeout=2 * _READ_TIMEOUT.total_seconds())
+        self._prepare(self._write, name="heartbeat", close_s=2 * _READ_TIMEOUT.total_seconds())
 
     def own_status(self, mark: ProgressMark) -> RankStatus:
         silent_s = max(0.0, self.stopwatch() - mark.since_s)
@@ -147,7 +139,7 @@ class HeartbeatStore:
                 return
 
 
-class PeerMonitor:
+class PeerMonitor(ClosableThread):
     """Checks the other ranks when this one is silent for long: whether it waits in vain, and for which rank.
 
     It has a thread of its own, because the store may be what does not answer.
@@ -160,16 +152,7 @@ class PeerMonitor:
         self._told: ProgressMark | None = None
         self._found: tuple[ProgressMark, HangDiagnosis, float] | None = None  # the silent mark, its diagnosis, and when
         self.failed_peer: LostPeer | None = None  # a rank that announced a failure
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop; waits at most a second for a check in progress."""
-        self._closed.set()
-        self._thread.join(timeout=1.0)
+        self._prepare(self._run, name="peer-monitor", close_s=1.0)
 
     @property
     def in_vain(self) -> bool:

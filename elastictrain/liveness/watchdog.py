@@ -1,12 +1,12 @@
 """Ends a process that makes no progress, after it has reported where it is stuck."""
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 from elastictrain.config.composed import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
+from elastictrain.fault.closable_thread import ClosableThread
 from elastictrain.fault.stop import StopRequest
 from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
 
@@ -99,7 +99,7 @@ def judge(
 
 
 @dataclass(eq=False)
-class Watchdog:
+class Watchdog(ClosableThread):
     """A thread that judges this process at short intervals and calls `end` once when it must end.
 
     `end` does not return in a real process (it writes its report and calls os._exit): an exception in a thread would end
@@ -117,15 +117,7 @@ class Watchdog:
     interval_s: float = 0.1
 
     def __post_init__(self) -> None:
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join(timeout=1.0)
+        self._prepare(self._watch, name="watchdog", close_s=1.0)
 
     def _watch(self) -> None:
         awake_since_s, awake_s = float("-inf"), self.clock()

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import pwd
+import secrets
 import stat
 import tempfile
 import time
@@ -109,6 +110,21 @@ def open_private_file(path: str) -> int:
         os.close(descriptor)
         raise NameTakenError(why)
     return descriptor
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Replace a file atomically by one for this user alone. Raises: OSError."""
+    # An unpredictable name: in a folder for all, another user could have put a link there.
+    unfinished = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.rename(unfinished, path)  # noqa: PTH104
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)  # noqa: PTH108
+        raise
 
 
 def temporary_folder() -> str:

@@ -59,7 +59,18 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
     if not judged:
         raise NoValidCheckpointError(location.missing_message(step))
     if as_json:
-        result_json({"url": location.url, "checkpoints": [_document(verdict) for verdict in judged]})
+        documents = [
+            {
+                "name": verdict.name,
+                "step": verdict.facts.step,
+                "state": verdict.state.value,
+                "reason": verdict.reason,
+                "bytes": verdict.shard_bytes,
+                "bad_files": [{"name": name, "problems": problems} for name, problems in verdict.bad_files.items()],
+            }
+            for verdict in judged
+        ]
+        result_json({"url": location.url, "checkpoints": documents})
     else:
         result("\n".join([location.url, *(_text(verdict) for verdict in judged)]))
     return EXIT_OK if all(verdict.state is CheckpointState.VALID for verdict in judged) else EXIT_STORAGE
@@ -170,17 +181,6 @@ def _problems(
         # The header is right, so the spans fill the file.
         return ("does not have its digest, although its header and all tensors in it have theirs",)
     return tuple(wrong)
-
-
-def _document(verdict: Surveyed) -> dict[str, object]:
-    return {
-        "name": verdict.name,
-        "step": verdict.facts.step,
-        "state": verdict.state.value,
-        "reason": verdict.reason,
-        "bytes": verdict.shard_bytes,
-        "bad_files": [{"name": name, "problems": problems} for name, problems in verdict.bad_files.items()],
-    }
 
 
 def _text(verdict: Surveyed) -> str:

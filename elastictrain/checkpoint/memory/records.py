@@ -1,10 +1,8 @@
 """The files beside the slots: layouts, named by their digest, and the digests of each snapshot's bytes."""
 
 import os
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from threading import local
 
 import msgspec
@@ -15,23 +13,10 @@ from elastictrain.checkpoint.manifest import digest_of
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.errors import InvalidCheckpointError
+from elastictrain.storage.private import write_file
 
 _MOST_BYTES = 1 << 30
 DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))  # training needs the other cores
-
-
-def write_file(path: str, data: bytes) -> None:
-    """Replace the file atomically. Raises: OSError."""
-    unfinished = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.rename(unfinished, path)  # noqa: PTH104
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(unfinished)  # noqa: PTH108
-        raise
 
 
 def read_file(path: str, *, most_bytes: int = _MOST_BYTES) -> bytes:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.memory.folder import make_private
-from elastictrain.checkpoint.memory.records import read_file, write_file
+from elastictrain.checkpoint.memory.records import read_file
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
-from elastictrain.storage.private import clear_folder
+from elastictrain.storage.private import clear_folder, write_file
 
 SOCKET_NAME = "keeper.sock"
 LOCK_NAME = "keeper.lock"

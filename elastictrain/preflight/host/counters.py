@@ -4,9 +4,7 @@ import json
 import math
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,6 +13,7 @@ from elastictrain.bounded_json import RECORD, parse_record
 from elastictrain.preflight.host.gpu import decimal, integer
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.storage.private import write_file
 
 PER_HOUR = {
     "link_error_recovery": 1.0,
@@ -146,16 +145,7 @@ def load(path: Path) -> PortCounters | None:
 def store(path: Path, counters: PortCounters) -> None:
     """Replace the reading for the next preflight atomically. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An unpredictable name: in a folder for all, another user could have put a link there.
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "w") as file:  # noqa: PTH123
-            file.write(json.dumps(asdict(counters), indent=1))
-        os.replace(name, path)  # noqa: PTH105
-    except OSError:
-        with suppress(OSError):
-            os.unlink(name)  # noqa: PTH108
-        raise
+    write_file(str(path), json.dumps(asdict(counters), indent=1).encode())
 
 
 def check_counters(surroundings: Surroundings, *, now: float) -> list[Verdict]:

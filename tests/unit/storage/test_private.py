@@ -16,6 +16,7 @@ from elastictrain.storage.private import (
     open_private_file,
     temporary_folder,
     why_not_private,
+    write_file,
 )
 
 STRANGER = 54_321
@@ -191,3 +192,16 @@ def test_a_parent_that_another_run_removes_meanwhile_is_made_again(tmp_path: Pat
     make_private_folders(str(path))
     assert removed == [str(path.parent)]
     assert path.is_dir()
+
+
+def test_a_write_leaves_the_old_file_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{tmp_path}/file"
+    write_file(path, b"old")
+
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.rename", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        write_file(path, b"new")
+    assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("file", b"old")]
