@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -173,13 +174,9 @@ def plan_moves(places: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
 
 def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, int]]:
     """Pieces (start, end) that cross no multiple of `segment_bytes`: no copy may span two registered segments."""
-    pieces = []
     end = start + size_bytes
-    while start < end:
-        stop = min(end, (start // segment_bytes + 1) * segment_bytes)
-        pieces.append((start, stop))
-        start = stop
-    return pieces
+    borders = range((start // segment_bytes + 1) * segment_bytes, end, segment_bytes)
+    return list(pairwise([start, *borders, end]))
 
 
 def copy_on_host(moves: Sequence[Move], sources: Sequence[Tensor], target: Tensor) -> None:

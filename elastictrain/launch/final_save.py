@@ -142,25 +142,20 @@ def waiting_message(wait: Wait, *, now_s: float) -> str:
 def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> str:
     """One paragraph: what happened, which step is saved, which command comes next."""
     reason = reason.removesuffix(".")
-    saved = _saved(final, run_dir=run_dir)
-    if code == EXIT_OK:
-        return f"done: {reason}; {saved}."
-    return f"stopped with exit code {code}: {reason}; {saved}. {_ADVICE.get(code, _OTHER_ADVICE)}"
-
-
-def _saved(final: FinalSave, *, run_dir: str) -> str:
     if final.committed_step is None:
         saved = f"{run_dir} does not answer, so what is saved there is unknown"
     elif final.committed_step:
         saved = f"step {final.committed_step} is saved in {run_dir}"
     else:
         saved = f"{run_dir} holds no step to go on from"
-    if not final.unsaved_step:
-        return saved
-    how = "nobody writes it to storage"
-    if final.saver:
-        how = f"the saver (process {final.saver}) goes on writing it to storage as long as this host or container lives"
-    return f"{saved}; step {final.unsaved_step} is in the memory of this host only, and {how}"
+    if final.unsaved_step:
+        how = "nobody writes it to storage"
+        if final.saver:
+            how = f"the saver (process {final.saver}) goes on writing it to storage as long as this host or container lives"
+        saved += f"; step {final.unsaved_step} is in the memory of this host only, and {how}"
+    if code == EXIT_OK:
+        return f"done: {reason}; {saved}."
+    return f"stopped with exit code {code}: {reason}; {saved}. {_ADVICE.get(code, _OTHER_ADVICE)}"
 
 
 _NO_USE = "Trying again cannot help: change what the message names, then give the same command."

@@ -117,10 +117,11 @@ class OtherHosts:
     """A pool of connections to the saver of each other host; several threads read snapshots while this rank restores."""
 
     def __init__(self, roster: Sequence[Peer], *, token: bytes, limits: Limits | None = None) -> None:
-        self._idle: dict[int, queue.LifoQueue[PeerConnection]] = {peer.number: queue.LifoQueue() for peer in roster}
-        self._all = [PeerConnection(peer, token=token, limits=limits) for peer in roster for _ in range(POOL_CONNECTIONS)]
-        for place, connection in enumerate(self._all):
-            self._idle[roster[place // POOL_CONNECTIONS].number].put(connection)
+        self._idle: dict[int, queue.LifoQueue[PeerConnection]] = {}
+        for peer in roster:
+            idle = self._idle[peer.number] = queue.LifoQueue()
+            for _ in range(POOL_CONNECTIONS):
+                idle.put(PeerConnection(peer, token=token, limits=limits))
 
     def __call__(self, held: Held) -> ReadSnapshot:
         """Return a reader of a snapshot on another host. Raises: TransientStorageError if that host is not in the roster."""
@@ -140,5 +141,6 @@ class OtherHosts:
 
     def close(self) -> None:
         """Disconnect, once all reads have ended."""
-        for connection in self._all:
-            connection.close()
+        for idle in self._idle.values():
+            for connection in idle.queue:
+                connection.close()

@@ -5,48 +5,40 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 _SHORTEST_NAP_S = 0.001
 _LONGEST_NAP_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class PaceOptions:
-    """Rates are in bytes/s."""
-
-    slowdown: float = 0.02  # largest accepted increase of the step time while replicas are sent
-    first: float = 100e6  # before any measurement: a tenth of what the slowest links of a cluster carry
-    least: float = 4e6
-    most: float = 20e9
-    window: int = 10  # steps while sending per decision
-    baseline: int = 5  # steps without sending for comparison
-    fresh_steps: int = 200  # a baseline older than so many steps is measured again
+SLOWDOWN = 0.02  # largest accepted increase of the step time while replicas are sent
+# Rates are in bytes/s. The first one, before any measurement, is a tenth of what the slowest links of a cluster carry.
+FIRST_RATE, LEAST_RATE, MOST_RATE = 100e6, 4e6, 20e9
+WINDOW = 10  # steps while sending per decision
+BASELINE = 5  # steps without sending for comparison
+FRESH_STEPS = 200  # a baseline older than so many steps is measured again
 
 
-def decide_pace(
-    rate: float, *, sending: Sequence[float], quiet: Sequence[float], limited: bool, options: PaceOptions
-) -> tuple[float, str]:
+def decide_pace(rate: float, *, sending: Sequence[float], quiet: Sequence[float], limited: bool) -> tuple[float, str]:
     """Return the next rate in bytes/s and why, from step durations while sending at `rate` and without sending.
 
     The rate decreases in proportion to the excess, to between a quarter and nine tenths; it increases by a quarter if the
     slowdown is clearly below the limit and the rate is what `limited` the sender.
     """
-    if len(sending) < options.window or len(quiet) < options.baseline:
+    if len(sending) < WINDOW or len(quiet) < BASELINE:
         return rate, f"too few steps to compare: {len(sending)} while sending, {len(quiet)} without"
     usual = statistics.median(quiet)
     if usual <= 0:
         return rate, "steps without sending take no time"
     slowdown = statistics.median(sending) / usual - 1
     found = f"steps take {100 * slowdown:+.1f} % while sending at {rate / 1e6:.0f} MB/s"
-    if slowdown > options.slowdown:
-        factor = min(0.9, max(0.25, 0.75 * options.slowdown / slowdown))
-        return max(options.least, rate * factor), f"{found}: more than {100 * options.slowdown:g} %"
-    if slowdown > options.slowdown / 2:
+    if slowdown > SLOWDOWN:
+        factor = min(0.9, max(0.25, 0.75 * SLOWDOWN / slowdown))
+        return max(LEAST_RATE, rate * factor), f"{found}: more than {100 * SLOWDOWN:g} %"
+    if slowdown > SLOWDOWN / 2:
         return rate, f"{found}: about as much as is allowed"
     if not limited:
         return rate, f"{found}, and something else than the rate holds the sender back"
-    return min(options.most, 1.25 * rate), f"{found}: clearly less than {100 * options.slowdown:g} %"
+    return min(MOST_RATE, 1.25 * rate), f"{found}: clearly less than {100 * SLOWDOWN:g} %"
 
 
 class Pacer:
@@ -55,14 +47,13 @@ class Pacer:
 
     def __init__(
         self,
-        options: PaceOptions | None = None,
+        first_rate: float = FIRST_RATE,
         *,
         clock: Callable[[], float] = time.monotonic,
         burst_s: float = 0.05,
     ) -> None:
         """What was not used in the last `burst_s` may be sent later."""
-        self._options = options = options or PaceOptions()
-        self.rate = options.first  # bytes/s
+        self.rate = first_rate  # bytes/s
         self._clock = clock
         self._burst_s = burst_s
         self._lock = threading.Lock()
@@ -72,7 +63,7 @@ class Pacer:
         self._sending_now = self._changed = False
         self._num_steps = 0
         self._sending: list[float] = []  # durations of steps since the last decision
-        self._quiet: deque[tuple[int, float]] = deque(maxlen=4 * options.baseline)  # numbers and durations of steps
+        self._quiet: deque[tuple[int, float]] = deque(maxlen=4 * BASELINE)  # numbers and durations of steps
 
     def forget_steps(self) -> None:
         """Another group trains from now on: its step times differ."""
@@ -96,11 +87,11 @@ class Pacer:
                 self._quiet.append((self._num_steps, seconds))
             else:
                 self._sending.append(seconds)
-            if len(self._sending) < self._options.window:
+            if len(self._sending) < WINDOW:
                 return ""
             limited = 2 * self._waits > self._takes
             quiet = [took for _, took in self._quiet]
-            rate, reason = decide_pace(self.rate, sending=self._sending, quiet=quiet, limited=limited, options=self._options)
+            rate, reason = decide_pace(self.rate, sending=self._sending, quiet=quiet, limited=limited)
             self._sending.clear()
             if rate == self.rate:
                 return ""
@@ -113,8 +104,8 @@ class Pacer:
     def needs_quiet(self) -> bool:
         """Whether steps without sending are needed before more is sent; False while no steps are reported."""
         with self._lock:
-            oldest = self._num_steps - self._options.fresh_steps
-            fresh = len(self._quiet) >= self._options.baseline and self._quiet[-self._options.baseline][0] >= oldest
+            oldest = self._num_steps - FRESH_STEPS
+            fresh = len(self._quiet) >= BASELINE and self._quiet[-BASELINE][0] >= oldest
             return self._num_steps > 0 and not fresh
 
     def take(self, count: int, *, sleep: Callable[[float], object] = time.sleep) -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.layout import RankDigests
@@ -21,14 +20,10 @@ from elastictrain.errors import ElasticTrainError, TransientStorageError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicatorOptions:
-    deadline_s: float = 600.0  # per replica of one rank, which is then broken off
-    quiet_most_s: float = 30.0  # longest wait of a step's replicas for training steps to compare with
-    digest_limit_s: float = 60.0  # wait for a snapshot's digests: host memory may have no room for them
-    first_pause_s: float = 0.5
-    longest_pause_s: float = 60.0
-    limits: Limits = field(default_factory=Limits)
+DEADLINE_S = 600.0  # per replica of one rank, which is then broken off
+QUIET_MOST_S = 30.0  # longest wait of a step's replicas for training steps to compare with
+DIGEST_LIMIT_S = 60.0  # wait for a snapshot's digests: host memory may have no room for them
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
 class _GoneError(Exception):
@@ -51,7 +46,7 @@ class Replicator:
         replicated: Callable[[int, int, int, float], None],
         failed: Callable[[int, int, str], None],
         pacer: Pacer,
-        options: ReplicatorOptions | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """`folder`: of the run in host memory. `pacer`: keeps measurements of this network.
 
@@ -61,8 +56,7 @@ class Replicator:
         self._folder = folder
         self._replicated = replicated
         self._failed = failed
-        self._options = options or ReplicatorOptions()
-        self._connection = PeerConnection(target, token=token, limits=self._options.limits)
+        self._connection = PeerConnection(target, token=token, limits=limits)
         self._target = target
         self._condition = threading.Condition()
         self._waiting: tuple[Held, ...] = ()
@@ -73,8 +67,6 @@ class Replicator:
         self._deadline = 0.0
         self._pacer = pacer
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def send(self, held: Sequence[Held]) -> None:
@@ -96,8 +88,7 @@ class Replicator:
         with self._condition:
             self._condition.notify_all()
         self._connection.break_off()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -115,7 +106,7 @@ class Replicator:
                 if not isinstance(error, ElasticTrainError | OSError):
                     logger.exception("step %d could not be replicated", held[0].facts.step)
                 self._failures += 1
-                longest = min(self._options.longest_pause_s, self._options.first_pause_s * 2.0 ** min(self._failures - 1, 30))
+                longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 30))
                 with self._condition:
                     self._waiting = self._waiting or held
                     self._not_before = time.monotonic() + longest * (0.5 + 0.5 * random.random())
@@ -129,7 +120,7 @@ class Replicator:
                 wait_s = None
                 if self._waiting:
                     now = time.monotonic()
-                    quiet_until_s = quiet_until_s or now + self._options.quiet_most_s
+                    quiet_until_s = quiet_until_s or now + QUIET_MOST_S
                     wait_s = max(self._not_before, quiet_until_s if self._pacer.needs_quiet else 0.0) - now
                     if wait_s <= 0:
                         held, self._waiting = self._waiting, ()
@@ -143,7 +134,17 @@ class Replicator:
         with ExitStack() as stack:
             stack.callback(self._connection.close)
             stack.callback(self._pacer.switch, sending=False)
-            slots = [self._hold(one, stack) for one in held]
+            slots = []
+            for one in held:
+                try:
+                    slot = Slot.hold(f"{self._folder}/{one.slot}")
+                except OSError as error:
+                    raise _GoneError(f"{one.slot} cannot be read: {error}") from error
+                if slot is not None:
+                    stack.callback(slot.close)
+                if slot is None or slot.facts != one.facts:
+                    raise _GoneError(f"{one.slot} holds something else by now")
+                slots.append(slot)
             for one, slot, of_slot in zip(held, slots, digests, strict=True):
                 try:
                     self._send(one.facts, slot, of_slot)
@@ -155,7 +156,7 @@ class Replicator:
 
     def _digests(self, held: tuple[Held, ...]) -> list[RankDigests]:
         """Digests of each snapshot; the saver may still be computing them."""
-        give_up_s = time.monotonic() + self._options.digest_limit_s
+        give_up_s = time.monotonic() + DIGEST_LIMIT_S
         found = []
         for one in held:
             path = f"{self._folder}/{one.slot}"
@@ -163,27 +164,16 @@ class Replicator:
                 if facts_in(path) != one.facts:
                     raise _GoneError(f"{one.slot} holds something else by now")
                 if time.monotonic() > give_up_s:
-                    raise _GoneError(f"its digests were not stored within {self._options.digest_limit_s:g} s")
-                if self._closing.wait(self._options.first_pause_s / 2) or self._waiting:
+                    raise _GoneError(f"its digests were not stored within {DIGEST_LIMIT_S:g} s")
+                if self._closing.wait(FIRST_PAUSE_S / 2) or self._waiting:
                     raise _BrokenOffError
             found.append(digests)
         return found
 
-    def _hold(self, held: Held, stack: ExitStack) -> Slot:
-        try:
-            slot = Slot.hold(f"{self._folder}/{held.slot}")
-        except OSError as error:
-            raise _GoneError(f"{held.slot} cannot be read: {error}") from error
-        if slot is not None:
-            stack.callback(slot.close)
-        if slot is None or slot.facts != held.facts:
-            raise _GoneError(f"{held.slot} holds something else by now")
-        return slot
-
     def _send(self, facts: SnapshotFacts, slot: Slot, digests: RankDigests) -> None:
         put = Put(facts, load_layout(self._folder, facts.layout), digests)
         began = time.monotonic()
-        self._deadline = began + self._options.deadline_s
+        self._deadline = began + DEADLINE_S
         sent = self._connection.put(put, slot, before_frame=self._before_frame)
         size_bytes = put.layout.size_bytes if sent else 0
         self._replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
@@ -197,11 +187,8 @@ class Replicator:
         if self._closing.wait(seconds):
             raise _BrokenOffError
         if time.monotonic() > self._deadline:
-            limit_s, rate = self._options.deadline_s, self._pacer.rate
-            message = (
-                f"{self._target.place}: a replica took longer than {limit_s:g} s at {rate / 1e6:.0f} MB/s, and is broken off"
-            )
-            raise TransientStorageError(message)
+            took = f"took longer than {DEADLINE_S:g} s at {self._pacer.rate / 1e6:.0f} MB/s"
+            raise TransientStorageError(f"{self._target.place}: a replica {took}, and is broken off")
 
     def _fail(self, facts: SnapshotFacts, reason: str) -> None:
         reported = (facts.rank, facts.step, reason)

@@ -51,10 +51,6 @@ class Get(msgspec.Struct, frozen=True, tag_field="op", tag="get"):
     def __str__(self) -> str:
         return f"the snapshot of rank {self.rank} at step {self.step} (incarnation {self.incarnation})"
 
-    def is_of(self, facts: SnapshotFacts | None) -> bool:
-        asked = (self.run, self.incarnation, self.step, self.rank)
-        return facts is not None and asked == (facts.run, facts.incarnation, facts.step, facts.rank)
-
 
 class _PutRecord(msgspec.Struct, frozen=True, tag_field="op", tag="put"):
     facts: SnapshotFacts

@@ -29,6 +29,7 @@ from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer, Pending
 @contextmanager
 def locked_snapshot(folder: str, get: Get) -> Iterator[Slot]:
     """Yield the slot, own or replica, with this snapshot, locked against its writer. Raises: RefusedError if none has it."""
+    asked = (get.run, get.incarnation, get.step, get.rank)
     for name in slot_names(folder):
         slot = None
         with suppress(OSError):
@@ -36,7 +37,8 @@ def locked_snapshot(folder: str, get: Get) -> Iterator[Slot]:
         if slot is None:
             continue
         with closing(slot):
-            if get.is_of(slot.facts):
+            facts = slot.facts
+            if facts is not None and (facts.run, facts.incarnation, facts.step, facts.rank) == asked:
                 yield slot
                 return
     raise RefusedError(f"{get} is not here", code="missing")

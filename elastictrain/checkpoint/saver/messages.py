@@ -27,11 +27,6 @@ class HostRanks:
     ranks: tuple[int, ...]
     from_worker: bool = True  # False if derived from snapshots in memory, because no worker has connected
 
-    @property
-    def leader(self) -> bool:
-        """Whether this host commits checkpoints."""
-        return 0 in self.ranks
-
 
 class _Message(msgspec.Struct, frozen=True, tag_field="op", tag=""):
     pass

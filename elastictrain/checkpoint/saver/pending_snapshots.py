@@ -2,6 +2,7 @@
 
 import logging
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -35,14 +36,13 @@ def lease(folder: str, name: str, *, wait_s: float = 0.0) -> LeasedSnapshot | No
     slot = Slot.hold(f"{folder}/{name}", wait_s=wait_s)
     if slot is None:
         return None
-    try:
-        if (facts := slot.facts) is not None:
-            return LeasedSnapshot(slot, facts, known_layout(folder, facts.layout))
-    except BaseException:
-        slot.close()
-        raise
-    slot.close()
-    return None
+    with ExitStack() as unless_leased:
+        unless_leased.callback(slot.close)
+        if (facts := slot.facts) is None:
+            return None
+        leased = LeasedSnapshot(slot, facts, known_layout(folder, facts.layout))
+        unless_leased.pop_all()
+    return leased
 
 
 def with_digests(leased: LeasedSnapshot) -> LeasedSnapshot:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from elastictrain.checkpoint.memory.folder import look
-from elastictrain.checkpoint.peers.pace import PaceOptions, Pacer
+from elastictrain.checkpoint.peers.pace import MOST_RATE, Pacer
 from elastictrain.checkpoint.peers.placement import replica_sources_of, replica_target_of
 from elastictrain.checkpoint.peers.replicator import Replicator
 from elastictrain.checkpoint.peers.server import PeerServer
@@ -98,11 +98,9 @@ class ReplicaService:
             self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=target.host, error=error))
             self._ended(incarnation, step, False)
 
-        pacer = Pacer(PaceOptions(first=PaceOptions().most)) if unpaced else self.pacer
+        pacer = Pacer(MOST_RATE) if unpaced else self.pacer
         token = bytes.fromhex(roster.token)
-        replicator = Replicator(self._folder, target=target, token=token, replicated=replicated, failed=failed, pacer=pacer)
-        replicator.start()
-        return replicator
+        return Replicator(self._folder, target=target, token=token, replicated=replicated, failed=failed, pacer=pacer)
 
     def step_took(self, seconds: float) -> None:
         """Report the duration of a training step: replicas must not slow it down."""

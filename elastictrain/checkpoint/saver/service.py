@@ -86,7 +86,6 @@ class SaverService:
 
     def run(self) -> None:
         """Run until no saver is needed."""
-        self._writer.start()
         while True:
             self._workers.turn(_TURN_S)
             while self._tasks:
@@ -266,7 +265,7 @@ class SaverService:
         saves.give_up(step)
         self._send_outcome(SaveFailure(step, error), saves)
         host_ranks = saves.host_ranks
-        if not host_ranks.leader:
+        if 0 not in host_ranks.ranks:
             deadline = Deadline(self._config.save_timeout_s, clock=self._clock)
             self._writer.begin(RefusedSave(host_ranks.incarnation, step, min(host_ranks.ranks), error, deadline))
 

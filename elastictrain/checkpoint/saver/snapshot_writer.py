@@ -62,8 +62,6 @@ class SnapshotWriter:
         self._refused: dict[tuple[str, int], tuple[RefusedSave, float]] = {}
         self._over: set[str] = set()  # multi-host attempts that have failed, or whose part of this host is done
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -180,7 +178,16 @@ class SnapshotWriter:
                 discard_files(self._store, folder, incarnation=job.incarnation)
                 raise
             seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
-            manifest = self._committer.commit(parts, facts=self._facts(job), folder=folder)
+            facts = Manifest(
+                step=job.step,
+                world_size=job.first.world_size,
+                incarnation=job.incarnation,
+                created=job.first.created,
+                config_digest=job.first.config_digest,
+                versions=self._config.versions,
+                state=job.first.state,
+            )
+            manifest = self._committer.commit(parts, facts=facts, folder=folder)
         except BaseException:
             self._over.add(protocol.attempt)
             if not job.alone:
@@ -221,18 +228,6 @@ class SnapshotWriter:
                     self._tell(job, Saved(job.step, folder.name, manifest.size_bytes))
                     return folder.name, manifest
         return None
-
-    def _facts(self, job: SaveJob) -> Manifest:
-        first = job.first
-        return Manifest(
-            step=first.step,
-            world_size=first.world_size,
-            incarnation=first.incarnation,
-            created=first.created,
-            config_digest=first.config_digest,
-            versions=self._config.versions,
-            state=first.state,
-        )
 
 
 def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool) -> list[RankPart]:

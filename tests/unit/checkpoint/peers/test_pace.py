@@ -1,24 +1,35 @@
 """The rate follows what steps tell, within bounds, and says why; the bucket keeps to it."""
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.peers.pace import PaceOptions, Pacer, decide_pace
+from elastictrain.checkpoint.peers import pace
+from elastictrain.checkpoint.peers.pace import Pacer, decide_pace
 
-OPTIONS = PaceOptions(first=100.0, least=10.0, most=1000.0, window=3, baseline=2, fresh_steps=20)
 SECONDS = st.lists(st.floats(0, 1e6), max_size=8)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_figures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pace, "LEAST_RATE", 10.0)
+        patched.setattr(pace, "MOST_RATE", 1000.0)
+        patched.setattr(pace, "WINDOW", 3)
+        patched.setattr(pace, "BASELINE", 2)
+        patched.setattr(pace, "FRESH_STEPS", 20)
+        yield
+
+
 def decide(slowdown: float, *, rate: float = 100.0, limited: bool = True) -> tuple[float, str]:
-    return decide_pace(rate, sending=[1 + slowdown] * 3, quiet=[1.0, 1.0], limited=limited, options=OPTIONS)
+    return decide_pace(rate, sending=[1 + slowdown] * 3, quiet=[1.0, 1.0], limited=limited)
 
 
 @given(st.floats(10, 1000), SECONDS, SECONDS, st.booleans())
 def test_the_rate_stays_within_its_bounds(rate: float, sending: list[float], quiet: list[float], limited: bool) -> None:
-    following, reason = decide_pace(rate, sending=sending, quiet=quiet, limited=limited, options=OPTIONS)
+    following, reason = decide_pace(rate, sending=sending, quiet=quiet, limited=limited)
     assert 10 <= following <= 1000
     assert reason
 
@@ -41,20 +52,20 @@ def test_a_sender_that_something_else_holds_back_gets_no_higher_rate() -> None:
 
 @pytest.mark.parametrize(("sending", "quiet"), [([9.0] * 2, [1.0] * 2), ([9.0] * 3, [1.0])])
 def test_too_few_steps_decide_nothing(sending: list[float], quiet: list[float]) -> None:
-    assert decide_pace(100.0, sending=sending, quiet=quiet, limited=True, options=OPTIONS)[0] == 100
+    assert decide_pace(100.0, sending=sending, quiet=quiet, limited=True)[0] == 100
 
 
 def test_the_median_overlooks_a_single_slow_step() -> None:
-    assert decide_pace(100.0, sending=[1, 1, 50.0], quiet=[1, 1], limited=True, options=OPTIONS)[0] == 125
+    assert decide_pace(100.0, sending=[1, 1, 50.0], quiet=[1, 1], limited=True)[0] == 125
 
 
 @given(st.floats(20, 900))
 def test_a_link_that_slows_steps_in_proportion_is_shared_within_the_limit(bearable: float) -> None:
     """Steps slow down by 2 % at `bearable`: the rate comes to rest at or below it, and not far below."""
-    rate = OPTIONS.first
+    rate = 100.0
     for _ in range(60):
         slow = 1 + 0.02 * rate / bearable
-        rate, _ = decide_pace(rate, sending=[slow] * 3, quiet=[1.0] * 2, limited=True, options=OPTIONS)
+        rate, _ = decide_pace(rate, sending=[slow] * 3, quiet=[1.0] * 2, limited=True)
     assert 0.45 * bearable <= rate <= bearable
 
 
@@ -72,7 +83,7 @@ class Clock:
 
 
 def pacer(rate: float = 100.0, clock: Clock | None = None, *, burst_s: float = 0.05) -> Pacer:
-    return Pacer(replace(OPTIONS, first=rate), clock=clock or Clock(), burst_s=burst_s)
+    return Pacer(rate, clock=clock or Clock(), burst_s=burst_s)
 
 
 def test_steps_are_told_apart() -> None:

@@ -13,13 +13,23 @@ import pytest
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.records import store_digests
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.peers.pace import PaceOptions, Pacer
+from elastictrain.checkpoint.peers import pace
+from elastictrain.checkpoint.peers import replicator as replicator_module
+from elastictrain.checkpoint.peers.pace import Pacer
 from elastictrain.checkpoint.peers.placement import Peer
-from elastictrain.checkpoint.peers.replicator import Replicator, ReplicatorOptions
+from elastictrain.checkpoint.peers.replicator import Replicator
+from elastictrain.checkpoint.peers.requests import Limits
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, facts_of, fill_slot, host, line_to, put_of
 
-FAST = PaceOptions(first=1e9)
-OPTIONS = ReplicatorOptions(deadline_s=10.0, quiet_most_s=0.2, first_pause_s=0.05, longest_pause_s=0.1, limits=LIMITS)
+FAST = 1e9  # bytes/s
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicator_module, "DEADLINE_S", 10.0)
+    monkeypatch.setattr(replicator_module, "QUIET_MOST_S", 0.2)
+    monkeypatch.setattr(replicator_module, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(replicator_module, "LONGEST_PAUSE_S", 0.1)
 
 
 class Desk:
@@ -51,7 +61,7 @@ class Desk:
 
 @contextmanager
 def replicating(
-    folder: Path, target: Peer, desk: Desk, *, options: ReplicatorOptions = OPTIONS, pacer: Pacer | None = None
+    folder: Path, target: Peer, desk: Desk, *, limits: Limits = LIMITS, pacer: Pacer | None = None
 ) -> Iterator[Replicator]:
     replicator = Replicator(
         str(folder),
@@ -60,9 +70,8 @@ def replicating(
         replicated=desk.on_replicated,
         failed=desk.on_failed,
         pacer=pacer or Pacer(FAST),
-        options=options,
+        limits=limits,
     )
-    replicator.start()
     try:
         yield replicator
     finally:
@@ -198,7 +207,7 @@ def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
 
 
 def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> None:
-    desk, slow = Desk(), Pacer(PaceOptions(first=1e6))
+    desk, slow = Desk(), Pacer(1e6)
     with replicating(a, b.peer, desk, pacer=slow) as replicator:
         offer_both(replicator, a, 1)
         wait_for(b.folder / "replica-r00000-s0.digests")
@@ -215,11 +224,10 @@ def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> N
     assert b.replicas() == {}
 
 
-def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host) -> None:
+def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
-    with replicating(
-        a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.1), pacer=Pacer(PaceOptions(first=1e6))
-    ) as replicator:
+    monkeypatch.setattr(replicator_module, "DEADLINE_S", 0.1)
+    with replicating(a, b.peer, desk, pacer=Pacer(1e6)) as replicator:
         offer(replicator, a, 1)
         desk.wait(lambda: desk.failed != [])
         assert "0.1 s" in desk.failed[0][2]
@@ -227,11 +235,10 @@ def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host) -> None:
     assert b.replicas() == {}
 
 
-def test_what_fails_makes_way_for_what_came_meanwhile(a: Path, b: Host) -> None:
+def test_what_fails_makes_way_for_what_came_meanwhile(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
-    with replicating(
-        a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.5), pacer=Pacer(PaceOptions(first=1e6))
-    ) as replicator:
+    monkeypatch.setattr(replicator_module, "DEADLINE_S", 0.5)
+    with replicating(a, b.peer, desk, pacer=Pacer(1e6)) as replicator:
         offer(replicator, a, 1)
         wait_for(b.folder / "replica-r00000-s0")
         offer(replicator, a, 2, index=1)
@@ -283,12 +290,13 @@ def test_a_slot_that_is_being_written_is_told_of_each_time(a: Path, b: Host) -> 
     slot.close()
 
 
-def test_digests_that_never_come_are_told_of(a: Path, b: Host) -> None:
+def test_digests_that_never_come_are_told_of(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
     fill_slot(a, "own-r00000-s0", facts_of(step=1))
     for path in a.glob("*digest*"):
         path.unlink()
-    with replicating(a, b.peer, desk, options=replace(OPTIONS, digest_limit_s=0.05)) as replicator:
+    monkeypatch.setattr(replicator_module, "DIGEST_LIMIT_S", 0.05)
+    with replicating(a, b.peer, desk) as replicator:
         replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         desk.wait(lambda: desk.failed != [])
     ((rank, step, reason),) = desk.failed
@@ -306,14 +314,15 @@ def test_a_layout_that_is_gone_is_told_of(a: Path, b: Host) -> None:
         assert "layout-" in desk.failed[0][2]
 
 
-def test_a_round_waits_for_quiet_steps_but_not_for_ever(a: Path, b: Host) -> None:
-    desk, options = Desk(), replace(OPTIONS, quiet_most_s=30.0)
-    with replicating(a, b.peer, desk, options=options) as replicator:
+def test_a_round_waits_for_quiet_steps_but_not_for_ever(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    with monkeypatch.context() as patched, replicating(a, b.peer, desk) as replicator:
+        patched.setattr(replicator_module, "QUIET_MOST_S", 30.0)
         replicator.step_took(0.1)
         offer(replicator, a, 1)
         time.sleep(0.1)
         assert desk.replicated == []
-        for _ in range(FAST.baseline - 1):
+        for _ in range(pace.BASELINE - 1):
             replicator.step_took(0.1)
         desk.wait_replicated((0, 1))
     with replicating(a, b.peer, desk) as replicator:
@@ -322,8 +331,11 @@ def test_a_round_waits_for_quiet_steps_but_not_for_ever(a: Path, b: Host) -> Non
         desk.wait_replicated((0, 2))
 
 
-def test_steps_that_slow_down_slow_the_sender_down(a: Path, b: Host) -> None:
-    desk, pacer = Desk(), Pacer(PaceOptions(first=5e5, least=1e5, window=4, baseline=2))
+def test_steps_that_slow_down_slow_the_sender_down(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "LEAST_RATE", 1e5)
+    monkeypatch.setattr(pace, "WINDOW", 4)
+    monkeypatch.setattr(pace, "BASELINE", 2)
+    desk, pacer = Desk(), Pacer(5e5)
     with replicating(a, b.peer, desk, pacer=pacer) as replicator:
         for _ in range(8):
             replicator.step_took(1.0)
@@ -337,8 +349,10 @@ def test_steps_that_slow_down_slow_the_sender_down(a: Path, b: Host) -> None:
         assert pacer.rate == pytest.approx(1.25e5)
 
 
-def test_steps_after_a_round_are_no_steps_while_sending(a: Path, b: Host) -> None:
-    desk, pacer = Desk(), Pacer(PaceOptions(first=1e8, window=4, baseline=2))
+def test_steps_after_a_round_are_no_steps_while_sending(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "WINDOW", 4)
+    monkeypatch.setattr(pace, "BASELINE", 2)
+    desk, pacer = Desk(), Pacer(1e8)
     with replicating(a, b.peer, desk, pacer=pacer) as replicator:
         for _ in range(8):
             replicator.step_took(1.0)
@@ -360,11 +374,11 @@ def test_closing_before_anything_was_offered(a: Path, b: Host) -> None:
 
 
 def test_closing_while_a_buddy_says_nothing(a: Path) -> None:
-    options = replace(OPTIONS, limits=replace(LIMITS, handshake_s=60.0))
+    limits = replace(LIMITS, handshake_s=60.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(5.0)
         buddy = Peer("b", "127.0.0.1", silent.getsockname()[1], (0,), 1)
-        with replicating(a, buddy, Desk(), options=options) as replicator:
+        with replicating(a, buddy, Desk(), limits=limits) as replicator:
             offer(replicator, a, 1)
             with silent.accept()[0]:
                 time.sleep(0.1)

@@ -92,7 +92,6 @@ def test_a_step_is_handed_over_when_the_last_rank_of_the_host_has_it() -> None:
     job = saves.arrived(leased(2, 5))
     assert [(one.facts.rank, one.facts.step) for one in job] == [(2, 5), (3, 5)]
     assert set(saves.waiting) == {6}
-    assert not RANKS.leader
 
 
 def test_a_snapshot_is_wanted_once_and_only_if_it_is_durable_and_newer_than_what_is_saved() -> None:

@@ -57,7 +57,6 @@ def saving(
     saver = SnapshotWriter(
         store, facts, record=lambda _, event: heard.events.append(event), report=heard.report, signing=signing
     )
-    saver.start()
     yield saver, heard
     saver.close()
     assert not saver.busy
