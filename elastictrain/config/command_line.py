@@ -36,13 +36,6 @@ class CommandLine:
     topic: str  # of `--help TOPIC`: a group or key, "" for all
 
 
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    choices: Mapping[str, str | None]  # group -> choice; None leaves the group out
-    values: tuple[Override, ...]  # of keys: one value or deletion for each
-    problems: tuple[Problem, ...]  # unknown choices
-
-
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
     """Raises: UsageError that names every option that is unknown or lacks its value."""
     overrides: list[str] = []
@@ -86,8 +79,11 @@ def _unknown_option(argument: str) -> str:
     return f"unknown option {option}{suggest_choice(option, choices=OPTIONS)}"
 
 
-def parse_overrides(texts: Sequence[str], *, known: Mapping[str, Collection[str]]) -> Overrides:
-    """`known`: group -> its choices. Raises: UsageError with every argument that is no KEY=VALUE, or contradicts another."""
+def parse_overrides(
+    texts: Sequence[str], *, known: Mapping[str, Collection[str]]
+) -> tuple[dict[str, str | None], list[Override], list[Problem]]:
+    """The choice of each group (None leaves it out), one override for each key, and unknown choices. `known`: group -> its
+    choices. Raises: UsageError with every argument that is no KEY=VALUE, or contradicts another."""
     parser = OverridesParser.create()
     choices: dict[str, str | None] = {}
     values: list[Override] = []
@@ -122,7 +118,7 @@ def parse_overrides(texts: Sequence[str], *, known: Mapping[str, Collection[str]
             problems.append(Problem(key, message))
     if misuses:
         raise UsageError("; ".join(misuses) + _EXPLAINED)
-    return Overrides(choices, tuple(values), tuple(problems))
+    return choices, values, problems
 
 
 def _unreadable(text: str, error: Exception, *, recipes: Collection[str]) -> str:

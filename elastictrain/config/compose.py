@@ -64,13 +64,11 @@ def compose(arguments: Sequence[str]) -> Composed:
     """Compose a run from `recipe=`, groups' choices, values and `--config-dir`. Raises: UsageError; ConfigError."""
     line = read_command_line(arguments)
     known = read_choices(line.config_dirs)
-    overrides = parse_overrides(line.overrides, known=known)
-    config = _compose_groups(overrides.choices, line.config_dirs)
-    found = [_assign(config, override) for override in overrides.values]
-    problems = [*overrides.problems, *filter(None, found)]
+    choices, values, unknown = parse_overrides(line.overrides, known=known)
+    config = _compose_groups(choices, line.config_dirs)
+    problems = [*unknown, *filter(None, [_assign(config, override) for override in values])]
     tree = _plain_items(config, "", problems)
-    recipe = overrides.choices.get("recipe")
-    return Composed(tree, tuple(problems), bool(overrides.problems), tuple(sorted(known["recipe"])), recipe)
+    return Composed(tree, tuple(problems), bool(unknown), tuple(sorted(known["recipe"])), choices.get("recipe"))
 
 
 def _compose_groups(choices: Mapping[str, str | None], config_dirs: Sequence[str]) -> DictConfig:

@@ -6,7 +6,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from elastictrain.config.composed import FaultGroup, LaunchGroup, ParallelGroup
+from elastictrain.config.composed import LaunchGroup, ParallelGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
@@ -35,8 +35,11 @@ SCOPES = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp
 def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Problem]:
     """All impossible combinations. A missing group may be invalid, so no rule about it applies."""
     rules: Mapping[str, Callable[[Any], Iterator[Problem]]]
-    rules = {"parallel": _check_parallel, "launch": _check_launch, "fault": _check_grace}
+    rules = {"parallel": _check_parallel, "launch": _check_launch}
     problems = [problem for name, rule in rules.items() if name in groups for problem in rule(groups[name])]
+    if "fault" in groups and (grace_s := groups["fault"].shutdown_grace_s) >= TORCHRUN_KILL_S:
+        message = f"must be < {TORCHRUN_KILL_S:g}, but is {grace_s:g}: torchrun kills its workers after that"
+        problems.append(Problem("fault.shutdown_grace_s", message))
     if uses_token_files and groups.keys() >= {"train", "data"}:
         train = groups["train"]
         if train.eval_every_steps and not groups["data"].holdout_samples:
@@ -75,9 +78,3 @@ def _check_launch(launch: LaunchGroup) -> Iterator[Problem]:
     if 0 < launch.max_hosts < launch.min_hosts:
         message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
         yield Problem("launch.max_hosts", message)
-
-
-def _check_grace(fault: FaultGroup) -> Iterator[Problem]:
-    if fault.shutdown_grace_s >= TORCHRUN_KILL_S:
-        message = f"must be < {TORCHRUN_KILL_S:g}, but is {fault.shutdown_grace_s:g}: torchrun kills its workers after that"
-        yield Problem("fault.shutdown_grace_s", message)

@@ -33,10 +33,6 @@ class Row:
         return [position for first, end in self.positions for position in range(first, end)]
 
 
-def ledger_key(*, incarnation: str, rank: int) -> str:
-    return f"ledger/{incarnation}-r{rank:05d}.jsonl"
-
-
 @dataclass(frozen=True, slots=True)
 class Ledger:
     log: AppendLog

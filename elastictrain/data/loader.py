@@ -30,7 +30,7 @@ import torch
 # This import lets connections send tensors through shared memory.
 import torch.multiprocessing
 
-from elastictrain.data.assignment import Pass, Portion
+from elastictrain.data.assignment import Pass
 from elastictrain.data.dataset import Batch, Dataset
 from elastictrain.errors import ElasticTrainError
 
@@ -43,13 +43,10 @@ _PER_WORKER = 2
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """What one rank reads in one pass. `step` counts from 0; the batch's first dimension follows `sample_ids`."""
+class MicroBatch(Pass):
+    """What one rank reads in one pass."""
 
-    step: int
-    portion: Portion
-    sample_ids: tuple[int, ...]
-    batch: Batch
+    batch: Batch  # its first dimension follows `sample_ids`
 
 
 class Loader:
@@ -219,7 +216,16 @@ class WorkerPool:
             answer: Batch | _Failure = connection.recv()
         except (OSError, EOFError):
             process.join()
-            raise ElasticTrainError(_obituary(process)) from None
+            name, code = f"{process.name} (pid {process.pid})", process.exitcode
+            if code is None or code >= 0:
+                message = f"{name} must run as long as the loader, but ended with exit code {code}; see its output"
+                raise ElasticTrainError(message) from None
+            hints = {
+                signal.SIGKILL: "; if the host ran out of memory, lower `data.workers` or `data.prefetch`",
+                signal.SIGBUS: "; if /dev/shm is full, enlarge it, or lower `data.workers`",
+            }
+            death = signal.Signals(-code)
+            raise ElasticTrainError(f"{name} died of {death.name}{hints.get(death, '')}") from None
         if isinstance(answer, _Failure):
             error = answer.error or ElasticTrainError("a data worker failed")
             error.add_note(f"in a data worker:\n{answer.text}")
@@ -239,18 +245,6 @@ class WorkerPool:
         for process, connection in self._workers:
             process.join()
             connection.close()
-
-
-def _obituary(process: SpawnProcess) -> str:
-    code = process.exitcode
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        hints = {
-            "SIGKILL": "; if the host ran out of memory, lower `data.workers` or `data.prefetch`",
-            "SIGBUS": "; if /dev/shm is full, enlarge it, or lower `data.workers`",
-        }
-        return f"{process.name} (pid {process.pid}) died of {name}{hints.get(name, '')}"
-    return f"{process.name} (pid {process.pid}) must run as long as the loader, but ended with exit code {code}; see its output"
 
 
 def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:

@@ -180,17 +180,15 @@ def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
 
 
 def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int, dtype: TokenType) -> Shard:
-    digest = xxhash.xxh3_128()
-    count = size_bytes = 0
+    digest, stored = xxhash.xxh3_128(), stored_type(dtype)
+    count = 0
     with store.open_writer(file) as writer:
         while count < limit and not stream.exhausted():
-            tokens = stream.take(min(limit - count, _WRITE_TOKENS))
-            data = tokens.astype(stored_type(dtype)).tobytes()
+            data = stream.take(min(limit - count, _WRITE_TOKENS)).astype(stored).tobytes()
             digest.update(data)
             writer.write(data)
-            count += len(tokens)
-            size_bytes += len(data)
-    return Shard(file, count, size_bytes, digest.hexdigest())
+            count += len(data) // stored.itemsize
+    return Shard(file, count, count * stored.itemsize, digest.hexdigest())
 
 
 def cut(data: bytes, *, final: bool) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +22,6 @@ _SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>"
 _BAR = "\n\N{BOX DRAWINGS LIGHT HORIZONTAL}\n".encode()
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back. No text contains the separator token: it stands between documents."""
-
-    @property
-    def description(self) -> TokenizerDescription:
-        """Goes into the index."""
-
-    @property
-    def file(self) -> bytes | None:
-        """The content of the `tokenizer.json` beside the index; None without one."""
-
-    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
-        """The tokens of each text (UTF-8), without separators; each text on its own."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; invalid text becomes replacement characters."""
-
-
 class ByteTokenizer:
     """Every byte is a token, and 256 separates documents: any language, without training and without a file."""
 
@@ -47,17 +29,18 @@ class ByteTokenizer:
     file = None
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
+        """The tokens of each text (UTF-8) on its own, without separators."""
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """A line with a bar stands for each separator."""
+        """The text of `tokens`, with replacement characters for invalid text; a line with a bar stands for each separator."""
         return b"".join(bytes((token,)) if token < 256 else _BAR for token in tokens).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
     def __init__(self, model: "HuggingFaceModel", *, file: bytes, description: TokenizerDescription) -> None:
         self._model = model
-        self.file = file
+        self.file = file  # the content of the `tokenizer.json` beside the index
         self.description = description
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
@@ -68,6 +51,9 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._model.decode(list(tokens), skip_special_tokens=False)
         return text
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer  # no text contains the separator token: it stands between documents
 
 
 def load_huggingface(path: str, *, separator: str | None = None) -> HuggingFaceTokenizer:

@@ -26,10 +26,6 @@ _WHERE = "the store that the ranks meet through, on "
 T = TypeVar("T")
 
 
-class _StoreSilentError(TransportError):
-    pass
-
-
 class BoundedStore:
     """A torch store whose requests share one deadline; each raises TransportError in time."""
 
@@ -58,11 +54,8 @@ class BoundedStore:
     def ask(self, act: Callable[[], T]) -> T:
         """Return what `act` returns. Raises: TransportError that names the store's host, in time or where the store fails."""
         asked_s = self._clock()
-        try:
-            return _ask(act, left_s=lambda: self.left_s, silent_s=lambda: self._clock() - asked_s, poll=self._poll)
-        except _StoreSilentError as error:
-            # The store is on the host of the first rank.
-            raise TransportError(str(error), missing=(0,), unreachable=True) from None
+        # The store is on the host of the first rank.
+        return _ask(act, left_s=lambda: self.left_s, silent_s=lambda: self._clock() - asked_s, poll=self._poll, missing=(0,))
 
     def set(self, key: str, value: str, /) -> None:
         self.ask(lambda: self.unbounded.set(key, value))
@@ -151,13 +144,20 @@ def store_host() -> str:
     return f"{name} at {place}" if name else place
 
 
-def _ask(act: Callable[[], T], *, left_s: Callable[[], float], silent_s: Callable[[], float], poll: Callable[[], None]) -> T:
+def _ask(
+    act: Callable[[], T],
+    *,
+    left_s: Callable[[], float],
+    silent_s: Callable[[], float],
+    poll: Callable[[], None],
+    missing: tuple[int, ...] = (),
+) -> T:
     try:
         return call_until(act, left_s=left_s, poll=poll)
     except TimeoutError:
         why = "that host is frozen, cut off or gone, or a firewall drops what is sent to it"
         sentence = f"{_WHERE}{store_host()}, has not answered for {silent_s():.0f} s: {why}"
-        raise _StoreSilentError(sentence) from None
+        raise TransportError(sentence, missing=missing, unreachable=bool(missing)) from None
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), "")
         raise TransportError(f"{_WHERE}{store_host()}, cannot be used: {first}") from error

@@ -19,11 +19,6 @@ class LogPrefix:
     incarnation: str = "-"
     step: Callable[[], int] = int  # the current step; 0, for none, is not shown
 
-    def text(self) -> str:
-        """`[incarnation rank 0 step 12]`"""
-        step = f" step {number}" if (number := self.step()) else ""
-        return f"[{self.incarnation} rank {self.rank}{step}]"
-
 
 class WorkerHandler(logging.Handler):
     """Writes to a stream without tearing its progress bar."""
@@ -38,7 +33,8 @@ class WorkerHandler(logging.Handler):
         if record.name == "py.warnings":
             # The text of a Python warning is followed by its source line.
             record = logging.makeLogRecord({**record.__dict__, "msg": record.getMessage().split("\n")[0], "args": ()})
-        record.prefix = self._prefix.text()
+        step = f" step {number}" if (number := self._prefix.step()) else ""
+        record.prefix = f"[{self._prefix.incarnation} rank {self._prefix.rank}{step}]"
         return super().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -152,7 +152,15 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
     # Numbers keep rising even where the run folder was deleted during the job.
     used = max(map(number_of, context.job.read().incarnations), default=0)
     waiting = Waiting(on_held=run.on_held, url=run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on)
-    owner = _owner(context.identity, rendezvous, parent)
+    # A torchrun stays the same owner when its workers restart; a world of one is a new owner with each process.
+    identity = context.identity
+    writers = tuple(filter(None, [process_name(parent) if identity.launched else "", process_name()]))
+    seed = writers[0] if writers else os.urandom(_DIGITS).hex()
+    name = f"{'torchrun' if identity.launched else 'alone'}-{hashlib.sha256(seed.encode()).hexdigest()[:_DIGITS]}"
+    if identity.launched:
+        # The agent's store outlives its workers, and is the same one where a rank of another host becomes rank 0.
+        name = rendezvous.compare_set(_OWNER_KEY, "", name).decode()
+    owner = Owner(name, identity.host, parent if identity.launched else os.getpid(), writers)
     return take(Chain(context.store), owner, waiting, on_lost=on_lost, used=used)
 
 
@@ -160,18 +168,6 @@ def _put_off(context: TrainContext, seconds: float) -> None:
     # While another run trains here, this one makes no progress.
     context.tracker.set_phase(Phase.RENDEZVOUS)
     context.rendezvous.put_off(seconds)
-
-
-def _owner(identity: Identity, shared: BoundedStore, parent: int) -> Owner:
-    """A torchrun stays the same owner when its workers restart; a world of one is a new owner with each process."""
-    writers = tuple(filter(None, [process_name(parent) if identity.launched else "", process_name()]))
-    pid = parent if identity.launched else os.getpid()
-    seed = writers[0] if writers else os.urandom(_DIGITS).hex()
-    name = f"{'torchrun' if identity.launched else 'alone'}-{hashlib.sha256(seed.encode()).hexdigest()[:_DIGITS]}"
-    if identity.launched:
-        # The agent's store outlives its workers, and is the same one where a rank of another host becomes rank 0.
-        name = shared.compare_set(_OWNER_KEY, "", name).decode()
-    return Owner(name, identity.host, pid, writers)
 
 
 def note_start(store: Store, *, incarnation: str, world_size: int) -> None:

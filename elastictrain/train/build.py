@@ -5,7 +5,7 @@ import sys
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.earlier_commits import JobMemory
@@ -13,10 +13,10 @@ from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.signing import SigningKey, proof_of
+from elastictrain.checkpoint.signing import proof_of
 from elastictrain.config.digest import config_digest
 from elastictrain.data.assignment import Share, passes
-from elastictrain.data.ledger import Ledger, ledger_key
+from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape, share_copies
@@ -51,14 +51,17 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
         memory = connect_savers(context, link)
     checkpointer = make_checkpointer(context)
     resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory)
-    tokens_per_sample, flops_per_sample = _arithmetic(context, state.model)
-    flops_per_token = None if flops_per_sample is None else flops_per_sample / tokens_per_sample
+    tokens_per_sample, flops_per_token = 1, None
+    if isinstance(context.task, CountsFlops):
+        sample = context.samples.train[0]
+        tokens_per_sample = context.task.tokens_per_sample(sample)
+        flops_per_token = context.task.flops_per_sample(state.model, sample) / tokens_per_sample
     observer = SpeakingObserver(context, resume, flops_per_token=flops_per_token) if identity.is_log_rank else Observer()
     if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
         observer.print_line(sentence)
     ledger = None
     if config.data.ledger:
-        key = ledger_key(incarnation=context.generation.name, rank=identity.rank)
+        key = f"ledger/{context.generation.name}-r{identity.rank:05d}.jsonl"
         ledger = Ledger(open_append_log(context.store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s))
     comparison = ReplicaComparison(context, state, wrapped.shape)
     in_storage = resume.tier in ("storage", "none")
@@ -85,6 +88,13 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
 def make_checkpointer(context: TrainContext) -> Checkpointer:
     """Collective: yes. Raises: ConfigError if some rank has no key, or a different one."""
     config, identity, incarnation = context.config, context.identity, context.generation.name
+    key = signing_key(config)
+    if key is not None:
+        proofs = gather_json(proof_of(key), group=context.group.control)
+        others = [rank for rank, proof in enumerate(proofs) if proof != proofs[0]]
+        if others:
+            message = f"must name the same secret on all hosts, but {key.name} of rank {others[0]} is another"
+            raise ConfigError([Problem("checkpoint.key_env", message)])
     return Checkpointer(
         context.store,
         options=config.checkpoint,
@@ -96,20 +106,8 @@ def make_checkpointer(context: TrainContext) -> Checkpointer:
         record=context.journal.record,
         job=context.job.read() if identity.rank == 0 else JobMemory(),
         generation=number_of(incarnation),
-        signing=_agreed_key(context),
+        signing=key,
     )
-
-
-def _agreed_key(context: TrainContext) -> SigningKey | None:
-    key = signing_key(context.config)
-    if key is None:
-        return None
-    proofs = gather_json(proof_of(key), group=context.group.control)
-    others = [rank for rank, proof in enumerate(proofs) if proof != proofs[0]]
-    if others:
-        message = f"must name the same secret on all hosts, but {key.name} of rank {others[0]} is another"
-        raise ConfigError([Problem("checkpoint.key_env", message)])
-    return key
 
 
 def _restore(
@@ -201,11 +199,3 @@ def _make_loader(context: TrainContext, *, first_step: int) -> Loader:
     )
     pin_memory = context.group.device.type == "cuda"
     return Loader(samples, planned, workers=config.data.workers, prefetch=config.data.prefetch, pin_memory=pin_memory)
-
-
-def _arithmetic(context: TrainContext, model: nn.Module) -> tuple[int, float | None]:
-    """Tokens and floating-point operations per sample; one token per sample if the task does not count them."""
-    if not isinstance(context.task, CountsFlops):
-        return 1, None
-    sample = context.samples.train[0]
-    return context.task.tokens_per_sample(sample), context.task.flops_per_sample(model, sample)

@@ -29,7 +29,11 @@ class JobNotes:
     def read(self) -> JobMemory:
         """The notes of earlier generations of this job; empty if they cannot be read."""
         text = within(_LIMIT_S, self._read) if self._identity.launched else None
-        return job_from_json(text or "")
+        try:
+            memory = parse_record(text or "", JobMemory)
+        except ValueError:
+            return JobMemory()
+        return memory if memory.step >= 0 else JobMemory()
 
     def begin(self, incarnation: str, *, step: int) -> None:
         """Note that this generation resumes from `step`. Step 0 begins the run anew and deletes earlier notes."""
@@ -56,11 +60,3 @@ class JobNotes:
         if self._file is not None:
             return self._file.read_text() if self._file.exists() else ""
         return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
-
-
-def job_from_json(text: str) -> JobMemory:
-    try:
-        memory = parse_record(text, JobMemory)
-    except ValueError:
-        return JobMemory()
-    return memory if memory.step >= 0 else JobMemory()

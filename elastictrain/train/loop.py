@@ -1,12 +1,13 @@
 """The training loop: steps, and the actions that follow each of them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice, tee
 
 from elastictrain.data.assignment import Share
 from elastictrain.data.ledger import Ledger
-from elastictrain.data.loader import Loader, MicroBatch
+from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import StopRequestedError
 from elastictrain.events import Evaluated, Skip, Step
@@ -120,11 +121,11 @@ class Loop:
             save=self.context.identity.rank == 0 and overdue_s > 0 and self.clock() - self._last_save_s >= overdue_s,
         )
         rate = learning_rate(step, config.optim, total_steps=config.train.steps)
-        taken: list[MicroBatch] = []
-        source = self.loader if self.ledger is None else _noting(self.loader, taken)
+        if self.ledger is None:
+            return self.stepper.run(step, self.loader, passes=self._passes, rate=rate, flags=flags)
+        source, taken = tee(self.loader)
         pending = self.stepper.run(step, source, passes=self._passes, rate=rate, flags=flags)
-        if self.ledger is not None:
-            self.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in taken])
+        self.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in islice(taken, self._passes)])
         return pending
 
     def _finish(self, pending: PendingStep) -> StepFlags:
@@ -217,9 +218,3 @@ class Loop:
             self.context.journal.record(Evaluated(step=step, loss=loss, samples=self.evaluator.num_samples, seconds=seconds))
         self.observer.on_eval(step, loss)
         return True
-
-
-def _noting(source: Iterator[MicroBatch], taken: list[MicroBatch]) -> Iterator[MicroBatch]:
-    for micro_batch in source:
-        taken.append(micro_batch)
-        yield micro_batch

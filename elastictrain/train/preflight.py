@@ -37,12 +37,6 @@ from elastictrain.train.context import TrainContext
 
 logger = logging.getLogger(__name__)
 
-_NCCL_NETWORKS: dict[Rdma, Planned] = {
-    Rdma.INFINIBAND: "rdma",
-    Rdma.ROCE: "rdma",
-    Rdma.EFA: "rdma",
-    Rdma.NONE: "socket",
-}
 _WIDTH = 120
 _READ_S = 5.0
 _READ_AT_MOST = 64  # logs of the last generation: in a large group those of the first ranks are enough
@@ -128,11 +122,14 @@ class RunPreflight:
             return
         layout, began = self._layout, time.monotonic()
         plan, settings = self._plan, self._config.preflight
+        planned: Planned | None = None
+        if plan is not None and plan.rdma is not Rdma.UNKNOWN:
+            planned = "socket" if plan.rdma is Rdma.NONE else "rdma"
         request = Request(
             full=self.chosen.level is Level.FULL,
             settings=settings,
             network_gbps=plan.link_gbps if plan is not None else None,
-            planned=_NCCL_NETWORKS.get(plan.rdma) if plan is not None else None,
+            planned=planned,
         )
         group, hosts = self._context.group, layout.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
@@ -210,13 +207,11 @@ class PastStarts:
 
     def exit_codes(self) -> list[int | None]:
         """Exit codes that the first ranks of the last generation recorded, or None: a rank that was killed may leave no log."""
-        logs = self._logs("how the last incarnation ended", first=False)
-        return [last_exit_code(data) for data in logs]
+        return [last_exit_code(data) for data in self._logs("how the last incarnation ended", first=False)]
 
     def findings(self) -> list[PastFindings]:
         """Findings of each earlier preflight of the hosts, newest last: that preflight is among a start's first records."""
-        logs = self._logs("what earlier starts found", first=True)
-        return [one for data in logs for one in findings_in(data)]
+        return [one for data in self._logs("what earlier starts found", first=True) for one in findings_in(data)]
 
     def _logs(self, what: str, *, first: bool) -> list[bytes]:
         """The first records of rank 0 of the last `STARTS` starts, or the last records of the last start's first ranks."""

@@ -104,7 +104,11 @@ class Stepper:
             with accumulation(self.wrapped.module, last=index == passes - 1):
                 self._pass(step, index, micro_batch, figures)
         tracker.set_phase(Phase.REDUCE, step=step)
-        figures[_GRAD_SQUARES] = self._grad_squares()
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        if gradients := [local(parameter.grad) for parameter in parameters if parameter.grad is not None]:
+            norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+            # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
+            figures[_GRAD_SQUARES] = norm.double().square() / self.wrapped.shape.replicas
         dist.all_reduce(figures)
         tracker.set_phase(Phase.UPDATE, step=step)
         self.before_update()
@@ -123,15 +127,6 @@ class Stepper:
         # A pass that does not count still runs its backward: its collectives need every rank.
         loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
         loss.backward()  # type: ignore[no-untyped-call]
-
-    def _grad_squares(self) -> Tensor:
-        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.context.group.device)
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
-        return norm.double().square() / self.wrapped.shape.replicas
 
     def _update(self, figures: Tensor, rate: float) -> Tensor:
         weight = figures[_WEIGHT]

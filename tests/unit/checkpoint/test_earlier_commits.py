@@ -12,7 +12,7 @@ from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.errors import NoValidCheckpointError
 from elastictrain.identity import Identity, Launcher
 from elastictrain.lease.merge import FINISHED_S, merge_finished
-from elastictrain.train.job_notes import JobNotes, job_from_json
+from elastictrain.train.job_notes import JobNotes
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.checkpoint.test_checkpointer import restored_step, save
 
@@ -176,8 +176,9 @@ def test_a_launcher_remembers_across_the_stores_of_its_torchruns(tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"incarnations": 3, "step": "x"}', '{"incarnations": [1], "step": -4}'])
-def test_notes_that_say_nothing(text: str) -> None:
-    assert job_from_json(text) == JobMemory()
+def test_notes_that_say_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(text)
+    assert JobNotes(dist.HashStore(), identity(tmp_path / "generation-1")).read() == JobMemory()
 
 
 def merged(store: FakeStore) -> list[str]:

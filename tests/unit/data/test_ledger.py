@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.data.assignment import Portion, Share, passes
-from elastictrain.data.ledger import Ledger, Row, check_exactly_once, effective, fold, ledger_key, read_ledger
+from elastictrain.data.ledger import Ledger, Row, check_exactly_once, effective, fold, read_ledger
 from tests.unit.examples import examples
 
 RUN = {"global_batch": 5, "num_samples": 12, "seed": 3, "shuffle": True}
@@ -94,7 +94,7 @@ def test_portions_that_do_not_count_are_not_written() -> None:
 
 def test_reading_logs_in_whole_or_in_segments(memory_store: Any) -> None:
     line = b'{"step": 1, "positions": [[0, 2]], "samples": [5, 6]}\n'
-    memory_store.write(ledger_key(incarnation="000001-a", rank=0), line + line[:20])
+    memory_store.write("ledger/000001-a-r00000.jsonl", line + line[:20])
     memory_store.write("ledger/000002-b-r00003.part-00001.jsonl", line)
     memory_store.write("ledger/notes.txt", b"something else")
     assert list(read_ledger(memory_store)) == [
