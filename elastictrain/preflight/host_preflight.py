@@ -89,7 +89,6 @@ class Report:
     verdicts: tuple[Verdict, ...]  # warnings and failures; on the first rank all
     error: ElasticTrainError | None  # why this host leaves, if it does
     seconds: float
-    alone: bool  # there is one host only
     plan: TransportPlan | None = None  # of this host, on the rank that leads it
 
 
@@ -167,7 +166,6 @@ class HostPreflight:
             verdicts=tuple(result),
             error=decide(result, host=self.layout.host, hosts=self.layout.hosts),
             seconds=self.clock() - self._began,
-            alone=self._alone,
             plan=plan,
         )
 

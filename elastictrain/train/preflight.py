@@ -102,7 +102,7 @@ class RunPreflight:
             # Past findings are read only if there are findings to compare.
             past = within(_READ_S, self._past.findings) if findings(report.verdicts) else None
             lines = [f"again: {one}" for one in find_repeated(report.verdicts, past or [])]
-            lines += describe_plan(plan) if plan is not None and (not report.alone or plan.kept) else []
+            lines += describe_plan(plan) if plan is not None and (len(layout.hosts) > 1 or plan.kept) else []
             sys.stderr.write("".join(f"  {line}\n" for line in lines))
             sys.stderr.flush()
         if report.error is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.preflight.group.collectives import MB, Collectives
+from elastictrain.preflight.links.rounds import tournament
 
 SWEEP_BUDGET_S = 5.0  # no larger message starts after this: a slow link already shows with the smaller ones
 _POINT_BUDGET_S = 0.05  # for one size, but at least `_FEWEST` rounds
@@ -136,18 +137,6 @@ class Reach:
     access: bool | None  # direct access to its memory; None: unknown
 
 
-def pair_rounds(num: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs, in which each of `num` meets each other once. Source: the circle method of tournaments."""
-    places = list(range(num + num % 2))
-    rounds = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
-        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < num])
-        places = [places[0], places[-1], *places[1:-1]]
-    return rounds
-
-
 def measure_pairs(
     collectives: Collectives,
     *,
@@ -159,7 +148,7 @@ def measure_pairs(
     own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     found = []
-    for pairs in pair_rounds(len(neighbours)):
+    for pairs in tournament(range(len(neighbours))):
         for low, high in pairs:
             if own not in (low, high):
                 continue

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.group.members import GroupMember, Planned
+from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 DEBUG, SUBSYSTEMS, FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
@@ -80,32 +80,28 @@ def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupM
         return [report.skipped("unknown", remedy=remedy)]
     verdicts = []
     for host in dict.fromkeys(member.host for member in members):
-        ranks = [member for member in members if member.host == host]
-        verdicts += _judge_host(
-            [chosen[one.rank] for one in ranks], ranks[0].planned, Reporter(report.check, host, report.scope)
-        )
+        ranks, on_host = [member for member in members if member.host == host], Reporter(report.check, host, report.scope)
+        theirs, planned = [chosen[one.rank] for one in ranks], ranks[0].planned
+        networks = {name for one in theirs for name in one.networks}
+        used = ", ".join(f"NET/{name}" for name in sorted(networks))
+        if planned is not None and kinds(networks) & {"rdma", "socket"} - {planned}:
+            remedy = f"set NCCL_IB_DISABLE=1 on {host} if the plan is right; else see the check infiniband"
+            if planned == "rdma":
+                remedy = (
+                    f"on {host} see why in NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: libibverbs must be there and "
+                    f"/dev/infiniband visible (in a container too), NCCL_IB_HCA name an active port, and NCCL_IB_DISABLE not "
+                    f"be 1"
+                )
+            expected = "NET/Socket" if planned == "socket" else "NET/IB"
+            verdicts.append(on_host.warned(used, expected=expected, remedy=remedy))
+        elif kinds(networks) == {"rdma"} and any(one.direct is False for one in theirs):
+            remedy = (
+                f"on {host} `modprobe nvidia_peermem` (or a kernel and driver with DMA-BUF), and look at `nvidia-smi topo -m`: "
+                f"GPU and port must be below one PCIe bridge, or NCCL_NET_GDR_LEVEL=SYS"
+            )
+            verdicts.append(on_host.warned(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy))
     texts = set()
     for one in known:
         names = [f"NET/{name}" + ("/GDRDMA" if one.direct else "") for name in one.networks]
         texts.add("+".join([*names, *one.local]))
     return verdicts or [report.passed(", ".join(sorted(texts)))]
-
-
-def _judge_host(chosen: Sequence[NcclChannels], planned: Planned | None, report: Reporter) -> list[Verdict]:
-    networks, host = {name for one in chosen for name in one.networks}, report.subject
-    used = ", ".join(f"NET/{name}" for name in sorted(networks))
-    if planned is not None and kinds(networks) & {"rdma", "socket"} - {planned}:
-        remedy = f"set NCCL_IB_DISABLE=1 on {host} if the plan is right; else see the check infiniband"
-        if planned == "rdma":
-            remedy = (
-                f"on {host} see why in NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: libibverbs must be there and "
-                f"/dev/infiniband visible (in a container too), NCCL_IB_HCA name an active port, and NCCL_IB_DISABLE not be 1"
-            )
-        return [report.warned(used, expected="NET/Socket" if planned == "socket" else "NET/IB", remedy=remedy)]
-    if kinds(networks) == {"rdma"} and any(one.direct is False for one in chosen):
-        remedy = (
-            f"on {host} `modprobe nvidia_peermem` (or a kernel and driver with DMA-BUF), and look at `nvidia-smi topo -m`: GPU "
-            f"and port must be below one PCIe bridge, or NCCL_NET_GDR_LEVEL=SYS"
-        )
-        return [report.warned(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy)]
-    return []

@@ -210,15 +210,14 @@ def judge_port(number: int, problem: int | None, holder: Holder | None, *, host:
     another = "choose another port: preflight.ports"
     if problem is None:
         return report.passed("free", expected=expected)
-    if problem == errno.EADDRINUSE and holder is None:
-        remedy = f"find who listens with `ss -ltnp sport = :{number}` as root, or {another}"
-        return report.failed(f"{port} taken", expected=expected, remedy=remedy)
-    if problem == errno.EADDRINUSE and holder is not None:
-        who = f"pid {holder.pid} ({holder.command})"
-        if holder.ours:
-            return report.passed(f"held by our own {who}", expected=expected)
-        remedy = f"on {host} end {who}: `kill {holder.pid}`, or {another}"
-        return report.failed(f"{port} held by {who}", expected=expected, remedy=remedy)
+    if problem == errno.EADDRINUSE:
+        taken, remedy = "taken", f"find who listens with `ss -ltnp sport = :{number}` as root, or {another}"
+        if holder is not None:
+            who = f"pid {holder.pid} ({holder.command})"
+            if holder.ours:
+                return report.passed(f"held by our own {who}", expected=expected)
+            taken, remedy = f"held by {who}", f"on {host} end {who}: `kill {holder.pid}`, or {another}"
+        return report.failed(f"{port} {taken}", expected=expected, remedy=remedy)
     if problem in (errno.EACCES, errno.EPERM):
         remedy = "choose a port from 1024 up: preflight.ports"
         return report.failed(f"{port} not permitted", expected=expected, remedy=remedy)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elastictrain.config.preflight import PreflightThresholds
-from elastictrain.preflight.links.culprit import LinkBlame, Way, blame
+from elastictrain.preflight.links.culprit import Culprit, LinkBlame, Way, blame
 from elastictrain.preflight.links.judge_contacts import (
     LinkReporter,
     Silence,
@@ -135,25 +135,24 @@ def _blamed(
     typical = _shown(found.typical or 0.0, scale)
     # Unconfirmed: no time for a second measurement, or no processor.
     doubts = {True: "", False: " (not confirmed: repeat when processors are idle)"}
-    for one in found.hosts:
-        device, label = report.roster.hosts[one.subject].interface, report.label(one.subject)
-        limits = f"limits of bandwidth (`tc -s qdisc show dev {device}`)"
-        cable = f"speed and duplex (`ethtool {device}`) and errors (`ip -s link show dev {device}`)"
-        looks = (limits, cable) if one.way is Way.OUT else (cable, limits)
-        remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
-        way = "" if one.way is Way.BOTH else f" {one.way}"
-        report_as = report(one.subject).failed if one.confirmed else report(one.subject).warned
-        unit_here = f"{unit}{way}{words}{doubts[one.confirmed]}"
-        yield report_as(_shown(one.figure, scale), expected=typical, remedy=remedy, unit=unit_here)
-    for bad in found.links:
-        source, target = map(report.label, bad.subject)
-        remedy = (
-            f"look at what is between {source} and {target} only: switch ports, cables, routes (`tracepath` from one to the "
-            f"other); or run without one of them"
-        )
-        report_as = report(bad.subject).failed if bad.confirmed and bad.figure < fatal_below else report(bad.subject).warned
-        unit_here = f"{unit}{words}{doubts[bad.confirmed]}"
-        yield report_as(_shown(bad.figure, scale), expected=typical, remedy=remedy, unit=unit_here)
+    blamed: Sequence[Culprit[int] | Culprit[Link]] = (*found.hosts, *found.links)
+    for one in blamed:
+        if isinstance(one.subject, int):
+            device, label = report.roster.hosts[one.subject].interface, report.label(one.subject)
+            limits = f"limits of bandwidth (`tc -s qdisc show dev {device}`)"
+            cable = f"speed and duplex (`ethtool {device}`) and errors (`ip -s link show dev {device}`)"
+            looks = (limits, cable) if one.way is Way.OUT else (cable, limits)
+            remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
+        else:
+            source, target = map(report.label, one.subject)
+            remedy = (
+                f"look at what is between {source} and {target} only: switch ports, cables, routes (`tracepath` from one to "
+                f"the other); or run without one of them"
+            )
+        way, fails = "" if one.way is Way.BOTH else f" {one.way}", isinstance(one.subject, int) or one.figure < fatal_below
+        report_as = report(one.subject).failed if one.confirmed and fails else report(one.subject).warned
+        measured, unit_here = _shown(one.figure, scale), f"{unit}{way}{words}{doubts[one.confirmed]}"
+        yield report_as(measured, expected=typical, remedy=remedy, unit=unit_here)
 
 
 def _shown(figure: float, scale: float) -> float:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.config.preflight import PreflightThresholds
@@ -151,21 +151,8 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
     tried = {link: contact for link, contact in contacts.items() if contact.largest is not None}
     if not tried:
         return report.nothing_known()
-    found = list(_vanishing(report, tried))
-    silent = [link for link, contact in tried.items() if contact.largest == 0]
-    measured = "no UDP frame was acknowledged, so nothing is known"
-    remedy = (
-        "let hosts send each other UDP (any port), in firewalls and security group, and repeat; or preflight.checks.mtu=off"
-    )
-    for one in find_broken(silent, tried=tried):
-        found.append(report(one.subject).warned(measured, expected="an answer", remedy=remedy))
-    least = min(contact.intended or 0 for contact in tried.values())
-    return found or [report(None).passed(least, expected=least, unit="bytes")]
-
-
-def _vanishing(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
+    found, hosts = [], roster.hosts
     bad = {link: contact for link, contact in tried.items() if contact.loses_large}
-    hosts = report.roster.hosts
     for one in find_broken(bad, tried={link for link, contact in tried.items() if contact.largest}):
         passing = min(bad[link].largest or 0 for link in one.links)
         intended = max(bad[link].intended or 0 for link in one.links)
@@ -180,7 +167,16 @@ def _vanishing(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[
         remedy = f"set the interface's MTU to {passing} ({commands}), or {between}"
         which = {Way.OUT: "that it sends ", Way.IN: "that it should receive "}.get(one.way, "")
         measured = f"large frames {which}vanish above {passing} bytes"
-        yield report(one.subject).failed(measured, expected=f"{intended} bytes", remedy=remedy)
+        found.append(report(one.subject).failed(measured, expected=f"{intended} bytes", remedy=remedy))
+    silent = [link for link, contact in tried.items() if contact.largest == 0]
+    measured = "no UDP frame was acknowledged, so nothing is known"
+    remedy = (
+        "let hosts send each other UDP (any port), in firewalls and security group, and repeat; or preflight.checks.mtu=off"
+    )
+    for one in find_broken(silent, tried=tried):
+        found.append(report(one.subject).warned(measured, expected="an answer", remedy=remedy))
+    least = min(contact.intended or 0 for contact in tried.values())
+    return found or [report(None).passed(least, expected=least, unit="bytes")]
 
 
 def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:

@@ -62,9 +62,6 @@ class LinkFindings:
     contacts: tuple[Contact, ...]
     flows: tuple[Flow, ...]
 
-    def links(self) -> tuple[Link, ...]:
-        return tuple(one.link for found in (self.contacts, self.flows) for one in found)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:

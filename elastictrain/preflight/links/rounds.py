@@ -3,7 +3,8 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 Pair = tuple[int, int]  # two hosts, the lower one first; it is the one that measures
 Round = tuple[Pair, ...]
@@ -25,19 +26,21 @@ def num_second_rounds(num_hosts: int) -> int:
 
 
 def first_rounds(num_hosts: int, *, seed: int) -> tuple[Round, ...]:
-    """Rounds in which all hosts (all but one of an odd number) are paired, each time with another host. Round-robin tournament
-    by the circle method. `seed` shuffles the places: restarts with other seeds measure other links."""
-    places: list[int | None] = list(range(num_hosts))
+    """Rounds in which all hosts (all but one of an odd number) are paired, each time with another host. `seed` shuffles the
+    places: restarts with other seeds measure other links."""
+    places = list(range(num_hosts))
     random.Random(seed).shuffle(places)
-    if num_hosts % 2:
-        places.append(None)
-    found = []
-    for _ in range(num_first_rounds(num_hosts)):
+    return tuple(islice(tournament(places), num_first_rounds(num_hosts)))
+
+
+def tournament(hosts: Sequence[int]) -> Iterator[Round]:
+    """Rounds in which each meets each other once. Source: the circle method of round-robin tournaments."""
+    places = [*hosts, *[None] * (len(hosts) % 2)]
+    for _ in range(len(places) - 1):
         half = len(places) // 2
         facing = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append(tuple(sorted(_pair(a, b) for a, b in facing if a is not None and b is not None)))
+        yield tuple(sorted(_pair(a, b) for a, b in facing if a is not None and b is not None))
         places[1:] = [places[-1], *places[1:-1]]
-    return tuple(found)
 
 
 def second_rounds(

@@ -229,7 +229,8 @@ class LinkSession:
             limit_s = min(_TURN_S, until - time.monotonic())
             try:
                 report = get_record(self.exchange, f"links/found/{number}/{place}", LinkFindings, limit_s=limit_s)
-                self._check_places(report.links() if report is not None else ())
+                if report is not None:
+                    self._check_places([*(one.link for one in report.contacts), *(one.link for one in report.flows)])
             except MalformedJsonError as error:
                 logger.warning("%s: %s", self._roster.hosts[place].name, error)
                 report, is_lost = None, True

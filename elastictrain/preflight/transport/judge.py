@@ -1,6 +1,6 @@
 """Verdicts on the interface, and on InfiniBand and RoCE. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from elastictrain.preflight.transport import infiniband
@@ -188,17 +188,15 @@ def _device(host: str, device: Device, ports: Sequence[Port]) -> Iterator[Verdic
         remedy = f"ls /sys/class/infiniband/{device.name}/ports"
         yield warn(f"ports of {device.name} cannot be read", remedy=remedy)
     for port in ports:
-        if (problem := _port_problem(port)) is not None:
-            measured, expected, remedy = problem
-            yield warn(measured, expected, remedy)
+        if (problem := _port_problem(port, warn)) is not None:
+            yield problem
 
 
-def _port_problem(port: Port) -> tuple[str, str | None, str] | None:
-    """What is measured, what is expected, and the remedy."""
+def _port_problem(port: Port, warn: Callable[..., Verdict]) -> Verdict | None:
     device, name = port.device, port.name
     files, netdev = f"/sys/class/infiniband/{device.name}/ports/{port.number}", next(iter(device.netdevs), "NETDEV")
     if port.state is None:
-        return f"state of {name} cannot be read", None, f"cat {files}/state"
+        return warn(f"state of {name} cannot be read", remedy=f"cat {files}/state")
     if port.state != infiniband.ACTIVE:
         if port.physical_state in (None, "Polling", "Disabled", "Sleep"):
             # Nothing is at the other end of the cable.
@@ -206,20 +204,20 @@ def _port_problem(port: Port) -> tuple[str, str | None, str] | None:
         remedy = f"ip link set {netdev} up; ethtool {netdev}"
         if port.link_layer == infiniband.INFINIBAND:
             remedy = f"ibstat {device.name} {port.number}; sminfo  # INIT: no subnet manager answers, start opensm on one host"
-        return f"{name} is {port.state}, its link {port.physical_state}", infiniband.ACTIVE, remedy
+        return warn(f"{name} is {port.state}, its link {port.physical_state}", infiniband.ACTIVE, remedy)
     if device.driver == "efa":
         return None
     if port.link_layer is None:
-        return f"link layer of {name} cannot be read", None, f"cat {files}/link_layer"
+        return warn(f"link layer of {name} cannot be read", remedy=f"cat {files}/link_layer")
     if port.link_layer != infiniband.ETHERNET or port.roce_v2_gids():
         return None
     if not port.gids_are_known:
-        return f"GIDs of {name} cannot be read", None, f"ls {files}/gids"
+        return warn(f"GIDs of {name} cannot be read", remedy=f"ls {files}/gids")
     owner = next((gid.netdev for gid in port.gids if gid.netdev), netdev)
     remedy = f"ip address add ADDRESS/PREFIX dev {owner}  # the GID follows; or {infiniband.HCA}=^={device.name} to do without"
     if any(gid.ipv4 for gid in port.gids):
         remedy = f"cma_roce_mode -d {device.name} -p {port.number} -m 2  # or grep . {files}/gid_attrs/types/*"
-    return f"{name} has no GID for RoCE v2 over IPv4", "RoCE v2 over IPv4", remedy
+    return warn(f"{name} has no GID for RoCE v2 over IPv4", "RoCE v2 over IPv4", remedy)
 
 
 def _hca_pin(facts: Facts) -> Iterator[Verdict]:

@@ -73,7 +73,6 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
                 verdicts=tuple(found),
                 error=decide(found, host="a", hosts=["a"]),
                 seconds=0.5,
-                alone=True,
                 plan=PLAN,
             )
 

@@ -16,7 +16,7 @@ from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.collectives import MB, Collective, Collectives, Trial, Values
-from elastictrain.preflight.group.measurements import free_memory, matmul_tflops, measure_all_reduce, pair_rounds, sweep_sizes
+from elastictrain.preflight.group.measurements import free_memory, matmul_tflops, measure_all_reduce, sweep_sizes
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.group.ranks import members
@@ -160,16 +160,6 @@ def test_products_have_a_rate() -> None:
     # One second each: 2 * 256^3 operations.
     assert matmul_tflops(CPU, budget_s=3, clock=lambda: float(next(ticks))) == pytest.approx(3.3554e-5, rel=1e-3)
     assert matmul_tflops(CPU, budget_s=0.001) > 0
-
-
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8])
-def test_every_pair_meets_once_in_disjoint_rounds(num: int) -> None:
-    rounds = pair_rounds(num)
-    met = [pair for one in rounds for pair in one]
-    assert sorted(met) == [(low, high) for low in range(num) for high in range(low + 1, num)]
-    assert len(rounds) == (num - 1 if num % 2 == 0 else num)
-    for one in rounds:
-        assert len({place for pair in one for place in pair}) == 2 * len(one)
 
 
 def test_neighbours_are_in_the_order_of_their_devices() -> None:

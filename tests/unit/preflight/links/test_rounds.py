@@ -11,6 +11,7 @@ from elastictrain.preflight.links.rounds import (
     num_first_rounds,
     num_second_rounds,
     second_rounds,
+    tournament,
 )
 
 
@@ -31,6 +32,16 @@ def test_pairs_of_a_round_are_disjoint_and_nobody_meets_twice(num_hosts: int, se
 def test_few_hosts_all_meet(num_hosts: int) -> None:
     met = {pair for pairs in first_rounds(num_hosts, seed=7) for pair in pairs}
     assert len(met) == num_hosts * (num_hosts - 1) // 2
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8])
+def test_every_pair_meets_once_in_disjoint_rounds(num: int) -> None:
+    rounds = list(tournament(range(num)))
+    met = [pair for one in rounds for pair in one]
+    assert sorted(met) == [(low, high) for low in range(num) for high in range(low + 1, num)]
+    assert len(rounds) == (num - 1 if num % 2 == 0 else num)
+    for one in rounds:
+        assert len({place for pair in one for place in pair}) == 2 * len(one)
 
 
 @given(num_hosts=st.integers(5, 5000))
