@@ -274,7 +274,7 @@ class Checkpointer:
         try:
             result = load(CheckpointFolder(opened.source, ""), opened.manifest, tensors=tensors, group=self.group)
         finally:
-            opened.source.close()
+            opened.source.resources.close()
         if result.outcome == "loaded":
             name, tier = f"snapshot of step {chosen.step}", recall.tier(opened)
             return self._accepted(opened.manifest, name=name, bytes_read=result.bytes_read, tier=tier)

@@ -124,8 +124,14 @@ def _of_logs(store: Store, *, incarnation: str) -> Trace | None:
     units = _units(store, incarnation=incarnation)
     looked_at = 0
     while units:
-        incarnations = _rows(store, units.pop(0))
-        for name, rows in incarnations:
+        unit = units.pop(0)
+        incarnations: dict[str, list[LogRow]] = {name: [] for name in unit if name != _MERGED}
+        for name, infos in unit.items():
+            for row in read_log(_pieces(store, infos, merged=name == _MERGED)):
+                # A merged log has the rows of several incarnations and ranks.
+                if name != _MERGED or row.rank == 0:
+                    incarnations.setdefault(row.incarnation if name == _MERGED else name, []).append(row)
+        for name, rows in sorted(incarnations.items(), reverse=True):
             # A resume from memory counts, too: had the run never committed, `begun.json` would still exist.
             if (step := max((row.step for row in rows), default=0)) > 0:
                 return Trace(step, f"{store.url}/events of {name}")
@@ -158,17 +164,6 @@ def _units(store: Store, *, incarnation: str) -> list[dict[str, list[ObjectInfo]
         order = (number, name) if cover is None else (cover, f"{cover}")
         units.setdefault(order, {})[name] = infos
     return [units[order] for order in sorted(units, reverse=True)]
-
-
-def _rows(store: Store, unit: dict[str, list[ObjectInfo]]) -> list[tuple[str, list[LogRow]]]:
-    rows: dict[str, list[LogRow]] = {name: [] for name in unit if name != _MERGED}
-    for name, infos in unit.items():
-        for row in read_log(_pieces(store, infos, merged=name == _MERGED)):
-            if name != _MERGED:
-                rows[name].append(row)
-            elif row.rank == 0:
-                rows.setdefault(row.incarnation, []).append(row)
-    return sorted(rows.items(), reverse=True)
 
 
 def _pieces(store: Store, log: list[ObjectInfo], *, merged: bool) -> Iterator[bytes]:

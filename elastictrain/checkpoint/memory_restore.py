@@ -99,7 +99,16 @@ class MemoryRestore:
     def open(self, chosen: SnapshotSet) -> Recalled | Held:
         """Open the first source of each rank's snapshot; returns the one that cannot be read, if any. Collective: yes."""
         primary = [sources[0] for sources in chosen.sources]
-        parts = self._parts(primary)
+        # Each snapshot's layout and digests come from a rank of the host that holds it.
+        own = [held for held in primary if teller(held, hosts=self._hosts) == self._rank]
+        with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="tell") as pool:
+            told = [part for part in pool.map(self._tell, own) if part is not None]
+        parts: dict[int, RankPart] = {}
+        for text in gather_json(encode_parts(told).decode(), group=self.group):
+            try:
+                parts |= {part.rank: part for part in decode_parts(str(text).encode(), where="a snapshot")}
+            except InvalidCheckpointError as error:
+                logger.warning("the records of snapshots cannot be read: %s", error)
         if missing := [held for rank, held in enumerate(primary) if rank not in parts]:
             return missing[0]
         known = [parts[rank] for rank in range(len(primary))]
@@ -117,22 +126,9 @@ class MemoryRestore:
         culprit = self._fill(source, primary, known)
         culprits = [found for found in gather_json(culprit, group=self.group) if isinstance(found, int)]
         if culprits:
-            source.close()
+            source.resources.close()
             return primary[min(culprits)]
         return Recalled(manifest, source, replicas=any(held.replica for held in primary))
-
-    def _parts(self, primary: Sequence[Held]) -> dict[int, RankPart]:
-        """Layout and digests of each snapshot, from a rank of the host that holds it. Collective: yes."""
-        own = [held for held in primary if teller(held, hosts=self._hosts) == self._rank]
-        with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="tell") as pool:
-            told = [part for part in pool.map(self._tell, own) if part is not None]
-        parts: dict[int, RankPart] = {}
-        for text in gather_json(encode_parts(told).decode(), group=self.group):
-            try:
-                parts |= {part.rank: part for part in decode_parts(str(text).encode(), where="a snapshot")}
-            except InvalidCheckpointError as error:
-                logger.warning("the records of snapshots cannot be read: %s", error)
-        return parts
 
     def _tell(self, held: Held) -> RankPart | None:
         path = f"{self.folder}/{held.slot}"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.commands.output import Advance, plural, progress, result, result_json, table
+from elastictrain.checkpoint.commands.output import plural, progress, result, result_json, table
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, TensorRecord
 from elastictrain.checkpoint.tensor_bytes import read_box
@@ -137,26 +137,23 @@ def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: C
         progress("comparing", total=total, unit="B") as advance,
         ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool,
     ):
-        found = list(pool.map(lambda pair: compare_pair(*pair, a=a, b=b, advance=advance), pairs.values()))
+
+        def compare(pair: TensorPair) -> Difference:
+            one, other = pair
+            apart, same_in_b = Difference(), _boxes(other)
+            for chunk in one.chunks:
+                if chunk.size_bytes:
+                    values = read_box(a, one, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
+                    # Of an equal chunk only A is read, for the scale.
+                    same = (chunk.offsets, chunk.sizes, chunk.digest) in same_in_b
+                    others = values if same else read_box(b, other, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
+                    apart = apart.plus(difference(values, others))
+                    advance(2 * chunk.size_bytes)
+            return apart
+
+        found = list(pool.map(compare, pairs.values()))
     differing = [(name, one) for name, one in zip(pairs, found, strict=True) if one.differing]
     return dict(sorted(differing, key=lambda item: (-item[1].relative, -item[1].max_abs, item[0])))
-
-
-def compare_pair(
-    one: TensorRecord, other: TensorRecord, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance
-) -> Difference:
-    """How far a tensor of `b` is from that of `a`. Raises: DamagedFileError, StorageError."""
-    total = Difference()
-    same_in_b = _boxes(other)
-    for chunk in one.chunks:
-        if chunk.size_bytes:
-            values = read_box(a, one, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
-            # Of an equal chunk only A is read, for the scale.
-            same = (chunk.offsets, chunk.sizes, chunk.digest) in same_in_b
-            others = values if same else read_box(b, other, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
-            total = total.plus(difference(values, others))
-            advance(2 * chunk.size_bytes)
-    return total
 
 
 def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool, key_env: str = "") -> int:

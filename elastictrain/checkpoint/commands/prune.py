@@ -1,10 +1,8 @@
 """`prune`: delete old checkpoints by the rules of `retention`, after every byte of the newest one is verified."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.commands.output import ask as ask_person
-from elastictrain.checkpoint.commands.output import can_ask, note, plural, progress, result, size_text, table
+from elastictrain.checkpoint.commands.output import ask, can_ask, note, plural, progress, result, size_text, table
 from elastictrain.checkpoint.commands.survey import CheckpointState, RunLocation, Surveyed, locate, survey
 from elastictrain.checkpoint.commands.verify import read_and_judge
 from elastictrain.checkpoint.folders import list_checkpoints
@@ -36,7 +34,6 @@ def prune_checkpoints(
     keep_every: int,
     dry_run: bool = False,
     yes: bool = False,
-    ask: Callable[[str], bool] | None = None,
     key_env: str = "",
 ) -> int:
     """Delete all but the `keep_last` newest and those at multiples of `keep_every` steps (0: none); `ask` first, unless `yes`.
@@ -44,7 +41,7 @@ def prune_checkpoints(
     Raises: UsageError; NoValidCheckpointError or InvalidCheckpointError, with nothing deleted, if the newest one is not valid;
     StorageError, after which a half deleted folder is no checkpoint any more.
     """
-    if ask is None and not (yes or dry_run or can_ask()):
+    if not (yes or dry_run or can_ask()):
         raise UsageError("prune asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run")
     location = locate(url, key_env=key_env)
     if location.folder is not None:
@@ -53,7 +50,7 @@ def prune_checkpoints(
     result(_text(plan, url=location.url))
     if dry_run or not plan.deletions:
         return EXIT_OK
-    if not yes and not (ask or ask_person)(f"delete {plural(len(plan.deletions), 'folder')}?"):
+    if not yes and not ask(f"delete {plural(len(plan.deletions), 'folder')}?"):
         note("nothing was deleted")
         return EXIT_OK
     _verify_newest(plan.newest)

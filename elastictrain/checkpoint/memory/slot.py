@@ -270,9 +270,6 @@ class SnapshotSource:
             self.remote = self.remote or remote
         return count
 
-    def close(self) -> None:
-        self.resources.close()
-
     def _file(self, key: str) -> tuple[ReadSnapshot, int, int, bool]:
         if key not in self._files:
             raise ObjectNotFoundError(f"{self.url}/{key} is in no host's memory")

@@ -125,7 +125,12 @@ def test_one_checkpoint_is_no_run(run: Path, capsys: pytest.CaptureFixture[str])
     assert len(folders(run)) == 7
 
 
-def test_only_what_was_shown_goes(run: Path) -> None:
+def answer_with(monkeypatch: pytest.MonkeyPatch, ask: Callable[[str], bool]) -> None:
+    monkeypatch.setattr(prune_module, "can_ask", lambda: True)
+    monkeypatch.setattr(prune_module, "ask", ask)
+
+
+def test_only_what_was_shown_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run saves while the person thinks."""
 
     def ask(question: str) -> bool:
@@ -133,7 +138,8 @@ def test_only_what_was_shown_goes(run: Path) -> None:
         save(run, 70)
         return True
 
-    prune_checkpoints(str(run), keep_last=2, keep_every=0, ask=ask)
+    answer_with(monkeypatch, ask)
+    prune_checkpoints(str(run), keep_last=2, keep_every=0)
     assert folders(run) == [*(name(step) for step in (40, 50)), name(60), f"{name(60)}-2", name(70)]
 
 
@@ -168,13 +174,16 @@ def test_what_this_release_cannot_read_stays(run: Path, capsys: pytest.CaptureFi
         (shutil.rmtree, "deleted"),
     ],
 )
-def test_the_newest_is_damaged_meanwhile(damage: Callable[[Path], object], says: str, run: Path) -> None:
+def test_the_newest_is_damaged_meanwhile(
+    damage: Callable[[Path], object], says: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask(question: str) -> bool:
         damage(run / "checkpoints" / name(50))
         return True
 
+    answer_with(monkeypatch, ask)
     with pytest.raises(InvalidCheckpointError, match=f"{name(50)} .* {says}"):
-        prune_checkpoints(str(run), keep_last=1, keep_every=0, ask=ask)
+        prune_checkpoints(str(run), keep_last=1, keep_every=0)
     assert set(folders(run)) >= {name(step) for step in (10, 20, 25, 30, 40, 60)}
 
 

@@ -209,7 +209,7 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
         slot.close()
         with pytest.raises(DamagedFileError, match=r"i00001-aa-r00000-000.safetensors"):
             read_chunks(CheckpointFolder(source, ""), chunks, take=lambda chunk, found: None, threads=4)  # type: ignore[arg-type]
-        source.close()
+        source.resources.close()
 
 
 def test_a_host_that_is_not_in_the_roster_has_nothing() -> None:
