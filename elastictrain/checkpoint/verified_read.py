@@ -15,7 +15,7 @@ from threading import Event, local
 from typing import TypeVar
 
 from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of
-from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
+from elastictrain.checkpoint.layout import check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.signing import SigningKey
@@ -170,20 +170,20 @@ def _read_range(folder: CheckpointFolder, file: str, data: memoryview, *, start:
 def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
     """Check the headers of `files` against their digests and the manifest. Raises: DamagedFileError, StorageError."""
     placed = chunks_by_file(manifest)
+
+    def check(file: FileRecord) -> None:
+        head = bytearray(file.header_bytes)
+        _read_range(folder, file.name, memoryview(head), start=0)
+        where = folder.url(file.name)
+        if not has_digest(memoryview(head), file.header_digest, sha256=file.header_sha256):
+            raise DamagedFileError(f"{where}: its header does not have its digest", file=file.name)
+        try:
+            check_shard_header(bytes(head), file=file, chunks=placed[file.name], where=where)
+        except InvalidCheckpointError as error:
+            raise DamagedFileError(str(error), file=file.name) from error
+
     for file in files:
-        _twice(partial(_check_header, folder, file, placed[file.name]), DamagedFileError)
-
-
-def _check_header(folder: CheckpointFolder, file: FileRecord, placed: Sequence[PlacedChunk]) -> None:
-    head = bytearray(file.header_bytes)
-    _read_range(folder, file.name, memoryview(head), start=0)
-    where = folder.url(file.name)
-    if not has_digest(memoryview(head), file.header_digest, sha256=file.header_sha256):
-        raise DamagedFileError(f"{where}: its header does not have its digest", file=file.name)
-    try:
-        check_shard_header(bytes(head), file=file, chunks=placed, where=where)
-    except InvalidCheckpointError as error:
-        raise DamagedFileError(str(error), file=file.name) from error
+        _twice(partial(check, file), DamagedFileError)
 
 
 def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:

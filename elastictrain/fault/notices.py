@@ -49,32 +49,25 @@ def adds_to(notice: Notice, before: Notice | None) -> bool:
     return notice.deadline is not None and (before.deadline is None or notice.deadline < before.deadline - _SAME_S)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LimitSource:
     """Gives a notice `lead_s` before the first limit on the duration of the run. All times are unix seconds."""
 
     name = "the time limit"
-
-    def __init__(
-        self,
-        *,
-        started: float,
-        max_hours: float = 0.0,
-        job_end: float | None = None,
-        lead_s: float,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        """The limits: `max_hours` after `started`, 0 for none; `job_end`, when the scheduler ends the job, if known."""
-        limits = []
-        if max_hours > 0:
-            limits.append((started + 3600 * max_hours, f"launch.max_hours = {max_hours:g} is reached"))
-        if job_end is not None:
-            limits.append((job_end, "the time limit of the job is reached"))
-        self._deadline, self._reason = min(limits, default=(float("inf"), ""))
-        self._lead_s = lead_s
-        self._wall = wall
+    started: float
+    max_hours: float = 0.0  # after `started`; 0 for none
+    job_end: float | None = None  # when the scheduler ends the job, if known
+    lead_s: float
+    wall: Callable[[], float] = time.time
 
     def look(self) -> Notice | None:
-        return Notice("limit", self._reason, self._deadline) if self._wall() >= self._deadline - self._lead_s else None
+        limits = []
+        if self.max_hours > 0:
+            limits.append((self.started + 3600 * self.max_hours, f"launch.max_hours = {self.max_hours:g} is reached"))
+        if self.job_end is not None:
+            limits.append((self.job_end, "the time limit of the job is reached"))
+        deadline, reason = min(limits, default=(float("inf"), ""))
+        return Notice("limit", reason, deadline) if self.wall() >= deadline - self.lead_s else None
 
 
 @dataclass(eq=False)

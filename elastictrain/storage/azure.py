@@ -9,6 +9,7 @@ import base64
 import io
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
@@ -26,7 +27,7 @@ class AzureBackend:
     def __init__(self, url: str, answer_timeout_s: float) -> None:
         import fsspec
 
-        self._answer_timeout_s = answer_timeout_s
+        self._bound_s = partial(request_timeout_s, answer_timeout_s=answer_timeout_s)
         try:
             self._files: Any = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)[0]
         except ValueError as error:
@@ -109,8 +110,7 @@ class AzureBackend:
     def _wait(self, request: Callable[[], Awaitable[T]], num_bytes: int) -> T:
         from fsspec.asyn import sync
 
-        bound_s = request_timeout_s(num_bytes, answer_timeout_s=self._answer_timeout_s)
-        return cast(T, sync(self._files.loop, request, timeout=bound_s))
+        return cast(T, sync(self._files.loop, request, timeout=self._bound_s(num_bytes)))
 
 
 def _is_folder(metadata: dict[str, str] | None) -> bool:

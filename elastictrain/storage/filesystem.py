@@ -6,6 +6,7 @@ Only object stores write atomically; file servers (sftp, smb, hdfs) show a file 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -40,7 +41,7 @@ class FilesystemBackend(StreamedUploads):
     def __init__(self, url: str, answer_timeout_s: float) -> None:
         import fsspec
 
-        self._answer_timeout_s = answer_timeout_s
+        self._bound_s = partial(request_timeout_s, answer_timeout_s=answer_timeout_s)
         self._memory = url.startswith("memory:")
         # Objects in memory:// belong to fsspec's one cached instance; other instances are private and cache no listings.
         options = {} if self._memory else {"skip_instance_cache": True, "use_listings_cache": False}
@@ -104,8 +105,7 @@ class FilesystemBackend(StreamedUploads):
             with self._lock:
                 yield {}
         else:
-            timeout_s = request_timeout_s(num_bytes, answer_timeout_s=self._answer_timeout_s)
-            yield {"timeout": timeout_s} if self._files.async_impl else {}
+            yield {"timeout": self._bound_s(num_bytes)} if self._files.async_impl else {}
 
 
 def _info(path: str, found: Mapping[str, Any]) -> ObjectInfo:

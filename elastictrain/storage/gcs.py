@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import cast
 from urllib.parse import quote
 
@@ -36,7 +37,7 @@ class GcsBackend(StreamedUploads):
         # answer that, and a user's permissions may not allow it.
         from gcsfs.core import GCSFileSystem
 
-        self._answer_timeout_s = answer_timeout_s
+        self._bound_s = partial(request_timeout_s, answer_timeout_s=answer_timeout_s)
         self._files = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
@@ -107,8 +108,7 @@ class GcsBackend(StreamedUploads):
                     raise _refusal(answer.status, content, in_bucket=in_bucket)
             return cast(bytes, content)
 
-        bound_s = request_timeout_s(max(num_bytes, len(data)), answer_timeout_s=self._answer_timeout_s)
-        return cast(bytes, sync(files.loop, request, timeout=bound_s))
+        return cast(bytes, sync(files.loop, request, timeout=self._bound_s(max(num_bytes, len(data)))))
 
 
 def _refusal(status: int, content: bytes, *, in_bucket: bool) -> GcsAnswerError:

@@ -6,6 +6,7 @@ AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE, AWS_DEFAULT_REGION, AWS_E
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
@@ -21,7 +22,7 @@ class S3Backend:
     def __init__(self, url: str, answer_timeout_s: float) -> None:
         import fsspec
 
-        self._answer_timeout_s = answer_timeout_s
+        self._bound_s = partial(request_timeout_s, answer_timeout_s=answer_timeout_s)
         self._files: Any = fsspec.filesystem(
             "s3",
             skip_instance_cache=True,
@@ -92,9 +93,6 @@ class S3Backend:
             request["Body"] = io.BytesIO(data)
         answer = self._files.call_s3(method, timeout=self._bound_s(len(data or b"")), **request)
         return cast(Mapping[str, Any], answer)
-
-    def _bound_s(self, num_bytes: int) -> float:
-        return request_timeout_s(num_bytes, answer_timeout_s=self._answer_timeout_s)
 
 
 def _address(path: str) -> dict[str, Any]:
