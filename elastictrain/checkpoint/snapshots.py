@@ -45,7 +45,6 @@ class Snapshots:
     steps: list[int | None]  # of the snapshots in the slots
     flush_records: Callable[[], None]
     record: Callable[[Event], None] | None  # set on the rank that logs
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -95,7 +94,7 @@ class Snapshots:
 
         `awaited`: all ranks `wait` for it, and so learn of each other's failures.
         """
-        began = self.clock()
+        began = time.monotonic()
         slot = self.arena.slots[place]
         assert slot is not None  # noqa: S101
         assert slot.locked  # noqa: S101
@@ -109,7 +108,7 @@ class Snapshots:
         thread = threading.Thread(target=self._take, args=(taking, copy), name="snapshot", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
-        taking.stall_s = self.clock() - began
+        taking.stall_s = time.monotonic() - began
 
     def deliver(self, step: int, state: Mapping[str, JsonValue]) -> None:
         """Add the counters of a step to its snapshot, if there is one."""
@@ -121,9 +120,9 @@ class Snapshots:
 
     def before_update(self) -> None:
         """Wait until the copies allow the state to change."""
-        began = self.clock()
+        began = time.monotonic()
         self.copier.before_update()
-        waited_s = self.clock() - began
+        waited_s = time.monotonic() - began
         with self._changed:
             for taking in self._taking.values():
                 taking.stall_s += waited_s

@@ -15,6 +15,7 @@ SLOWDOWN = 0.02  # largest accepted increase of the step time while replicas are
 FIRST_RATE, LEAST_RATE, MOST_RATE = 100e6, 4e6, 20e9
 WINDOW = 10  # steps while sending per decision
 BASELINE = 5  # steps without sending for comparison
+BURST_S = 0.05  # what was not used in this time may be sent later
 FRESH_STEPS = 200  # a baseline older than so many steps is measured again
 
 
@@ -45,17 +46,9 @@ class Pacer:
     """A token bucket whose rate follows step durations. One thread sends, another one reports steps.
     Steps count as sending or quiet; steps with both count as neither."""
 
-    def __init__(
-        self,
-        first_rate: float = FIRST_RATE,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        burst_s: float = 0.05,
-    ) -> None:
-        """What was not used in the last `burst_s` may be sent later."""
+    def __init__(self, first_rate: float = FIRST_RATE, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate = first_rate  # bytes/s
         self._clock = clock
-        self._burst_s = burst_s
         self._lock = threading.Lock()
         self._tokens = 0.0
         self._filled_at = clock()
@@ -126,5 +119,5 @@ class Pacer:
 
     def _fill(self) -> None:
         now = self._clock()
-        self._tokens = min(self._burst_s * self.rate, self._tokens + (now - self._filled_at) * self.rate)
+        self._tokens = min(BURST_S * self.rate, self._tokens + (now - self._filled_at) * self.rate)
         self._filled_at = now

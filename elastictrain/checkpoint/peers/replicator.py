@@ -147,7 +147,12 @@ class Replicator:
                 slots.append(slot)
             for one, slot, of_slot in zip(held, slots, digests, strict=True):
                 try:
-                    self._send(one.facts, slot, of_slot)
+                    put = Put(one.facts, load_layout(self._folder, one.facts.layout), of_slot)
+                    began = time.monotonic()
+                    self._deadline = began + DEADLINE_S
+                    sent = self._connection.put(put, slot, before_frame=self._before_frame)
+                    size_bytes = put.layout.size_bytes if sent else 0
+                    self._replicated(one.facts.rank, one.facts.step, size_bytes, time.monotonic() - began)
                 except (ElasticTrainError, OSError) as error:
                     reason = str(error) if isinstance(error, ElasticTrainError) else f"{slot.path} cannot be read: {error}"
                     self._fail(one.facts, reason)
@@ -169,14 +174,6 @@ class Replicator:
                     raise _BrokenOffError
             found.append(digests)
         return found
-
-    def _send(self, facts: SnapshotFacts, slot: Slot, digests: RankDigests) -> None:
-        put = Put(facts, load_layout(self._folder, facts.layout), digests)
-        began = time.monotonic()
-        self._deadline = began + DEADLINE_S
-        sent = self._connection.put(put, slot, before_frame=self._before_frame)
-        size_bytes = put.layout.size_bytes if sent else 0
-        self._replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
 
     def _before_frame(self, count: int) -> None:
         self._pacer.switch(sending=True)

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager, suppress
 
 from msgspec.structs import replace
 
-from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS, HostMemory, decide_buffers, memory_of
+from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS, decide_buffers, memory_of
 from elastictrain.checkpoint.memory.folder import SlotName, remove_slot, slot_names
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests, store_layout
@@ -57,11 +57,9 @@ def choose_replica_slot(held: Sequence[SnapshotFacts | None]) -> int:
 class ReplicaSlots:
     """The replicas in a run's folder; thread-safe. No other process writes replicas there."""
 
-    def __init__(self, folder: str, *, run: str, memory: Callable[..., HostMemory] = memory_of) -> None:
-        """`memory` returns the host's memory, as `memory_of` does."""
+    def __init__(self, folder: str, *, run: str) -> None:
         self._folder = folder
         self._run = run
-        self._memory = memory
         self._lock = threading.Lock()
         self.kept: frozenset[int] = frozenset()  # the only ranks whose replicas are accepted
         self._arriving: set[int] = set()
@@ -110,7 +108,7 @@ class ReplicaSlots:
             there = os.lstat(path).st_size
         if there != HEADER_BYTES + size_bytes:
             # What the slot already has is not counted twice.
-            memory, needed = self._memory(self._folder, held_bytes=there), HEADER_BYTES + size_bytes
+            memory, needed = memory_of(self._folder, held_bytes=there), HEADER_BYTES + size_bytes
             choice = decide_buffers(memory, wanted=1, replicate=False, snapshot_bytes=needed, replica_bytes=0)
             if not choice.per_rank:
                 raise CheckpointError(choice.shortage)

@@ -134,14 +134,7 @@ class CommitProtocol:
     """One host's part in one save."""
 
     def __init__(
-        self,
-        store: Store,
-        incarnation: str,
-        step: int,
-        *,
-        first_rank: int,
-        clock: Callable[[], float] = time.monotonic,
-        signing: SigningKey | None = None,
+        self, store: Store, incarnation: str, step: int, *, first_rank: int, signing: SigningKey | None = None
     ) -> None:
         """With a signing key this host signs its part list, and accepts only signed ones."""
         self._signing = signing
@@ -150,7 +143,6 @@ class CommitProtocol:
         self._step = step
         self._first_rank = first_rank
         self._folder = pending_folder(incarnation, step)
-        self._clock = clock
         self.attempt = ""  # name of the attempt that was begun; empty before that
 
     def prepare(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
@@ -283,11 +275,11 @@ class CommitProtocol:
 
     def _poll(self, look: Callable[[], T | None], deadline: Deadline, *, alike_s: float = 0.0) -> tuple[T | None, float]:
         """Poll until a result or the deadline; returns the result, if any, and the seconds waited."""
-        began_s, pause_s = self._clock(), _FIRST_PAUSE_S
+        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while True:
             found = look()
             if found is not None or deadline.left_s(began_s, alike_s=alike_s) <= 0:
-                return found, self._clock() - began_s
+                return found, time.monotonic() - began_s
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 

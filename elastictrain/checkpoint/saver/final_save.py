@@ -183,7 +183,6 @@ class FinalSaveLoop:
         *,
         begin: Callable[[tuple[LeasedSnapshot, ...]], None],
         later: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`begin` has the snapshots of one step written; it runs in a task that is passed to `later`."""
         self._store = store
@@ -192,7 +191,6 @@ class FinalSaveLoop:
         self._folder = folder
         self._begin = begin
         self._later = later
-        self._clock = clock
         self._since_s: float | None = None
         self._tried: set[tuple[str, int]] = set()
         self._pause_s = 0.0
@@ -210,7 +208,7 @@ class FinalSaveLoop:
         self._begin_round()
 
     def try_again(self) -> None:
-        if self._clock() >= self._next_s:
+        if time.monotonic() >= self._next_s:
             self._begin_round()
 
     def _begin_round(self) -> None:
@@ -225,7 +223,7 @@ class FinalSaveLoop:
         if whose is None:
             self.over = True
             return
-        since_s = self._since_s = self._clock() if self._since_s is None else self._since_s
+        since_s = self._since_s = time.monotonic() if self._since_s is None else self._since_s
         own = [one for one in held if not one.replica and one.facts.run == self._config.run]
         own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
         done = {step for incarnation, step in self._tried if incarnation == whose.incarnation}
@@ -257,7 +255,11 @@ class FinalSaveLoop:
         threading.Thread(target=choose, name="flush", daemon=True).start()
 
     def failed(self, incarnation: str, step: int, *, cause: Cause, error: str = "") -> None:
-        if cause is Cause.PASSING and self._since_s is not None and self._clock() - self._since_s < self._config.save_timeout_s:
+        if (
+            cause is Cause.PASSING
+            and self._since_s is not None
+            and time.monotonic() - self._since_s < self._config.save_timeout_s
+        ):
             # No worker would try again, and an older step would fare no better.
             self._tried.discard((incarnation, step))
             self._pause_s = AGAIN_S
@@ -275,12 +277,12 @@ class FinalSaveLoop:
             return
         # All steps were tried. What storage refused stays in memory for a while: it exists nowhere else.
         self.over = True
-        left_s = since_s + KEPT_S - self._clock()
+        left_s = since_s + KEPT_S - time.monotonic()
         self.unsaved = bool(self._refused) and left_s > 0
         if self._refused:
             what = f"is kept for {left_s / 3600:.1f} h more" if self.unsaved else "is given up"
             logger.warning("what storage refused %s: %s", what, self._refused)
-        self._next_s = self._clock() + self._retry_s
+        self._next_s = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _RETRY_AT_MOST_S)
 
     def _save(self, chosen: Sequence[Held]) -> None:

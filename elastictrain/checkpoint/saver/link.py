@@ -150,7 +150,7 @@ class SaverLink:
         self.pid = 0
         self.port = 0  # where other hosts reach the saver; 0 until it has answered
         self.lost: tuple[int, float] | None = None  # a rank of this host that ended without a goodbye, and since when
-        self._process = SaverStarter(folder, config, clock=clock)
+        self._process = SaverStarter(folder, config)
         self._thread = threading.Thread(target=self._run, name="saver-link", daemon=True)
 
     def start(self) -> None:

@@ -122,11 +122,6 @@ class IncarnationSaves:
     done_here: set[int] = field(default_factory=set)  # steps whose part of this host is done; it gets no more news of them
     outcomes: dict[int, ToWorker] = field(default_factory=dict)  # by step: sent to workers, kept for one that was away
 
-    def release_all(self) -> None:
-        """Release snapshots that wait for other ranks: the next incarnation has begun."""
-        for step in list(self.waiting):
-            self.give_up(step)
-
     def is_wanted(self, facts: SnapshotFacts) -> bool:
         """Whether a durable snapshot is new: not waiting, not being saved, and newer than the last saved step."""
         known = facts.rank in self.waiting.get(facts.step, {}) or facts.step in self.handed_over

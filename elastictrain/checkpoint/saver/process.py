@@ -59,10 +59,9 @@ def load_config(folder: str) -> SaverConfig:
 class SaverStarter:
     """Starts a saver for one folder whenever the last one has ended."""
 
-    def __init__(self, folder: str, config: SaverConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: str, config: SaverConfig) -> None:
         self._folder = folder
         self._config = config
-        self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
         self._started: list[float] = []
 
@@ -70,7 +69,7 @@ class SaverStarter:
         """Start a saver, unless the one started here lives. Raises: CheckpointError after 3 starts within 60 s."""
         if self._child is not None and self._child.poll() is None:
             return
-        now = self._clock()
+        now = time.monotonic()
         self._started = [at for at in self._started if now - at < _TRIES_WITHIN_S]
         if len(self._started) >= _TRIES:
             raise CheckpointError(f"it ended {_TRIES} times within {_TRIES_WITHIN_S:g} s")

@@ -37,22 +37,13 @@ _TURN_S = 0.5
 class SaverService:
     """Saves the snapshots of one run on one host. State belongs to the thread that calls `run`; others queue tasks for it."""
 
-    def __init__(
-        self,
-        folder: str,
-        config: SaverConfig,
-        store: Store,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        signing: SigningKey | None = None,
-    ) -> None:
+    def __init__(self, folder: str, config: SaverConfig, store: Store, *, signing: SigningKey | None = None) -> None:
         """`signing`: the key that `config` names; it signs checkpoints, and only workers with the same key are served."""
         self._proof = proof_of(signing)
         self._folder = folder
         self._config = config
         self._store = store
-        self._clock = clock
-        self._began_s = clock()
+        self._began_s = time.monotonic()
         self._saves: IncarnationSaves | None = None  # of the present incarnation
         self._event_logs = SaverEventLogs(store, config)
         self._workers = WorkerConnections(folder, on_message=self._on_message, on_gone=self._on_gone)
@@ -62,7 +53,7 @@ class SaverService:
         self._left: set[str] = set()  # incarnations that others have followed
         self._ever = self._finished = False
         self._lost = False  # whether the present group is broken: other hosts may have ended, too
-        self._final_save = FinalSaveLoop(store, config, folder, begin=self._begin, later=self._later, clock=clock)
+        self._final_save = FinalSaveLoop(store, config, folder, begin=self._begin, later=self._later)
         self._slow = SlowSaves()
         self._missing: dict[int, WorkerConnection] = {}
         self._jobs: set[SaveJob] = set()  # those that still need their snapshots
@@ -127,7 +118,7 @@ class SaverService:
             workers=len(self._workers.connections),
             agents=len(self._workers.agents),
             ever=self._ever,
-            age_s=self._clock() - self._began_s,
+            age_s=time.monotonic() - self._began_s,
             saving=self._writer.busy or self._final_save.busy or self._num_digesting > 0 or bool(self._tasks),
             finished=self._finished,
             flushed=self._final_save.over,
@@ -195,7 +186,8 @@ class SaverService:
             self._writer.shorten_deadline()
             self._lost = False
             if self._saves is not None:
-                self._saves.release_all()
+                for step in list(self._saves.waiting):
+                    self._saves.give_up(step)
             # It may resume from an older step than the last one that its predecessor saved.
             self._saves = IncarnationSaves(hello.host_ranks)
             self._event_logs.move_to(hello.host_ranks)
@@ -266,7 +258,7 @@ class SaverService:
         self._send_outcome(SaveFailure(step, error), saves)
         host_ranks = saves.host_ranks
         if 0 not in host_ranks.ranks:
-            deadline = Deadline(self._config.save_timeout_s, clock=self._clock)
+            deadline = Deadline(self._config.save_timeout_s)
             self._writer.begin(RefusedSave(host_ranks.incarnation, step, min(host_ranks.ranks), error, deadline))
 
     def _send_outcome(self, outcome: Saved | SaveFailure | messages.SlotsReleased, saves: IncarnationSaves) -> None:
@@ -320,7 +312,7 @@ class SaverService:
             self._workers.send_all(messages.ReplicasSent(step, whole))
 
     def _begin(self, snapshots: tuple[LeasedSnapshot, ...]) -> None:
-        job = SaveJob(snapshots, Deadline(self._config.save_timeout_s, clock=self._clock))
+        job = SaveJob(snapshots, Deadline(self._config.save_timeout_s))
         saves = self._saves if job.incarnation == self._incarnation else None
         if saves is not None:
             saves.handed_over.add(job.step)

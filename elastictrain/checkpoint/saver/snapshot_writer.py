@@ -41,7 +41,6 @@ class SnapshotWriter:
         *,
         record: Callable[[str, Event], None],
         report: Callable[[SaveJob, SaveOutcome, Cause], None],
-        clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
         """`record` takes the event's incarnation first; `report` takes a job's outcome: snapshots released, saved, or failed
@@ -52,7 +51,6 @@ class SnapshotWriter:
         self._config = config
         self._record = record
         self._report = report
-        self._clock = clock
         self._committer = Committer(store, keep_last=config.keep_last, keep_every=config.keep_every, signing=signing)
         self._jobs: queue.Queue[SaveJob | RefusedSave | None] = queue.Queue()
         self._current: tuple[SaveJob, float] | None = None
@@ -72,7 +70,7 @@ class SnapshotWriter:
     def under_way(self) -> tuple[SaveJob, float] | None:
         """The running job, and for how many seconds it has run."""
         current = self._current
-        return (current[0], self._clock() - current[1]) if current is not None else None
+        return (current[0], time.monotonic() - current[1]) if current is not None else None
 
     def begin(self, job: SaveJob | RefusedSave) -> None:
         with self._lock:
@@ -101,10 +99,10 @@ class SnapshotWriter:
                 return
             try:
                 if isinstance(job, RefusedSave):
-                    self._refused[(job.incarnation, job.step)] = (job, self._clock())
+                    self._refused[(job.incarnation, job.step)] = (job, time.monotonic())
                     self._report_refused()
                 else:
-                    self._current = (job, self._clock())
+                    self._current = (job, time.monotonic())
                     self._carry_out(job)
             except Exception as error:
                 # The edge of the thread: training continues after any error, and the next save is tried.
@@ -123,9 +121,8 @@ class SnapshotWriter:
                 del self._refused[key]
 
     def _carry_out(self, job: SaveJob) -> None:
-        protocol = CommitProtocol(
-            self._store, job.incarnation, job.step, first_rank=job.first.rank, clock=self._clock, signing=self._signing
-        )
+        signing = self._signing
+        protocol = CommitProtocol(self._store, job.incarnation, job.step, first_rank=job.first.rank, signing=signing)
         if job.leader:
             self._save(job, protocol)
             return
@@ -153,7 +150,7 @@ class SnapshotWriter:
 
     def _save(self, job: SaveJob, protocol: CommitProtocol) -> None:
         """Write this host's files, wait for the other hosts' files, and commit."""
-        began = self._clock()
+        began = time.monotonic()
         self._check_run()
         listing = list_checkpoints(self._store)
         known = self._saved_before(job, listing)
@@ -164,12 +161,12 @@ class SnapshotWriter:
             folder = clear_target(self._store, listing, step=job.step)
         else:
             folder = protocol.prepare(lambda: clear_target(self._store, listing, step=job.step), over=self._over)
-        prepared = self._clock()
+        prepared = time.monotonic()
         try:
             try:
                 parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
                 self._tell(job, SlotsReleased(job.step))
-                wrote_s = self._clock() - prepared
+                wrote_s = time.monotonic() - prepared
                 parts += protocol.wait_for_acknowledgements(
                     job.first.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s
                 )
@@ -177,7 +174,7 @@ class SnapshotWriter:
             except BaseException:
                 discard_files(self._store, folder, incarnation=job.incarnation)
                 raise
-            seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
+            seconds = {"prepare": prepared - began, "write": time.monotonic() - prepared}
             facts = Manifest(
                 step=job.step,
                 world_size=job.first.world_size,
@@ -193,7 +190,7 @@ class SnapshotWriter:
             if not job.alone:
                 protocol.clear()
             raise
-        seconds["commit"] = self._clock() - began - sum(seconds.values())
+        seconds["commit"] = time.monotonic() - began - sum(seconds.values())
         reason, size_bytes = job.first.reason or "flush", manifest.size_bytes
         saved = CheckpointSaved(step=job.step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds)
         self._record(job.incarnation, saved)

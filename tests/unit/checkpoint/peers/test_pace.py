@@ -82,8 +82,8 @@ class Clock:
         self.now += seconds
 
 
-def pacer(rate: float = 100.0, clock: Clock | None = None, *, burst_s: float = 0.05) -> Pacer:
-    return Pacer(rate, clock=clock or Clock(), burst_s=burst_s)
+def pacer(rate: float = 100.0, clock: Clock | None = None) -> Pacer:
+    return Pacer(rate, clock=clock or Clock())
 
 
 def test_steps_are_told_apart() -> None:
@@ -140,9 +140,10 @@ def test_bytes_keep_to_the_rate(counts: list[int], rate: float) -> None:
     assert all(nap <= 0.25 for nap in clock.naps)
 
 
-def test_what_was_not_used_is_lost_but_for_a_little() -> None:
+def test_what_was_not_used_is_lost_but_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    sender = pacer(100.0, clock, burst_s=0.1)
+    monkeypatch.setattr(pace, "BURST_S", 0.1)
+    sender = pacer(100.0, clock)
     clock.now = 1000.0
     sender.take(10, sleep=clock.sleep)
     sender.take(1, sleep=clock.sleep)

@@ -15,6 +15,7 @@ from elastictrain.checkpoint.memory.folder import Held, look
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart
 from elastictrain.checkpoint.memory.records import load_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotSource
+from elastictrain.checkpoint.peers import server as server_module
 from elastictrain.checkpoint.peers.client import OtherHosts
 from elastictrain.checkpoint.peers.requests import Put, RefusedError
 from elastictrain.checkpoint.peers.server import PeerServer, ReplicaSlots, choose_replica_slot
@@ -338,8 +339,9 @@ def test_no_memory_is_answered(tmp_path: Path) -> None:
         assert send(b)
 
 
-def test_memory_that_the_system_does_not_give(tmp_path: Path) -> None:
-    slots = ReplicaSlots(str(tmp_path), run=RUN, memory=lambda folder, held_bytes: HostMemory(2**62, 2**62, 2**62))
+def test_memory_that_the_system_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "memory_of", lambda folder, held_bytes: HostMemory(2**62, 2**62, 2**62))
+    slots = ReplicaSlots(str(tmp_path), run=RUN)
     slots.kept = frozenset({0})
     for _ in range(2):
         with pytest.raises(CheckpointError, match="bytes"):
@@ -347,9 +349,10 @@ def test_memory_that_the_system_does_not_give(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_that_a_slot_has_is_not_asked_for_again(tmp_path: Path) -> None:
+def test_memory_that_a_slot_has_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [HostMemory(10**9, 10**9, 10**9)]
-    slots = ReplicaSlots(str(tmp_path), run=RUN, memory=lambda folder, held_bytes: replace(left[0], held_bytes=held_bytes))
+    monkeypatch.setattr(server_module, "memory_of", lambda folder, held_bytes: replace(left[0], held_bytes=held_bytes))
+    slots = ReplicaSlots(str(tmp_path), run=RUN)
     slots.kept = frozenset({0})
 
     def take(step: int, kilobytes: int = 100) -> bool:

@@ -106,11 +106,11 @@ def test_a_snapshot_is_wanted_once_and_only_if_it_is_durable_and_newer_than_what
     assert not saves.is_wanted(leased(3, 7).facts)
 
 
-def test_a_new_incarnation_releases_what_waits() -> None:
+def test_a_step_that_is_given_up_releases_what_waits() -> None:
     saves = IncarnationSaves(RANKS)
     waiting = leased(3, 12)
     saves.arrived(waiting)
-    saves.release_all()
+    saves.give_up(waiting.facts.step)
     assert not saves.waiting
     assert waiting.slot.closed == 1  # type: ignore[attr-defined]
 
