@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -117,7 +117,7 @@ def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
 
 
 def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
-    """Raises: UsageError, HostUnfitError; as `HostAgent.run`."""
+    """Raises: UsageError, HostUnfitError; as `HostAgent.put_together`."""
     with ExitStack() as ending:
         lock = lock_run(config.run.dir)
         ending.callback(lock.close)
@@ -135,9 +135,16 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
             print_line(f"this host is unfit: {unfit}")
             return EXIT_UNFIT
-        while (code := agent.run()) is None:
-            pass
-        return code
+        while True:
+            supervisor = agent.put_together()
+            recorder = supervisor.recorder
+            with (
+                closing(recorder),
+                closing(watch_notices(config, place, listener=listener, recorder=recorder, print_line=print_line)),
+                # If another run took the folder first, this launcher waits for that run and begins anew.
+                suppress(RunHeldError),
+            ):
+                return supervisor.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +158,8 @@ class HostAgent:
     folder: Path
     workers: WorkerGroup
 
-    def run(self) -> int | None:
-        """Return the exit code; None if another run took the folder first and this launcher must wait for it.
-        Raises: RunHeldError, StorageError if the run folder cannot be used; StopRequestedError."""
-        with ExitStack() as ending:
-            supervisor = self._put_together()
-            ending.callback(supervisor.recorder.close)
-            notices = watch_notices(
-                self.config, self.place, listener=self.listener, recorder=supervisor.recorder, print_line=print_line
-            )
-            ending.callback(notices.close)
-            try:
-                return supervisor.run()
-            except RunHeldError:
-                return None
-
-    def _put_together(self) -> Supervisor:
+    def put_together(self) -> Supervisor:
+        """Raises: RunHeldError, StorageError if the run folder cannot be used; StopRequestedError."""
         config, place = self.config, self.place
         store = open_store(config.run.dir)
         token, free_after = self._first_answers(store)

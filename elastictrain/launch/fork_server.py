@@ -109,8 +109,11 @@ class ForkServer:
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
             started = []
             for local_rank, environment in enumerate(environments):
-                become = partial(_become_worker, arguments, environment)
-                pid = _start_program(arguments, environment) if unforked else self._fork(become)
+                if unforked:
+                    command = [sys.executable, "-u", "-m", _MODULE, *arguments]
+                    pid = os.posix_spawn(sys.executable, command, {**os.environ, **environment}, setsid=True)
+                else:
+                    pid = self._fork(partial(_become_worker, arguments, environment))
                 started.append(_Worker(order, local_rank, pid, identify(pid)))
         except OSError as error:
             return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
@@ -178,11 +181,6 @@ class ForkServer:
         # A launcher that has ended is noticed at the next read.
         with suppress(OSError):
             self._launcher.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _start_program(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    command = [sys.executable, "-u", "-m", _MODULE, *arguments]
-    return os.posix_spawn(sys.executable, command, {**os.environ, **environment}, setsid=True)
 
 
 def _become_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

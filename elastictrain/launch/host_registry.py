@@ -125,16 +125,13 @@ class HostRegistry:
             if trouble:
                 # Requests that fail are repeated at once by their callers; storage must not be asked as often.
                 self._closed.wait(self._poll_s)
-            else:
-                self._awake[name].wait(self._pause_s(name, took_s=self._clock() - began_s))
-
-    def _pause_s(self, name: str, *, took_s: float) -> float:
-        known = self.known
-        if known.newest is not None and not known.newest.terminal and not known.ends:
-            return self._poll_s
-        # The interval counts from begin to begin: on slow storage one read of the records follows another.
-        idle_s = 0.0 if name == "records" else _IDLE_SHARE * took_s
-        return max(min(self._poll_s, _HURRIED_S) - took_s, idle_s)
+                continue
+            known, pause_s = self.known, self._poll_s
+            if known.newest is None or known.newest.terminal or known.ends:
+                # The interval counts from begin to begin: on slow storage one read of the records follows another.
+                took_s = self._clock() - began_s
+                pause_s = max(min(self._poll_s, _HURRIED_S) - took_s, 0.0 if name == "records" else _IDLE_SHARE * took_s)
+            self._awake[name].wait(pause_s)
 
     def _exchange_records(self, last: bool) -> None:
         """One turn, in which no request waits for another, however many hosts exist."""

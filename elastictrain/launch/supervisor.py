@@ -162,23 +162,17 @@ class Supervisor:
         self.recorder.record(generation.number, event)
 
     def _start(self, attempt: Attempt) -> None:
-        generation, folder = attempt.generation, attempt.folder
+        generation, folder, host = attempt.generation, attempt.folder, self.registry.record.host
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             reason = f"{folder} cannot be made: {reason_of(error)}"
-            host = self.registry.record.host
             self._over(attempt, End(generation.number, host, EndKind.FAILED, EXIT_UNFIT, str(Phase.START), 0, 0, reason))
             return
-        order = plan_workers(
-            generation,
-            self.registry.record.host,
-            folder=str(folder),
-            pid=os.getpid(),
-            run_arguments=self.run_arguments,
-            restarted=self.registry.known.follows_another,
-        )
-        self.workers.start(order)
+        restarted = self.registry.known.follows_another
+        environments = plan_workers(generation, host, folder=str(folder), pid=os.getpid(), restarted=restarted)
+        store_port = generation.master_port if generation.members[0].host == host else 0
+        self.workers.start(self.run_arguments, environments, store_port=store_port)
         attempt.started = True
 
     def _finish(self, attempt: Attempt, end: End, *, at_once: bool) -> None:

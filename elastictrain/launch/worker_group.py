@@ -43,17 +43,8 @@ _PAUSE_S = 0.02
 _EXIT_FAILED = 1
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOrder:
-    arguments: tuple[str, ...]
-    environments: tuple[Mapping[str, str], ...]  # added to the launcher's own environment, per worker
-    store_port: int  # of the store where the workers of all hosts meet; 0 if another host has it
-
-
-def plan_workers(
-    generation: Generation, host: str, *, folder: str, pid: int, run_arguments: tuple[str, ...], restarted: bool
-) -> WorkerOrder:
-    """The workers of a member, with the environment that torchrun would set.
+def plan_workers(generation: Generation, host: str, *, folder: str, pid: int, restarted: bool) -> list[dict[str, str]]:
+    """The environments of a member's workers, as torchrun would set them, to add to the launcher's own.
     `folder` is for messages between the launcher and the workers of one generation; `pid` is the launcher's."""
     members = generation.members
     index = next(place for place, member in enumerate(members) if member.host == host)
@@ -80,8 +71,7 @@ def plan_workers(
         STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
     }
     ranks = [(str(first_rank + local_rank), str(local_rank)) for local_rank in range(count)]
-    environments = tuple({**common, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local} for rank, local in ranks)
-    return WorkerOrder(run_arguments, environments, generation.master_port if index == 0 else 0)
+    return [{**common, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local} for rank, local in ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +83,8 @@ class WorkersEnd:
 @dataclass(slots=True)
 class _Run:
     num_workers: int | None = None  # None until the server has started them
-    unforked: str = ""
     workers: dict[int, psutil.Process] = field(default_factory=dict)  # by local rank, if it lived when looked up
     codes: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, int] = field(default_factory=dict)
     killed: list[psutil.Process] = field(default_factory=list)
     killed_s: float | None = None
 
@@ -116,6 +104,8 @@ class WorkerGroup:
         self._received = b""
         self._order = 0  # number of the newest order: the server may report killed workers of an earlier one
         self._run: _Run | None = None
+        self.unforked = ""  # why the running workers are no forks; empty if they are
+        self.failed: Mapping[int, int] = {}  # exit codes, by local rank, of the workers that failed first
         self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
 
     def prepare(self) -> None:
@@ -134,28 +124,19 @@ class WorkerGroup:
             )
         self._channel, self._received = ours, b""
 
-    @property
-    def unforked(self) -> str:
-        """Why the running workers are no forks; empty if they are."""
-        return self._run.unforked if self._run is not None else ""
-
-    @property
-    def failed(self) -> Mapping[int, int]:
-        """Exit codes, by local rank, of the workers that failed first."""
-        return self._run.failed if self._run is not None else {}
-
-    def start(self, order: WorkerOrder) -> None:
-        """Start workers; the previous ones must have ended. Before they need devices they wait for what is left of those."""
+    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
+        """Start workers; the previous ones must have ended. Before they need devices they wait for what is left of those.
+        `store_port`: of the store where the workers of all hosts meet; 0 if another host has it."""
         assert self._run is None  # noqa: S101
         self.prepare()
         assert self._channel is not None  # noqa: S101
-        self._run, self._order = _Run(), self._order + 1
+        self._run, self._order, self.unforked, self.failed = _Run(), self._order + 1, "", {}
         predecessors = {PREDECESSORS: encode(self._still_there())}
         message = {
             "order": self._order,
-            "arguments": order.arguments,
-            "environments": [{**environment, **predecessors} for environment in order.environments],
-            "store_port": order.store_port,
+            "arguments": arguments,
+            "environments": [{**environment, **predecessors} for environment in environments],
+            "store_port": store_port,
         }
         with suppress(OSError):
             # If the server has died meanwhile, `poll` reports it.
@@ -180,7 +161,7 @@ class WorkerGroup:
             return None
         code = server_code or -signal.SIGKILL if run.killed_s is not None else 0
         self._give_up(run, left)
-        return WorkersEnd(_EXIT_FAILED if run.failed else code, run.failed)
+        return WorkersEnd(_EXIT_FAILED if self.failed else code, self.failed)
 
     def ask_to_stop(self) -> None:
         if self._run is not None:
@@ -241,7 +222,7 @@ class WorkerGroup:
         if run is None or order != self._order:
             return
         if pids is not None:
-            run.num_workers, run.unforked = len(pids), unforked
+            run.num_workers, self.unforked = len(pids), unforked
             # The store is reaped with them, should its server end first.
             self._leaving.update(known for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None)
             for local_rank, pid in enumerate(pids):
@@ -249,7 +230,7 @@ class WorkerGroup:
                     run.workers[local_rank] = psutil.Process(pid)
         run.codes |= dict(codes)
         # Later failures may be effects of the first.
-        run.failed = run.failed or {local_rank: code for local_rank, code in codes if code}
+        self.failed = self.failed or {local_rank: code for local_rank, code in codes if code}
 
     def _kill(self, run: _Run) -> None:
         """SIGKILL the living workers and all that they have started."""

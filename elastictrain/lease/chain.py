@@ -65,13 +65,8 @@ class Sign:
     """The fields of an owner's object that show whether it lives; objects of launchers have them too."""
 
     beat: int
-    state: str = ""
+    state: str = ""  # "gone" if the owner has left, or its processes are known to be dead
     writers: tuple[str, ...] = ()
-
-    @property
-    def gone(self) -> bool:
-        """Whether the owner has left, or its processes are known to be dead."""
-        return self.state == "gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +103,7 @@ def parse_claim(number: int, data: bytes) -> LeaseClaim:
 
 def is_held(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: float) -> bool | None:
     """Whether the owner of these objects lives, None while that is unknown; `before` was read `watched_s` ago."""
-    living = {name: sign for name, sign in now.items() if not sign.gone}
+    living = {name: sign for name, sign in now.items() if sign.state != "gone"}
     if now and not living:
         return False
     if any(before.get(name) != sign for name, sign in living.items()):
@@ -129,10 +124,9 @@ class Chain:
         return parse_claim(number, data) if number else LeaseClaim(0, "", over=True)
 
     def read(self, number: int) -> LeaseClaim | None:
-        try:
+        with suppress(ObjectNotFoundError):
             return parse_claim(number, read_record(self._store, generation_key(number)))
-        except ObjectNotFoundError:
-            return None
+        return None
 
     def create(self, claim: LeaseClaim) -> bool:
         """False if the generation exists already."""
@@ -163,10 +157,9 @@ class Chain:
 
     def created_s(self, number: int) -> float | None:
         """When a generation was created, in unix seconds, for messages; None if it was deleted."""
-        try:
+        with suppress(ObjectNotFoundError):
             return self._store.stat(generation_key(number)).modified
-        except ObjectNotFoundError:
-            return None
+        return None
 
     def last_number(self, newest: LeaseClaim) -> int:
         """The largest number in use: the newest generation's, if that has an owner.

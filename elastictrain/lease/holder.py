@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -15,14 +15,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _GIVE_BACK_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    name: str  # the same for all starts by one torchrun
-    host: str = ""
-    pid: int = 0
-    writers: tuple[str, ...] = ()  # its processes; the owner is dead when all of them are
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +63,27 @@ def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> LeaseClaim:
             now = chain.signs(claim)
 
 
-def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str], None], used: int = 0) -> "Lease":
-    """Create the next generation with this owner, once no other owner holds the run. Raises as `wait_until_free`."""
+def take(
+    chain: Chain,
+    draft: LeaseClaim,
+    waiting: Waiting,
+    *,
+    writers: tuple[str, ...],
+    on_lost: Callable[[str], None],
+    used: int = 0,
+) -> "Lease":
+    """Create the next generation, `draft` with its number, once no other owner holds the run. Raises as `wait_until_free`.
+    The owner is the same for all starts by one torchrun. It is dead when all `writers`, its processes, are."""
     while True:
-        before = wait_until_free(chain, owner.name, waiting)
-        lines = (owner.name,)
+        before = wait_until_free(chain, draft.owner, waiting)
         # Written first: an owner without a heartbeat would be taken for a silent one.
-        chain.write_sign(owner.name, beat=0, gone=False, writers=owner.writers)
-        claim = LeaseClaim(max(chain.last_number(before), used) + 1, owner.name, owner.host, owner.pid, lines)
+        chain.write_sign(draft.owner, beat=0, gone=False, writers=writers)
+        claim = replace(draft, number=max(chain.last_number(before), used) + 1, lines=(draft.owner,))
         if chain.create(claim):
             break
-    if before.owner != owner.name:
+    if before.owner != draft.owner:
         chain.remove_signs(before)
-    lease = Lease(chain, owner, claim, on_lost=on_lost)
+    lease = Lease(chain, claim, writers=writers, on_lost=on_lost)
     lease.start()
     return lease
 
@@ -92,10 +92,16 @@ class Lease:
     """A generation of this run, held until it is given back or another owner takes over."""
 
     def __init__(
-        self, chain: Chain, owner: Owner, claim: LeaseClaim, *, on_lost: Callable[[str], None], beat_s: float = BEAT_S
+        self,
+        chain: Chain,
+        claim: LeaseClaim,
+        *,
+        writers: tuple[str, ...],
+        on_lost: Callable[[str], None],
+        beat_s: float = BEAT_S,
     ) -> None:
         self._chain = chain
-        self._owner = owner
+        self._owner, self._writers = claim.owner, writers
         self._newest = claim
         self.number = claim.number
         self._on_lost = on_lost
@@ -115,8 +121,7 @@ class Lease:
             return
         try:
             if self._taken_by() is None:
-                self._beat += 1
-                self._show(gone=True)
+                self._beat_once(gone=True)
         except StorageError as error:
             logger.warning("lease not released; the next start may wait for it: %s", error)
 
@@ -132,22 +137,22 @@ class Lease:
                 if taken is not None:
                     self._on_lost(f"the lease of this run was lost: {taken} has taken over, and nothing more is saved here")
                     return
-                self._beat += 1
-                self._show(gone=False)
+                self._beat_once(gone=False)
             except StorageError as error:
                 logger.warning("cannot store the heartbeat of the lease: %s", error)
             except Exception:
                 # The edge of the thread: without heartbeats this run would be taken for dead.
                 logger.exception("the lease cannot be kept up")
 
-    def _show(self, *, gone: bool) -> None:
+    def _beat_once(self, *, gone: bool) -> None:
         """Only if the generation still exists: a write would make a deleted folder again. Raises: StorageError."""
+        self._beat += 1
         if self._chain.read(self.number) is not None:
-            self._chain.write_sign(self._owner.name, beat=self._beat, gone=gone, writers=self._owner.writers)
+            self._chain.write_sign(self._owner, beat=self._beat, gone=gone, writers=self._writers)
 
     def _taken_by(self) -> LeaseClaim | None:
         """The newest generation, if another owner has it. Raises: StorageError."""
-        while self._newest.owner == self._owner.name:
+        while self._newest.owner == self._owner:
             following = self._chain.read(self._newest.number + 1)
             if following is None:
                 return None

@@ -20,8 +20,8 @@ from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.exits import wait_for_previous_workers
 from elastictrain.identity import Identity
-from elastictrain.lease.chain import Chain, StartRecord, Starts
-from elastictrain.lease.holder import Lease, Owner, Waiting, take
+from elastictrain.lease.chain import Chain, LeaseClaim, StartRecord, Starts
+from elastictrain.lease.holder import Lease, Waiting, take
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.storage.appendlog import LostLog, open_append_log
@@ -160,8 +160,8 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
     if identity.launched:
         # The agent's store outlives its workers, and is the same one where a rank of another host becomes rank 0.
         name = rendezvous.compare_set(_OWNER_KEY, "", name).decode()
-    owner = Owner(name, identity.host, parent if identity.launched else os.getpid(), writers)
-    return take(Chain(context.store), owner, waiting, on_lost=on_lost, used=used)
+    draft = LeaseClaim(0, name, identity.host, parent if identity.launched else os.getpid())
+    return take(Chain(context.store), draft, waiting, writers=writers, on_lost=on_lost, used=used)
 
 
 def _put_off(context: TrainContext, seconds: float) -> None:

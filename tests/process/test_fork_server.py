@@ -18,7 +18,7 @@ from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.reasons import Reason, read_reasons
 from elastictrain.identity import FOLDER
 from elastictrain.launch.membership.records import GenerationMember
-from elastictrain.launch.worker_group import WorkerGroup, WorkerOrder, WorkersEnd, plan_workers
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, plan_workers
 from tests.unit.launch.membership.made import generation
 
 PROGRAM = """
@@ -76,7 +76,7 @@ class Server:
         """The next workers of the same server."""
         common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), FOLDER: str(self.folder)}
         environments = tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
-        self.group.start(WorkerOrder(arguments, environments, store_port))
+        self.group.start(arguments, environments, store_port=store_port)
 
     def end(self, *, timeout_s: float = 60) -> WorkersEnd:
         found: list[WorkersEnd] = []

@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,9 +20,8 @@ from torchruns import wait_until
 from elastictrain.fault.exits import encode as encode_processes
 from elastictrain.fault.exits import identify, runs
 from elastictrain.identity import PREDECESSORS
-from elastictrain.launch.worker_group import WorkerGroup, WorkerOrder, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 
-ORDER = WorkerOrder((), ({},), 0)
 PR_SET_CHILD_SUBREAPER = 36
 PTRACE_SEIZE, WALL = 0x4206, 0x40000000
 
@@ -121,7 +120,7 @@ class Host:
         self.program = stands_in(*workers, then=then)
         self.group = WorkerGroup(program=self.program, clock=self.clock)
         others = set(psutil.Process().children())
-        self.group.start(ORDER)
+        self.group.start((), ({},), store_port=0)
         (self.server,) = set(psutil.Process().children()) - others
         self.family: list[psutil.Process] = []
 
@@ -231,7 +230,7 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     told = tmp_path / "told"
     program = f"import json, os, sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.exit(1)"
     host.program[:] = [sys.executable, "-c", program]
-    host.group.start(replace(ORDER, arguments=("x=1",), environments=({"A": "b"}, {"A": "c"}), store_port=7))
+    host.group.start(("x=1",), ({"A": "b"}, {"A": "c"}), store_port=7)
     assert host.end() == WorkersEnd(1, {})
     leaving = identify(leaver.process.pid)
     assert leaving is not None
@@ -272,7 +271,7 @@ def test_who_is_left_of_two_starts_ago_is_not_forgotten(hosts: list[Host]) -> No
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
     leaver = leave_one_behind(host)
     host.program[:] = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(1)"]
-    host.group.start(ORDER)
+    host.group.start((), ({},), store_port=0)
     assert host.end() == WorkersEnd(1, {})
     assert_waits_for(leaver, host)
 
@@ -369,7 +368,7 @@ def test_an_end_that_is_told_late_is_none_of_the_next_workers(hosts: list[Host])
     host.see(1)
     host.group.kill()
     assert host.end() == KILLED
-    host.group.start(ORDER)
+    host.group.start((), ({},), store_port=0)
     assert host.end() == WorkersEnd(0, {})
 
 
@@ -401,7 +400,7 @@ def test_whoever_is_started_while_workers_are_being_killed_is_killed_too(hosts: 
     starts = "[(subprocess.Popen(['sleep', '600.25']), time.sleep(0.002)) for _ in range(300)]"
     program = f"import subprocess, sys, time; sys.stdin.readline(); {starts}"
     host.group = WorkerGroup(program=[sys.executable, "-c", program], clock=host.clock)
-    host.group.start(ORDER)
+    host.group.start((), ({},), store_port=0)
     (host.server,) = (one for one in psutil.Process().children() if program in one.cmdline())
     wait_until(lambda: len(host.server.children()) > 5, timeout_s=20, what="the first of them")
     host.group.kill()
@@ -457,7 +456,7 @@ def test_the_next_one_waits_for_who_does_not_die_but_not_for_ever(
     assert host.group.poll() == KILLED
     assert f"process(es) {worker.pid};" in caplog.text
     # Nothing is in the way of the next one.
-    host.group.start(ORDER)
+    host.group.start((), ({},), store_port=0)
     host.group.close()
 
 
@@ -468,7 +467,7 @@ def test_a_fork_server_that_does_not_die_is_given_up_too(
     host.group.close()
     host.group = WorkerGroup(program=[sys.executable, "-c", SLEEPS], clock=host.clock)
     others = set(psutil.Process().children())
-    host.group.start(ORDER)
+    host.group.start((), ({},), store_port=0)
     (host.server,) = set(psutil.Process().children()) - others
     with monkeypatch.context() as unkillable:
         unkillable.setattr(subprocess.Popen, "kill", lambda self: None)

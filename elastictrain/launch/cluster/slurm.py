@@ -28,7 +28,7 @@ _LAST_SECOND = 253402300799  # the last one of the year 9999
 _START = "srun --ntasks-per-node=1 python -m elastictrain.launch ..."
 
 _MOST_HOSTS = 65536  # more than any cluster has: a longer list is a mistake, and would only fill memory
-_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)|,")
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)|(,|\Z)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
@@ -247,30 +247,22 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     """The hosts in Slurm's order: the last bracket varies fastest; the first number of a range sets the width.
     Raises: ValueError with what is wrong, to follow "must be a list of hosts like gpu[001-003,7],login1"."""
     hosts: list[str] = []
-    for choices in _choices_of_each(text):
+    choices: list[tuple[str, ...]] = []  # the alternatives of each part of one expression between commas outside brackets
+    position = 0
+    while match := _PART.match(text, position):
+        position = match.end()
+        if match[3] is None:
+            choices.append((match[2],) if match[2] is not None else tuple(_numbers(match[1])))
+            continue
         if not choices:
             raise ValueError("a name is empty")
         if len(hosts) + prod(len(choice) for choice in choices) > _MOST_HOSTS:
             raise ValueError(f"names more than {_MOST_HOSTS} hosts")
         hosts.extend("".join(parts) for parts in product(*choices))
-    return tuple(hosts)
-
-
-def _choices_of_each(text: str) -> Iterator[list[tuple[str, ...]]]:
-    """For each expression between commas outside brackets: the alternatives of each of its parts."""
-    choices: list[tuple[str, ...]] = []
-    position = 0
-    while position < len(text):
-        match = _PART.match(text, position)
-        if match is None:
-            raise ValueError(f"{text[position:]!r} is no host")
-        position = match.end()
-        if match[0] == ",":
-            yield choices
-            choices = []
-        else:
-            choices.append((match[2],) if match[2] is not None else tuple(_numbers(match[1])))
-    yield choices
+        if not match[3]:
+            return tuple(hosts)
+        choices = []
+    raise ValueError(f"{text[position:]!r} is no host")
 
 
 def _numbers(ranges: str) -> Iterator[str]:

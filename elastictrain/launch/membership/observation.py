@@ -196,14 +196,6 @@ def unconnected_pairs(ready: Sequence[HostRecord], cluster: ClusterState) -> lis
     ]
 
 
-def settles_s(ready: Sequence[HostRecord], cluster: ClusterState, options: LaunchGroup, *, since_s: float) -> float:
-    """From when on a missing connection counts: what each host receives must have been the same for a while.
-    After a network heals, hosts do not hear each other all at the same moment."""
-    observed = [cluster.observed[one.host] for one in ready if one.host in cluster.observed]
-    changes_s = [time_s for one in observed for time_s in (one.hears_since_s, one.since_s)]
-    return max([since_s, cluster.heard_since_s, *changes_s]) + options.lost_s / 2
-
-
 def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[HostRecord]:
     """The largest set of `ready` hosts that are all connected, in their order; of equal ones that of the foremost host.
     The result is the same on every host that calls it."""

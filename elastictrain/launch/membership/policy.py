@@ -129,22 +129,18 @@ def find_cause(ends: Sequence[End]) -> End | None:
 def to_blame(cause: End, ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[str, ...]:
     """The hosts to blame for a failure; none if all failed alike, or they accuse each other."""
     if cause.exit_code in _OTHER_HOST:
-        return most_accused(ends, members=members)
+        # The host that more others accuse than any other host; none in a tie.
+        accused: Counter[str] = Counter()
+        for end in ends.values():
+            accused.update({*end.blames, end.lost}.intersection(members) - {end.host})
+        most = max(accused.values(), default=0)
+        hosts = tuple(host for host in members if accused[host] == most > 0)
+        return hosts if len(hosts) == 1 else ()
     alike = [
         host for host, end in ends.items() if end.kind is EndKind.FAILED and _rank(end.exit_code) == _rank(cause.exit_code)
     ]
     hosts = tuple(host for host in members if host in alike)
     return hosts if len(hosts) < len(members) else ()
-
-
-def most_accused(ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[str, ...]:
-    """The host that more others accuse than any other host; none in a tie."""
-    accused: Counter[str] = Counter()
-    for end in ends.values():
-        accused.update({*end.blames, end.lost}.intersection(members) - {end.host})
-    most = max(accused.values(), default=0)
-    hosts = tuple(host for host in members if accused[host] == most > 0)
-    return hosts if len(hosts) == 1 else ()
 
 
 def _rank(exit_code: int) -> int:

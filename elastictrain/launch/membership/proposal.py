@@ -14,7 +14,6 @@ from elastictrain.launch.membership.observation import (
     largest_group,
     may_be_alive,
     quiet_s,
-    settles_s,
     unconnected_pairs,
 )
 from elastictrain.launch.membership.policy import is_network_suspected, judge
@@ -192,7 +191,11 @@ class _GenerationProposal:
         """Wait until it is certain which hosts are connected."""
         cluster, options = self.cluster, self.options
         if len(group) < len(ready) and not 0 < options.max_hosts <= len(group):
-            until_s = settles_s(ready, cluster, options, since_s=self.since_s)
+            # What each host receives must have been the same for a while: after a network heals, hosts do not hear each other
+            # all at the same moment.
+            observed = [cluster.observed[one.host] for one in ready if one.host in cluster.observed]
+            changes_s = [time_s for one in observed for time_s in (one.hears_since_s, one.since_s)]
+            until_s = max([self.since_s, cluster.heard_since_s, *changes_s]) + options.lost_s / 2
             missing = messages.listed(one.name for one in ready if one not in group)
             return Wait(f"all hosts to hear {missing}", until_s) if cluster.now_s < until_s else None
         if self.previous is None or not is_network_suspected(self.previous, cluster.ends):

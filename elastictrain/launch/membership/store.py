@@ -94,12 +94,9 @@ class MembershipStore:
 
     def follows_another(self, number: int) -> bool:
         """Whether generation `number` continues a launch: the one before it was not its last."""
-        if number <= 1:
-            return False
-        try:
-            return not self._parse(number - 1, read_record(self._store, generation_key(number - 1))).terminal
-        except ObjectNotFoundError:
-            return False
+        with suppress(ObjectNotFoundError):
+            return number > 1 and not self._parse(number - 1, read_record(self._store, generation_key(number - 1))).terminal
+        return False
 
     def create(self, generation: Generation) -> bool:
         """Create the generation; False if another host was first."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from elastictrain.launch.membership.records import Generation, HostRecord
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.worker_group import WorkerGroup, WorkerOrder, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.launch.membership.made import record
 from tests.unit.launch.supervised import config
@@ -39,7 +39,7 @@ class Workers:
     failed: dict[int, int] = field(default_factory=dict)
 
     def prepare(self) -> None: ...
-    def start(self, order: WorkerOrder) -> None:
+    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
         self.code = None
         self.started.append(time.monotonic())
 

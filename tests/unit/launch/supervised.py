@@ -1,7 +1,7 @@
 """A supervisor of host `a` with everything around it made up: time passes only while it sleeps."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_lowercase
@@ -30,7 +30,7 @@ from elastictrain.launch.membership.observation import ClusterState, HostObserva
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.worker_group import WorkerGroup, WorkerOrder, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 from tests.unit.launch.membership.made import by_host, record
 
 BEGAN_S = 1_000.0
@@ -137,7 +137,7 @@ class FakeWorkers:
     """They run until they are killed, or are told how they end."""
 
     diary: Diary
-    orders: list[WorkerOrder] = field(default_factory=list)
+    orders: list[tuple[Sequence[str], Sequence[Mapping[str, str]], int]] = field(default_factory=list)
     running: bool = False
     ended: WorkersEnd | None = None
     unforked: str = ""
@@ -146,10 +146,10 @@ class FakeWorkers:
     def prepare(self) -> None:
         self.diary.note("prepare")
 
-    def start(self, order: WorkerOrder) -> None:
+    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
         assert not self.running
         self.diary.note("start")
-        self.orders.append(order)
+        self.orders.append((arguments, environments, store_port))
         self.running, self.ended, self.failed = True, None, {}
 
     def poll(self) -> WorkersEnd | None:

@@ -172,6 +172,16 @@ class TestAskedToLeave:
         assert recorded_ends(host) == [(1, "leaving")]
         assert (host.registry.record.state, host.registry.record.ended) == (HostState.GONE, 1)
 
+    @pytest.mark.parametrize(("hosts", "has_store"), [("a", True), ("ab", True), ("ba", False)])
+    def test_workers_get_the_arguments_and_the_first_host_has_the_store(
+        self, host: SupervisedHost, hosts: str, has_store: bool
+    ) -> None:
+        made = generation(1, hosts)
+        host.run_workers(made)
+        ((arguments, environments, store_port),) = host.workers.orders
+        assert (arguments, store_port) == (("recipe=made_up",), made.master_port if has_store else 0)
+        assert len(environments) == made.members[0].processes
+
     def test_the_note_is_there_before_the_signal(self, host: SupervisedHost, monkeypatch: pytest.MonkeyPatch) -> None:
         noted: list[bool] = []
         monkeypatch.setattr(host.workers, "ask_to_stop", lambda: noted.append((host.folder_of(1) / "stop.json").exists()))
@@ -179,7 +189,7 @@ class TestAskedToLeave:
         host.ask(notice_s=30.0)
         assert host.go(0.5) is None
         assert noted == [True]
-        assert host.workers.orders[0].environments[0]["ELASTICTRAIN_STOP_FILE"] == str(host.folder_of(1) / "stop.json")
+        assert host.workers.orders[0][1][0]["ELASTICTRAIN_STOP_FILE"] == str(host.folder_of(1) / "stop.json")
 
     def test_workers_that_end_in_time_are_not_killed(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))

@@ -4,22 +4,15 @@ import pytest
 
 from elastictrain.identity import Identity, Launcher, read_identity
 from elastictrain.launch.membership.records import Generation, GenerationMember
-from elastictrain.launch.worker_group import WorkerOrder, plan_workers
+from elastictrain.launch.worker_group import plan_workers
 from tests.unit.launch.membership.made import generation
 
 A = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)
 B = GenerationMember("b-1", "b", "10.0.0.2", 4001, 2)
 
 
-def plan(generation: Generation, host: str = "b-1", *, restarted: bool = True) -> WorkerOrder:
-    return plan_workers(
-        generation,
-        host,
-        folder="/tmp/x/generation-7",
-        pid=77,
-        run_arguments=("recipe=llama_tiny", "--config-dir", "my conf"),
-        restarted=restarted,
-    )
+def plan(generation: Generation, host: str = "b-1", *, restarted: bool = True) -> list[dict[str, str]]:
+    return plan_workers(generation, host, folder="/tmp/x/generation-7", pid=77, restarted=restarted)
 
 
 def group(*members: GenerationMember) -> Generation:
@@ -27,11 +20,9 @@ def group(*members: GenerationMember) -> Generation:
 
 
 def test_the_workers_of_the_second_host() -> None:
-    order = plan(group(A, B))
-    assert order.arguments == ("recipe=llama_tiny", "--config-dir", "my conf")
-    assert order.store_port == 0
-    assert len(order.environments) == 2
-    assert order.environments[1] == {
+    environments = plan(group(A, B))
+    assert len(environments) == 2
+    assert environments[1] == {
         "RANK": "9",
         "LOCAL_RANK": "1",
         "ROLE_RANK": "9",
@@ -56,17 +47,14 @@ def test_the_workers_of_the_second_host() -> None:
     }
 
 
-def test_the_first_host_has_the_store_and_the_workers_that_it_says() -> None:
-    order = plan(group(A, B), "a-1")
-    assert order.store_port == 5000
-    assert [environment["RANK"] for environment in order.environments] == [str(rank) for rank in range(8)]
-    assert {environment["MASTER_ADDR"] for environment in order.environments} == {"10.0.0.1"}
+def test_the_first_host_has_the_workers_that_it_says() -> None:
+    environments = plan(group(A, B), "a-1")
+    assert [environment["RANK"] for environment in environments] == [str(rank) for rank in range(8)]
+    assert {environment["MASTER_ADDR"] for environment in environments} == {"10.0.0.1"}
 
 
 def test_a_single_host_needs_no_network() -> None:
-    order = plan(group(B))
-    assert order.store_port == 5000
-    assert [(one["RANK"], one["MASTER_ADDR"], one["MASTER_PORT"]) for one in order.environments] == [
+    assert [(one["RANK"], one["MASTER_ADDR"], one["MASTER_PORT"]) for one in plan(group(B))] == [
         ("0", "127.0.0.1", "5000"),
         ("1", "127.0.0.1", "5000"),
     ]
@@ -74,6 +62,6 @@ def test_a_single_host_needs_no_network() -> None:
 
 @pytest.mark.parametrize("restarted", [True, False])
 def test_workers_know_who_they_are_and_their_launcher(restarted: bool) -> None:
-    identity = read_identity(plan(group(A, B), restarted=restarted).environments[0])
+    identity = read_identity(plan(group(A, B), restarted=restarted)[0])
     launcher = Launcher(77, 7, restarted, "/tmp/x/generation-7")
     assert identity == Identity(8, 10, 0, 2, identity.host, launched=True, launcher=launcher)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastictrain.lease.chain import Chain, LeaseClaim
-from elastictrain.lease.holder import Owner, Waiting
+from elastictrain.lease.holder import Waiting
 from elastictrain.lease.merge import EVENTS, parse_merged
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.fakes import FakeStore
@@ -52,7 +52,7 @@ class Scene:
         self.store.objects[f"launch/hosts/{host}.json"] = json.dumps({"beat": beat, "state": state}).encode()
 
 
-SECOND = Owner("second", "host2", 18)
+SECOND = LeaseClaim(0, "second", "host2", 18)
 
 
 def read_events(store: Store) -> Iterator[bytes]:

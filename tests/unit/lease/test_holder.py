@@ -5,7 +5,7 @@ import pytest
 
 from elastictrain.errors import RunHeldError, StopRequestedError
 from elastictrain.lease.chain import LAUNCHER, STALE_S, Chain, LeaseClaim, is_held
-from elastictrain.lease.holder import Lease, Owner, take, wait_until_free
+from elastictrain.lease.holder import Lease, take, wait_until_free
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.writers import process_name
 from tests.unit.lease.made import SECOND, Scene
@@ -126,7 +126,7 @@ def test_who_is_slower_to_create_meets_the_owner_that_was_faster() -> None:
 
     scene.store.before = race
     with pytest.raises(RunHeldError):
-        take(scene.chain, SECOND, scene.waiting(), on_lost=lambda _: None)
+        take(scene.chain, SECOND, scene.waiting(), writers=(), on_lost=lambda _: None)
 
 
 def test_generations_go_on_from_those_that_had_no_owner() -> None:
@@ -134,13 +134,13 @@ def test_generations_go_on_from_those_that_had_no_owner() -> None:
     scene.store.write("events/000009-bb-r00001.part-00001.jsonl", b"")
     scene.store.write("lineage/000000003-000012-cc.json", b"{}")
     scene.store.write("events/notes.txt", b"")
-    lease = take(scene.chain, SECOND, scene.waiting(), on_lost=lambda _: None)
+    lease = take(scene.chain, SECOND, scene.waiting(), writers=(), on_lost=lambda _: None)
     lease.close(give_back=True)
     assert lease.number == 13
     # From then on nothing but the chain is asked.
     listed: list[str] = []
     scene.store.before = lambda operation, key: listed.append(key) if operation == "list" else None
-    lease = take(scene.chain, SECOND, scene.waiting(), on_lost=lambda _: None)
+    lease = take(scene.chain, SECOND, scene.waiting(), writers=(), on_lost=lambda _: None)
     lease.close(give_back=True)
     assert (lease.number, listed) == (14, [])
 
@@ -157,10 +157,9 @@ def held(scene: Scene, lost: list[str], done: threading.Event) -> Lease:
         lost.append(sentence)
         done.set()
 
-    owner = Owner("first", "host1", 17)
     claim = LeaseClaim(1, "first", "host1", 17, ("first",))
     assert scene.chain.create(claim)
-    lease = Lease(scene.chain, owner, claim, on_lost=on_lost, beat_s=0.01)
+    lease = Lease(scene.chain, claim, writers=(), on_lost=on_lost, beat_s=0.01)
     lease.start()
     return lease
 
@@ -174,11 +173,11 @@ def test_an_owner_shows_that_it_lives_and_gives_back_what_it_held() -> None:
         if (signs := scene.chain.signs(claim)) and signs["first"].beat >= 3:
             break
         waited.wait(0.01)
-    assert not signs["first"].gone
+    assert signs["first"].state == "busy"
     # Another start by the same owner takes nothing away.
     scene.hold("first", number=2, beat=9)
     lease.close(give_back=True)
-    assert (scene.chain.signs(claim)["first"].gone, lost) == (True, [])
+    assert (scene.chain.signs(claim)["first"].state, lost) == ("gone", [])
 
 
 def test_an_owner_that_was_replaced_learns_of_it_and_shows_no_more_signs() -> None:

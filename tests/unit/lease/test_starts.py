@@ -1,10 +1,10 @@
 import pytest
 
 from elastictrain.lease.chain import KEPT, Chain, LeaseClaim, StartRecord, Starts, newest_record, point_at
-from elastictrain.lease.holder import Owner, take
+from elastictrain.lease.holder import take
 from elastictrain.storage.appendlog import last_part, part_key
 from tests.unit.checkpoint.fakes import FakeStore
-from tests.unit.lease.made import Scene
+from tests.unit.lease.made import SECOND, Scene
 
 
 class Counted(FakeStore):
@@ -31,7 +31,7 @@ def start_once(store: Counted, number: int) -> list[str]:
     scene = Scene(store)
     scene.beat("first", 1, gone=True)
     asked = store.count()
-    lease = take(scene.chain, Owner("second", "host2", 18), scene.waiting(), on_lost=lambda _: None)
+    lease = take(scene.chain, SECOND, scene.waiting(), writers=(), on_lost=lambda _: None)
     lease.close(give_back=True)
     starts = Starts(store)
     assert len(starts.last(lease.number, count=5)) == 5

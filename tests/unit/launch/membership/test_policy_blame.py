@@ -1,7 +1,7 @@
 import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_STOPPED, EXIT_STORAGE, EXIT_TRANSPORT, EXIT_UNFIT, EXIT_USAGE
-from elastictrain.launch.membership.policy import find_cause, most_accused, to_blame
+from elastictrain.launch.membership.policy import find_cause, to_blame
 from elastictrain.launch.membership.records import End, EndKind
 from tests.unit.launch.membership.made import by_host, end
 
@@ -52,10 +52,11 @@ def test_who_only_noticed_is_not_to_blame() -> None:
 
 def test_the_one_that_most_others_accuse_is_to_blame() -> None:
     ends = [failed("a", 71, blames=("b", "c")), end("b", EndKind.LOST, lost="a"), end("c", EndKind.LOST, lost="a")]
-    assert most_accused(by_host(ends), members="abc") == ("a",)
-    assert most_accused(by_host(ends[:2]), members="abc") == ()
+    noticed = failed("c", EXIT_TRANSPORT)
+    assert to_blame(noticed, by_host(ends), members="abc") == ("a",)
+    assert to_blame(noticed, by_host(ends[:2]), members="abc") == ()
 
 
 def test_nobody_accuses_itself_or_strangers() -> None:
     for one in (failed("a", EXIT_TRANSPORT, blames=("a", "z")), end("b", EndKind.LOST, lost="b")):
-        assert most_accused(by_host([one]), members="abc") == ()
+        assert to_blame(failed("a", EXIT_TRANSPORT), by_host([one]), members="abc") == ()
