@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
 from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, point_at
-from elastictrain.lease.holder import Owner, Waiting, take
+from elastictrain.lease.holder import Waiting, take
 from elastictrain.lease.merge import EVENTS, FINISHED_S, merge_finished
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -57,7 +57,7 @@ def measure(store: Store, last: int) -> dict[str, float]:
     waiting = Waiting("stop", store.url, print)
 
     def take_lease() -> None:
-        take(Chain(store), Owner("bench"), waiting, on_lost=print).close(give_back=True)
+        take(Chain(store), LeaseClaim(0, "bench"), waiting, writers=(), on_lost=print).close(give_back=True)
 
     timed("lease", take_lease)
     timed("how the last start ended", PastStarts(store, number=number_of(name)).ended)

@@ -238,11 +238,8 @@ class HostAgent:
 
 
 def _processes(config: RunConfig, place: ClusterPlace) -> int:
-    if config.launch.processes:
-        return config.launch.processes
-    if config.parallel.backend == "gloo":
-        return place.processes or 1
-    return place.processes or count_gpus(os.environ) or 1
+    gpus = 0 if config.parallel.backend == "gloo" else count_gpus(os.environ)
+    return config.launch.processes or place.processes or gpus or 1
 
 
 if __name__ == "__main__":

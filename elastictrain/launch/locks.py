@@ -115,20 +115,16 @@ def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
     # Hosts may share the folder for temporary files, so the name contains the host.
     digest = hashlib.sha256(f"{socket.gethostname()} {run_name(run_dir)}".encode()).hexdigest()[:_DIGITS]
     descriptor = _open_lock(f"launch-{digest}", folder=folder)
+    taken, holder = False, _Holder()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = _read(descriptor).pid or "unknown"
+        taken = True
+    with suppress(MalformedJsonError):
+        holder = parse_record(os.pread(descriptor, _MOST_BYTES, 0), _Holder)
+    if taken:
         os.close(descriptor)
-        raise UsageError(
-            f"another launcher of {run_dir} lives on this host (process {pid}); end it first, or give another run.dir"
-        ) from None
+        who = f"process {holder.pid or 'unknown'}"
+        raise UsageError(f"another launcher of {run_dir} lives on this host ({who}); end it first, or give another run.dir")
     parent = Path(folder or tempfile.gettempdir())
-    return HostLock(descriptor, _read(descriptor).host, parent, f"elastictrain-launch-{digest}-")
-
-
-def _read(descriptor: int) -> _Holder:
-    try:
-        return parse_record(os.pread(descriptor, _MOST_BYTES, 0), _Holder)
-    except MalformedJsonError:
-        return _Holder()
+    return HostLock(descriptor, holder.host, parent, f"elastictrain-launch-{digest}-")

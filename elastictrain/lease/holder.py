@@ -83,9 +83,7 @@ def take(
             break
     if before.owner != draft.owner:
         chain.remove_signs(before)
-    lease = Lease(chain, claim, writers=writers, on_lost=on_lost)
-    lease.start()
-    return lease
+    return Lease(chain, claim, writers=writers, on_lost=on_lost)
 
 
 class Lease:
@@ -109,8 +107,6 @@ class Lease:
         self._beat = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def close(self, *, give_back: bool) -> None:

@@ -35,6 +35,7 @@ FINISHED_S = 24 * 3600.0  # a journal silent for so long has no writer; a saver 
 LARGE_BYTES = 4 << 20  # a journal of this size is not merged
 _JOURNAL = re.compile(rf"({EVENTS}/(\d{{6,}})-\w+-([a-z]\d{{5,}}))(?:\.part-\d+)?\.jsonl")
 _MERGED = re.compile(rf"{EVENTS}/(\d{{6,}})-to-(\d{{6,}})\.part-(\d{{5,}})-({FIRST_RANK}|{OTHERS}|{LAUNCHERS})\.jsonl")
+# Its group is the name that all objects of one launcher's journal share.
 _LAUNCHER = re.compile(rf"({EVENTS}/launcher-[^/]+?)(?:\.part-\d+)?\.jsonl")
 _HEAD_BYTES = 64 << 10
 _GENERATION = re.compile(r"generation-([1-9]\d{0,8})")
@@ -80,22 +81,6 @@ class Merge:
         return f"{EVENTS}/{self.first:06d}-to-{self.last:06d}.part-{part:05d}-{self.writer}.jsonl"
 
 
-def _launcher_log(key: str) -> str | None:
-    """The name that all objects of a launcher's journal share; None for other keys."""
-    match = _LAUNCHER.fullmatch(key)
-    return match[1] if match is not None else None
-
-
-def _parse_journal(info: ObjectInfo, *, launchers: Mapping[str, int]) -> JournalObject | None:
-    """None if this is no journal. `launchers`: the first generation of each launcher's journal."""
-    if (log := _launcher_log(info.key)) is not None:
-        return JournalObject(info, launchers[log], log, LAUNCHERS) if log in launchers else None
-    match = _JOURNAL.fullmatch(info.key)
-    if match is None:
-        return None
-    return JournalObject(info, int(match[2]), match[1], FIRST_RANK if match[3] == FIRST_RANK else OTHERS)
-
-
 def parse_merged(key: str) -> Merged | None:
     """None if this is no merged object of one block."""
     match = _MERGED.fullmatch(key)
@@ -117,8 +102,12 @@ def plan_merges(infos: Iterable[ObjectInfo], *, launchers: Mapping[str, int], ne
     for info in infos:
         if (one := parse_merged(info.key)) is not None:
             merged[_block(one.first), one.writer == LAUNCHERS].append(one)
-        elif (journal := _parse_journal(info, launchers=launchers)) is not None:
-            journals[_block(journal.number), journal.writer == LAUNCHERS].append(journal)
+        elif (match := _LAUNCHER.fullmatch(info.key)) is not None:
+            if (number := launchers.get(match[1])) is not None:
+                journals[_block(number), True].append(JournalObject(info, number, match[1], LAUNCHERS))
+        elif (match := _JOURNAL.fullmatch(info.key)) is not None:
+            number, writer = int(match[2]), FIRST_RANK if match[3] == FIRST_RANK else OTHERS
+            journals[_block(number), False].append(JournalObject(info, number, match[1], writer))
     merges: list[Merge] = []
     for block in sorted(journals):
         finished = all(journal.info.modified <= now_s - FINISHED_S for journal in journals[block])
@@ -241,8 +230,8 @@ def _launchers(store: Store, keys: Iterable[str]) -> dict[str, int]:
     """The first generation of each launcher's journal, from the first object of the journal."""
     heads: dict[str, str] = {}
     for key in sorted(keys, reverse=True):
-        if (log := _launcher_log(key)) is not None:
-            heads[log] = key
+        if (match := _LAUNCHER.fullmatch(key)) is not None:
+            heads[match[1]] = key
     numbers = side_by_side([partial(_first_generation, store, key) for key in heads.values()])
     return {log: number for log, number in zip(heads, numbers, strict=True) if number is not None}
 

@@ -327,9 +327,9 @@ def test_workers_have_what_torchrun_sets(tmp_path: Path) -> None:
     )
     torchruns = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     one_host = replace(generation(1, "a"), members=(GenerationMember("a", "a", "10.0.0.1", 1, 2),))
-    order = plan_workers(one_host, "a", folder="/x", pid=1, run_arguments=(), restarted=False)
+    ours, _ = plan_workers(one_host, "a", folder="/x", pid=1, restarted=False)
     others = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     names = torchruns.keys() - given.keys() - others
-    assert names <= order.environments[0].keys()
+    assert names <= ours.keys()
     same = names - {"RANK", "LOCAL_RANK", "ROLE_RANK", "MASTER_PORT"}
-    assert {name: order.environments[0][name] for name in same} == {name: torchruns[name] for name in same}
+    assert {name: ours[name] for name in same} == {name: torchruns[name] for name in same}

@@ -94,12 +94,20 @@ def _read_step(reader: EnvironmentReader) -> ClusterPlace:
     reader.conclusions.append(f"this is host {order} (SLURM_NODEID), counted from 0")
     _warn_of_idle_hosts(reader, names=names)
     local_tasks, source = _read_local_tasks(reader, num_nodes=len(names), order=order)
-    is_idle = _read_local_id(reader, local_tasks=local_tasks) > 0
-    if is_idle:
+    local_id = reader.whole("SLURM_LOCALID")
+    if local_id is not None:
+        if local_id >= local_tasks:
+            reader.require("SLURM_LOCALID", f"< {local_tasks}, the tasks of this host,")
+        rank, total = reader.whole("SLURM_PROCID"), reader.whole(*_NUM_TASKS, least=1)
+        if rank is not None and total is not None and rank >= total:
+            reader.require("SLURM_PROCID", f"< {total}, the tasks of {reader.first(*_NUM_TASKS)},")
+    elif local_tasks > 1 and not reader.first("SLURM_LOCALID"):
+        reader.require("SLURM_LOCALID", f"set where {local_tasks} tasks are on a host")
+    if local_id:
         reader.conclusions.append("the task with SLURM_LOCALID=0 launches; this one waits for its end")
     return ClusterPlace(
         "slurm",
-        role="idle" if is_idle else "launcher",
+        role="idle" if local_id else "launcher",
         order=order or 0,
         num_hosts=len(names),
         processes=_count_workers(reader, local_tasks, source),
@@ -141,20 +149,6 @@ def _read_local_tasks(reader: EnvironmentReader, *, num_nodes: int, order: int |
         reader.require(name, f"numbers of tasks for each of {num_nodes} hosts")
         return 1, ""
     return counts[order], reader.show(name)
-
-
-def _read_local_id(reader: EnvironmentReader, *, local_tasks: int) -> int:
-    local_id = reader.whole("SLURM_LOCALID")
-    if local_id is None:
-        if local_tasks > 1 and not reader.first("SLURM_LOCALID"):
-            reader.require("SLURM_LOCALID", f"set where {local_tasks} tasks are on a host")
-        return 0
-    if local_id >= local_tasks:
-        reader.require("SLURM_LOCALID", f"< {local_tasks}, the tasks of this host,")
-    rank, total = reader.whole("SLURM_PROCID"), reader.whole(*_NUM_TASKS, least=1)
-    if rank is not None and total is not None and rank >= total:
-        reader.require("SLURM_PROCID", f"< {total}, the tasks of {reader.first(*_NUM_TASKS)},")
-    return local_id
 
 
 def _warn_of_idle_hosts(reader: EnvironmentReader, *, names: tuple[str, ...]) -> None:

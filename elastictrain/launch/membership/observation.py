@@ -154,22 +154,6 @@ def missing_member(cluster: ClusterState, running: Generation, options: LaunchGr
     return None
 
 
-def abandoned_since_s(cluster: ClusterState, newest: Generation, options: LaunchGroup) -> float | None:
-    """Since when no member can run this generation any more, in the eyes of another host; None if one may."""
-    since_s = cluster.newest_since_s
-    for member in newest.members:
-        observed = cluster.observed.get(member.host)
-        if member.host == cluster.me.host:
-            return None
-        if observed is not None and observed.record.state in (HostState.GONE, HostState.UNFIT):
-            continue
-        last_s = cluster.newest_since_s if observed is None else observed.changed_s
-        if cluster.read_s - last_s <= takeover_s(options):
-            return None
-        since_s = max(since_s, last_s + takeover_s(options))
-    return since_s
-
-
 def connections(cluster: ClusterState) -> Mapping[str, frozenset[str]]:
     """Whose heartbeats each host receives, as far as is known here."""
     return {cluster.me.host: cluster.heard, **{host: frozenset(one.record.hears) for host, one in cluster.observed.items()}}

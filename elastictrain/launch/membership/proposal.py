@@ -9,11 +9,11 @@ from elastictrain.launch.membership import messages
 from elastictrain.launch.membership.observation import (
     ClusterState,
     HostObservation,
-    abandoned_since_s,
     is_alive,
     largest_group,
     may_be_alive,
     quiet_s,
+    takeover_s,
     unconnected_pairs,
 )
 from elastictrain.launch.membership.policy import is_network_suspected, judge
@@ -58,7 +58,19 @@ def _ended_since_s(cluster: ClusterState, newest: Generation, options: LaunchGro
     first_s = min((one.since_s for one in ended), default=cluster.read_s)
     if cluster.read_s - first_s > options.lost_s:
         return first_s
-    return abandoned_since_s(cluster, newest, options)
+    # Since when no member can run it any more, in the eyes of another host.
+    since_s = cluster.newest_since_s
+    for member in newest.members:
+        observed = cluster.observed.get(member.host)
+        if member.host == cluster.me.host:
+            return None
+        if observed is not None and observed.record.state in (HostState.GONE, HostState.UNFIT):
+            continue
+        last_s = cluster.newest_since_s if observed is None else observed.changed_s
+        if cluster.read_s - last_s <= takeover_s(options):
+            return None
+        since_s = max(since_s, last_s + takeover_s(options))
+    return since_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,9 +159,7 @@ def held(scene: Scene, lost: list[str], done: threading.Event) -> Lease:
 
     claim = LeaseClaim(1, "first", "host1", 17, ("first",))
     assert scene.chain.create(claim)
-    lease = Lease(scene.chain, claim, writers=(), on_lost=on_lost, beat_s=0.01)
-    lease.start()
-    return lease
+    return Lease(scene.chain, claim, writers=(), on_lost=on_lost, beat_s=0.01)
 
 
 def test_an_owner_shows_that_it_lives_and_gives_back_what_it_held() -> None:
