@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, TypeVar
 
 from elastictrain.net.channel import PROOF_BYTES, Channel, ChannelError, Handshake, Secret
@@ -101,38 +101,32 @@ class _Pending:
     received: bytearray = field(default_factory=bytearray)
 
 
+@dataclass(eq=False)
 class ChannelServer:
     """Serves authenticated connections until `close`. Before the first `set_secret` it keeps proofs undecided."""
 
-    def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        *,
-        handshake: Handshake,
-        serve: Callable[[Channel], None],
-        connections: int = CONNECTIONS,
-        place_s: float,
-        limits: PendingLimits | None = None,
-        name: str,
-    ) -> None:
-        """`serve` runs in a thread per connection; a ChannelError ends it quietly. `place_s`: longest wait for a free place."""
-        self._listeners = tuple(listeners)
-        self._handshake = handshake
-        self._serve_one = serve
-        self._places = threading.Semaphore(connections)
-        self._place_s = place_s
-        self._name = name
+    listeners: Sequence[socket.socket]
+    _: KW_ONLY
+    handshake: Handshake
+    serve: Callable[[Channel], None]  # runs in a thread per connection; a ChannelError ends it quietly
+    connections: int = CONNECTIONS
+    place_s: float  # longest wait for a free place
+    limits: PendingLimits = field(default_factory=PendingLimits)
+    name: str
+
+    def __post_init__(self) -> None:
+        self._places = threading.Semaphore(self.connections)
         self._secret: Secret | None = None
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
-        self._pending: PendingConnections[_Pending] = PendingConnections(limits or PendingLimits())
+        self._pending: PendingConnections[_Pending] = PendingConnections(self.limits)
         self._complete: set[_Pending] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Event()
         self._told_full = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        for listener in self._listeners:
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        for listener in self.listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -160,7 +154,7 @@ class ChannelServer:
         if not listening:
             while (one := self._pending.give_up_oldest()) is not None:
                 one.socket.close()
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener.close()
             if self._wake_reader >= 0:
                 self._selector.close()
@@ -218,7 +212,7 @@ class ChannelServer:
                 return
             self._told_full = False
             connection.setblocking(False)
-            one = _Pending(connection, str(place[0]), self._handshake.greeting())
+            one = _Pending(connection, str(place[0]), self.handshake.greeting())
             if (given_up := self._pending.add(one, address=one.address, now_s=time.monotonic())) is not None:
                 self._drop(given_up)
             try:
@@ -258,7 +252,7 @@ class ChannelServer:
             self._complete.add(one)
 
     def _judge(self, one: _Pending, secret: Secret) -> None:
-        answer = self._handshake.prove(secret, greeting=one.greeting, received=bytes(one.received))
+        answer = self.handshake.prove(secret, greeting=one.greeting, received=bytes(one.received))
         if answer is None:
             logger.debug("a connection from %s is closed: it does not have the token", one.address)
             self._drop(one)
@@ -275,17 +269,17 @@ class ChannelServer:
         try:
             one.socket.sendall(answer)
             one.socket.setblocking(True)
-            threading.Thread(target=self._serve, args=(channel, one.address), name=self._name, daemon=True).start()
+            threading.Thread(target=self._serve, args=(channel, one.address), name=self.name, daemon=True).start()
         except (OSError, RuntimeError) as error:
             # The client hung up, or this process cannot start more threads.
             logger.debug("a connection from %s ended: %s", one.address, error)
             self._forget(channel)
 
     def _serve(self, channel: Channel, address: str) -> None:
-        placed = self._places.acquire(timeout=self._place_s)
+        placed = self._places.acquire(timeout=self.place_s)
         try:
             if placed and not self._closing.is_set():
-                self._serve_one(channel)
+                self.serve(channel)
         except ChannelError as error:
             logger.debug("a connection from %s ended: %s", address, error)
         except Exception:

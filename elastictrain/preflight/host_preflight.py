@@ -57,11 +57,6 @@ class HostLayout:
     def leads_host(self) -> bool:
         return self.local_rank == 0
 
-    @property
-    def leads_group(self) -> bool:
-        """Whether this rank gathers the reports of all hosts."""
-        return self.leads_host and self.node_rank == 0
-
 
 def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, rendezvous: str | None) -> HostLayout:
     """`ranks`: host and local world size of each rank, those of a host in a row, as torchrun numbers them."""
@@ -210,11 +205,11 @@ class HostPreflight:
                 label=self.layout.host,
             )
             # The first host reports on links; another host only if it had to leave the link checks early.
-            found += [] if self.layout.leads_group else links.verdicts
+            found += [] if self.layout.node_rank == 0 else links.verdicts
             likeness = describe(self.packages, config=self.config)
             report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas)
             put_record(self.exchange, f"word/{self.layout.node_rank}", report)
-        if not self.layout.leads_group:
+        if self.layout.node_rank != 0:
             return plan, None
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
         reports = judge_host_reports(self._words(gone), kinds=kinds, waited_s=self._limit_s)

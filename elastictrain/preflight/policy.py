@@ -42,9 +42,7 @@ def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -
     """Problems of this start that earlier starts had, too, the most frequent first: an interface that flaps looks healthy in a
     single check. `before`: the findings of each earlier start, newest last."""
     earlier = [{(str(row.get("check")), str(row.get("subject"))) for row in rows} for rows in before[-(STARTS - 1) :]]
-    times = {(one.check, one.subject): 1 for one in findings(verdicts)}
-    for key in times:
-        times[key] += sum(key in one for one in earlier)
+    times = {key: 1 + sum(key in one for one in earlier) for key in ((one.check, one.subject) for one in findings(verdicts))}
     counted = sorted(times.items(), key=lambda one: -one[1])
     starts = 1 + len(earlier)
     return [f"{check} of {subject}: {num} of the last {starts} starts" for (check, subject), num in counted if num > 1]

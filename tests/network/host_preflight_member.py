@@ -23,7 +23,7 @@ def main() -> int:
     settings = PreflightGroup(wait_s=20.0, ports=(int(port),))
     own = OwnChecks(level=Level(level), settings=settings, run_dir=run_dir, several_hosts=True, towards=first)
     report = HostPreflight(layout=layout, own=own, exchange=WordFolder(Path(folder))).check()
-    if layout.leads_group:
+    if layout.leads_host and layout.node_rank == 0:
         show(report.verdicts, as_json=True)
     if report.error is None:
         return 0

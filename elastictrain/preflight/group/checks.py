@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -48,29 +48,25 @@ class Request:
     planned: Planned | None = None  # as in `GroupMember`
 
 
+@dataclass(eq=False)
 class GroupChecks:
-    """The checks of one group of ranks, to be run once, right after the group was made. `hosts`: of each rank. `exchange` must
-    be new to this generation. `on_part` receives, in the caller's thread, the part that this rank is about to enter, and may
-    raise to leave. `collectives` and `matmul` are what is measured."""
+    """The checks of one group of ranks, to be run once, right after the group was made."""
 
-    def __init__(
-        self,
-        group: Group,
-        exchange: Exchange,
-        identity: Identity,
-        request: Request,
-        *,
-        hosts: Sequence[str],
-        on_part: Callable[[str], None] = lambda _: None,
-        collectives: Collectives | None = None,
-        matmul: Callable[..., float] = matmul_tflops,
-    ) -> None:
-        self._device, self._nccl = group.device, group.backend == "nccl"
-        self._identity, self._request, self._limits = identity, request, request.settings.limits
-        self._on_part, self._matmul_rate = on_part, matmul
-        self._collectives = collectives or Collectives(identity.rank, identity.world_size, group.device)
-        self._entries = Entries(exchange, identity.rank, identity.world_size, request.grace_s)
-        self._members = strangers(hosts)
+    group: Group
+    exchange: Exchange  # new to this generation
+    identity: Identity
+    request: Request
+    _: KW_ONLY
+    hosts: Sequence[str]  # of each rank
+    on_part: Callable[[str], None] = lambda _: None  # gets, in the caller's thread, the part to enter; may raise to leave
+    collectives: Collectives | None = None  # what is measured, and `matmul`
+    matmul: Callable[..., float] = matmul_tflops
+
+    def __post_init__(self) -> None:
+        identity, self._device, self._nccl = self.identity, self.group.device, self.group.backend == "nccl"
+        self._collectives = self.collectives or Collectives(identity.rank, identity.world_size, self._device)
+        self._entries = Entries(self.exchange, identity.rank, identity.world_size, self.request.grace_s)
+        self._members, self._limits = strangers(self.hosts), self.request.settings.limits
         self._seconds = 0.0
         self._culprits: list[Verdict] = []
         self._point: Point | None = None
@@ -80,7 +76,7 @@ class GroupChecks:
         yes. Returns in bounded time, also if a collective hangs. Raises: TransportError if the exchange cannot be reached."""
         verdicts: list[Verdict] = []
         for check, step in self._steps():
-            off = getattr(self._request.settings.checks, check) == "off"
+            off = getattr(self.request.settings.checks, check) == "off"
             # Also if it is off: without it, no rank knows the others.
             if off and check != "present":
                 continue
@@ -98,12 +94,12 @@ class GroupChecks:
         yield "present", self._present
         for collective in Collective:
             yield "collectives", partial(self._collective, collective)
-        if self._identity.world_size > 1:
+        if self.identity.world_size > 1:
             if self._nccl:
                 yield "nccl_transport", self._transport
             yield "bus_bandwidth", self._bandwidth
         yield "matmul", self._matmul
-        if self._request.full and self._nccl:
+        if self.request.full and self._nccl:
             yield "p2p", self._p2p
 
     def _run(self, check: str, act: Act, *, limit_s: float, part: str = "") -> Attendance | None:
@@ -116,7 +112,7 @@ class GroupChecks:
                 torch.cuda.set_device(self._device)
             return act(at)
 
-        self._on_part(part)
+        self.on_part(part)
         began = time.monotonic()
         self._entries.enter(part)
         word = run_act(on_device, limit_s=limit_s)
@@ -130,7 +126,7 @@ class GroupChecks:
         return None
 
     def _present(self) -> list[Verdict]:
-        identity, device = self._identity, self._device
+        identity, device = self.identity, self._device
         own = GroupMember(
             rank=identity.rank,
             host=self._members[identity.rank].host,
@@ -138,20 +134,20 @@ class GroupChecks:
             pid=os.getpid(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             free_bytes=measurements.free_memory(device, local_world_size=identity.local_world_size),
-            network_gbps=self._request.network_gbps,
-            planned=self._request.planned,
+            network_gbps=self.request.network_gbps,
+            planned=self.request.planned,
         )
-        attendance, num = self._run("present", lambda _: own, limit_s=self._request.present_s), self._identity.world_size
+        attendance, num = self._run("present", lambda _: own, limit_s=self.request.present_s), self.identity.world_size
         return [Reporter("present", scope=Scope.GROUP).passed(num, expected=num, unit="ranks")] if attendance else []
 
     def _collective(self, collective: Collective) -> list[Verdict]:
-        act = partial(examine, collective, collectives=self._collectives, full=self._request.full)
+        act = partial(examine, collective, collectives=self._collectives, full=self.request.full)
         attendance = self._run("collectives", act, limit_s=self._limits.collective_s, part=collective)
         return judge.judge_results(collective, attendance.figures(list[WrongResult]), self._members) if attendance else []
 
     def _transport(self) -> list[Verdict]:
         def read(_: Callable[[str], None]) -> NcclChannels:
-            path = log_path(os.environ, host=self._identity.host, pid=os.getpid())
+            path = log_path(os.environ, host=self.identity.host, pid=os.getpid())
             try:
                 return parse_log(Path(path).read_text(errors="replace") if path else "")
             except OSError:
@@ -162,25 +158,25 @@ class GroupChecks:
 
     def _bandwidth(self) -> list[Verdict]:
         cuda, free_bytes = self._device.type == "cuda", min(member.free_bytes for member in self._members)
-        sizes = measurements.sweep_sizes(cuda=cuda, full=self._request.full, free_bytes=free_bytes)
+        sizes = measurements.sweep_sizes(cuda=cuda, full=self.request.full, free_bytes=free_bytes)
         act = partial(measurements.measure_all_reduce, self._collectives, sizes=sizes)
         attendance = self._run("bus_bandwidth", act, limit_s=self._limits.bandwidth_s)
         if attendance is None:
             return []
         self._point = attendance.figures(Point)[0]
-        ratio = self._request.settings.thresholds.bus_ratio
+        ratio = self.request.settings.thresholds.bus_ratio
         return [judge.judge_bandwidth(self._point, self._members, nccl=self._nccl, least_ratio=ratio)]
 
     def _matmul(self) -> list[Verdict]:
         cuda = self._device.type == "cuda"
-        ratio = self._request.settings.thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
+        ratio = self.request.settings.thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
         rates: list[Mapping[int, float]] = []
         for part in ("matmul", "matmul, second time"):
             if rates and not judge.stragglers(rates[0], ratio=ratio):
                 break
             attendance = self._run(
                 "matmul",
-                lambda _: self._matmul_rate(self._device, budget_s=_MATMUL_BUDGET_S),
+                lambda _: self.matmul(self._device, budget_s=_MATMUL_BUDGET_S),
                 limit_s=self._limits.matmul_s,
                 part=part,
             )
@@ -190,10 +186,7 @@ class GroupChecks:
         return judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
 
     def _p2p(self) -> list[Verdict]:
-        local = neighbours(self._members, host=self._members[self._identity.rank].host)
-
-        def act(_: Callable[[str], None]) -> list[Reach]:
-            return measurements.measure_pairs(self._collectives, neighbours=local)
-
-        attendance = self._run("p2p", act, limit_s=_P2P_S)
+        local = neighbours(self._members, host=self._members[self.identity.rank].host)
+        measure = partial(measurements.measure_pairs, self._collectives, neighbours=local)
+        attendance = self._run("p2p", lambda _: measure(), limit_s=_P2P_S)
         return judge.judge_pairs(attendance.figures(list[Reach]), self._members) if attendance else []

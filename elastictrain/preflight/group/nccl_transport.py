@@ -26,10 +26,6 @@ class NcclChannels:
     direct: bool | None = None  # all network channels reach GPU memory without host memory (GDRDMA); None without any
     local: tuple[str, ...] = ()  # "P2P", "SHM"
 
-    @property
-    def known(self) -> bool:
-        return bool(self.networks or self.local)
-
 
 def debug_variables(path: str, *, present: Mapping[str, str]) -> dict[str, str]:
     """Variables that make NCCL log to a file instead of the terminal, to set before it starts; `path` should contain `%h` and
@@ -74,7 +70,7 @@ def kinds(networks: Iterable[str]) -> set[str]:
 def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupMember]) -> list[Verdict]:
     """One verdict for each host that differs from its plan, else one for all."""
     report = Reporter("nccl_transport", scope=Scope.GROUP)
-    known = [one for one in chosen.values() if one.known]
+    known = [one for one in chosen.values() if one.networks or one.local]
     if not known:
         remedy = "unset NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE: they are set for this where nobody has set them"
         return [report.skipped("unknown", remedy=remedy)]

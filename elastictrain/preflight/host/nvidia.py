@@ -111,9 +111,7 @@ def _elements(text: str) -> Iterator[ET.Element]:
 
 
 def _gpu(index: int, element: ET.Element) -> Gpu:
-    def text(path: str) -> str | None:
-        return element.findtext(path)
-
+    text = element.findtext
     remap_pending = truth(text("remapped_rows/remapped_row_pending"))
     if remap_pending is None:
         # GPUs before Ampere retire pages instead of remapping rows.

@@ -141,26 +141,20 @@ class LinkSession:
         if not order.concerns(self._place):
             return
         put_record(self.exchange, f"links/taken/{self._num_orders}/{self._place}", True)
-        probes = [self._probe(target) for source, target in order.links if source == self._place]
+        hosts, token = self._roster.hosts, bytes.fromhex(self._roster.token)
+        targets = [target for source, target in order.links if source == self._place]
+        for target in targets:
+            link = (self._place, target)
+            probe = PeerProbe(hosts[self._place], hosts[target], link, token=token, options=self.options, wall=self.wall)
+            # One per target: it knows which port of the other host is open.
+            self._probes.setdefault(target, probe)
+        probes = [self._probes[target] for target in targets]
         if order.measure:
             found = LinkFindings((), tuple(flow for probe in probes for flow in probe.flows()))
         else:
             with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="link-contact") as threads:
                 found = LinkFindings(tuple(threads.map(PeerProbe.contact, probes)), ())
         put_record(self.exchange, f"links/found/{self._num_orders}/{self._place}", found)
-
-    def _probe(self, target: int) -> PeerProbe:
-        """One probe per target: it knows which port of the other host is open."""
-        if target not in self._probes:
-            self._probes[target] = PeerProbe(
-                self._roster.hosts[self._place],
-                self._roster.hosts[target],
-                link=(self._place, target),
-                token=bytes.fromhex(self._roster.token),
-                options=self.options,
-                wall=self.wall,
-            )
-        return self._probes[target]
 
     def _lead(self) -> list[Verdict]:
         """As the first host: give the orders, gather the reports, and judge them."""

@@ -99,10 +99,23 @@ def _pins(facts: Facts) -> Iterator[Verdict]:
             continue
         undo = setting.undo(variable)
         remedy = f"{undo}  # or set {variable}={sign}{chosen.name}" if chosen else undo
-        pinned, problems = _nccl_pin(facts, setting.value) if variable == NCCL_INTERFACE else _gloo_pin(facts, setting.value)
+        if variable == NCCL_INTERFACE:
+            # The first one, in the order of the interfaces, is for bootstrap.
+            pattern = NcclPattern.parse(setting.value)
+            pinned = [one for one in facts.interfaces if pattern.matches(one.name) and one.can_carry]
+            missing = pattern.without_match([one.name for one in facts.interfaces])
+            problem = "" if pinned else "no interface that is running and has an address is among them"
+        else:
+            # gloo takes whole names in a comma list, ignores a last empty one, and takes none if one of them is wrong.
+            named = {name: facts.interface(name) for name in setting.value.removesuffix(",").split(",")}
+            missing = [repr(name) for name, one in named.items() if one is None]
+            silent = [name for name, one in named.items() if one is not None and not one.addresses]
+            pinned = [] if missing or silent else [one for one in named.values() if one is not None]
+            problem = f"{', '.join(silent)} has no address" if silent else ""
+        problem = f"there is no {', '.join(missing)}" if missing else problem
         said = f"{variable}={setting.value} (set in {setting.origin})"
         expected = chosen.name if chosen else None
-        for problem in problems:
+        if problem:
             yield _interface(facts.host, Status.FAIL, f"{said}: {problem}", expected, remedy)
         # A single host can use any interface.
         if not pinned or facts.alone:
@@ -115,27 +128,6 @@ def _pins(facts: Facts) -> Iterator[Verdict]:
             # Another interface than the kernel's can be right: a second network only for training.
             measured = f"{said}: {pinned[0].name} comes first, but the kernel reaches the others through {chosen.name}"
             yield _interface(facts.host, Status.WARN, measured, chosen.name, remedy)
-
-
-def _nccl_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
-    """What NCCL takes for the setting, in its order (the first for bootstrap), and what is wrong with the names."""
-    pattern = NcclPattern.parse(value)
-    pinned = [one for one in facts.interfaces if pattern.matches(one.name) and one.can_carry]
-    missing = pattern.without_match([one.name for one in facts.interfaces])
-    problems = [f"there is no {', '.join(missing)}"] if missing else []
-    if not pinned and not missing:
-        problems = ["no interface that is running and has an address is among them"]
-    return pinned, problems
-
-
-def _gloo_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
-    """What gloo takes for the setting: whole names in a comma list, a last empty one ignored; none if one name is wrong."""
-    named = {name: facts.interface(name) for name in value.removesuffix(",").split(",")}
-    missing = [repr(name) for name, one in named.items() if one is None]
-    silent = [name for name, one in named.items() if one is not None and not one.addresses]
-    if missing or silent:
-        return [], [f"there is no {', '.join(missing)}" if missing else f"{', '.join(silent)} has no address"]
-    return [one for one in named.values() if one is not None], []
 
 
 def judge_infiniband(facts: Facts) -> list[Verdict]:

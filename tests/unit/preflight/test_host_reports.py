@@ -12,22 +12,20 @@ from tests.unit.preflight.table import Table
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "node_rank", "host", "acts", "leads"),
+    ("rank", "local_rank", "node_rank", "host", "acts"),
     [
-        (0, 0, 0, "a", True, True),
-        (1, 1, 0, "a", False, False),
-        (2, 0, 1, "b", True, False),
-        (3, 0, 2, "c", True, False),
-        (5, 2, 2, "c", False, False),
+        (0, 0, 0, "a", True),
+        (1, 1, 0, "a", False),
+        (2, 0, 1, "b", True),
+        (3, 0, 2, "c", True),
+        (5, 2, 2, "c", False),
     ],
 )
-def test_hosts_may_have_different_numbers_of_ranks(
-    rank: int, local_rank: int, node_rank: int, host: str, acts: bool, leads: bool
-) -> None:
+def test_hosts_may_have_different_numbers_of_ranks(rank: int, local_rank: int, node_rank: int, host: str, acts: bool) -> None:
     ranks = [("a", 2), ("a", 2), ("b", 1), ("c", 3), ("c", 3), ("c", 3)]
     layout = find_layout(ranks, rank=rank, local_rank=local_rank, rendezvous="a")
     assert layout.hosts == ("a", "b", "c")
-    assert (layout.node_rank, layout.host, layout.leads_host, layout.leads_group) == (node_rank, host, acts, leads)
+    assert (layout.node_rank, layout.host, layout.leads_host) == (node_rank, host, acts)
     assert layout.local_world_size == ranks[rank][1]
     assert layout.hosts_of_ranks == ("a", "a", "b", "c", "c", "c")
 
