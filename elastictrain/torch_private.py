@@ -24,12 +24,11 @@ COMPILER = "torch._dynamo"  # the module that torch compiles with; the first opt
 @dataclass(frozen=True, slots=True)
 class PrivateName:
     """`name` may have dots: an attribute of an attribute. `parameters`: its first ones, by name; None if they cannot be
-    inspected (C++) or do not matter. `exact`: whether it takes no others; for functions that are overridden."""
+    inspected (C++) or do not matter."""
 
     module: str
     name: str
     parameters: tuple[str, ...] | None = None
-    exact: bool = False
 
     def find(self) -> Any:  # whatever torch has there
         """The callable; None if it does not exist."""
@@ -52,7 +51,7 @@ class PrivateName:
             takes = list(inspect.signature(found).parameters)
         except (TypeError, ValueError):
             return f"{_torch()}: {full_name} does not say what it takes"
-        if takes[: None if self.exact else len(self.parameters)] == list(self.parameters):
+        if takes[: len(self.parameters)] == list(self.parameters):
             return None
         return f"{_torch()}: {full_name} takes ({', '.join(takes)}), not ({', '.join(self.parameters)})"
 
@@ -103,17 +102,17 @@ def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sizes), tuple(offsets)
 
 
-def read_flight_recorders() -> tuple[str, ...]:
-    """The trace of each recorder of collectives in this build of torch, NCCL's first."""
+def flight_recorder() -> str | None:
+    """The last collectives of this rank as JSON, NCCL's first; None if no recorder of this build has any."""
     import torch
 
-    found = []
     for name in (_NCCL_FLIGHT_RECORDER, FLIGHT_RECORDER[0].name):
         dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None:
-            trace = dump()
-            found.append(trace.decode() if isinstance(trace, bytes) else str(trace))
-    return tuple(found)
+        trace = dump() if dump is not None else ""
+        text = trace.decode() if isinstance(trace, bytes) else str(trace)
+        if '"entries"' in text:
+            return text
+    return None
 
 
 def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None]) -> tuple[str, ...]:

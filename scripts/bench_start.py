@@ -60,7 +60,7 @@ def measure(store: Store, last: int) -> dict[str, float]:
         take(Chain(store), LeaseClaim(0, "bench"), waiting, writers=(), on_lost=print).close(give_back=True)
 
     timed("lease", take_lease)
-    timed("how the last start ended", PastStarts(store, number=number_of(name)).ended)
+    timed("how the last start ended", PastStarts(store, number=number_of(name)).exit_codes)
     timed("findings of earlier starts", PastStarts(store, number=number_of(name)).findings)
     timed("whose snapshots", lambda: Starts(store).known([f"{last:06d}-aa"]))
     timed("lineage", lambda: Lineage(store).has(f"{last:06d}-aa", last))

@@ -53,8 +53,11 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             action = "help"
             if rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
                 topic = rest.pop(0)
+        elif option in _HYDRA_OPTIONS:
+            wrong.append(f"{option} is not offered: {_HYDRA_OPTIONS[option]}")
         elif option not in OPTIONS:
-            wrong.append(_unknown_option(argument))
+            as_key = f": keys are given without dashes, {argument.lstrip('-')}"
+            wrong.append(f"unknown option {argument}{as_key if equals else suggest_choice(option, choices=OPTIONS)}")
         elif not equals and (not rest or rest[0].startswith("--")):
             wrong.append(f"{option} needs a value: {option} {'DIR' if option == '--config-dir' else 'job'}")
         else:
@@ -68,15 +71,6 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     if wrong:
         raise UsageError("; ".join(wrong) + _EXPLAINED)
     return CommandLine(tuple(overrides), tuple(config_dirs), action, topic)
-
-
-def _unknown_option(argument: str) -> str:
-    option, equals, _ = argument.partition("=")
-    if option in _HYDRA_OPTIONS:
-        return f"{option} is not offered: {_HYDRA_OPTIONS[option]}"
-    if equals:
-        return f"unknown option {argument}: keys are given without dashes, {argument.lstrip('-')}"
-    return f"unknown option {option}{suggest_choice(option, choices=OPTIONS)}"
 
 
 def parse_overrides(

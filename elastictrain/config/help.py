@@ -49,9 +49,18 @@ def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> s
     declared = task_keys(target) if isinstance(target, str) else []
     own = [key for group, cls in DATACLASSES.items() for key in keys_of(cls, path=group)]
     keys = (*own, _TARGET, *(declared or [_MODEL]))
-    if line.topic:
-        return _explain_topic(line.topic, keys=keys, choices=choices, width=width)
     recipes = _choices(choices, "recipe", width)
+    if line.topic == "recipe":
+        return f"Recipes:\n{recipes}"
+    if line.topic in GROUPS:
+        explained = _explain_group(line.topic, keys=keys, width=width)
+        return f"{explained}\n\nChoices of {line.topic}:\n{_choices(choices, line.topic, width)}"
+    if line.topic:
+        found = [_explain_key(key, width) for key in keys if key.path == line.topic]
+        if not found:
+            suggestion = suggest_choice(line.topic, choices=[*GROUPS, "recipe", *(key.path for key in keys)])
+            raise UsageError(f"--help must be followed by a group or a key, but {line.topic} is none{suggestion}")
+        return "\n".join(found)
     usage = f"{purpose}\n\nUsage: {program} recipe=NAME [KEY=VALUE ...]\n\n{_OPTIONS}"
     names = (*GROUPS, *sorted(set(choices) - {*GROUPS, "recipe"}))
     groups = "\n".join(_row(name, ", ".join(sorted(choices.get(name, {}))) or "(none)", width) for name in names)
@@ -74,18 +83,6 @@ def first_comment(file: Path) -> str:
         if line.startswith("#") and text and not text.startswith("@"):
             return text
     return ""
-
-
-def _explain_topic(topic: str, *, keys: Sequence[Key], choices: Choices, width: int) -> str:
-    if topic == "recipe":
-        return f"Recipes:\n{_choices(choices, 'recipe', width)}"
-    if topic in GROUPS:
-        return f"{_explain_group(topic, keys=keys, width=width)}\n\nChoices of {topic}:\n{_choices(choices, topic, width)}"
-    found = [key for key in keys if key.path == topic]
-    if not found:
-        suggestion = suggest_choice(topic, choices=[*GROUPS, "recipe", *(key.path for key in keys)])
-        raise UsageError(f"--help must be followed by a group or a key, but {topic} is none{suggestion}")
-    return "\n".join(_explain_key(key, width) for key in found)
 
 
 def _explain_group(group: str, *, keys: Sequence[Key], width: int) -> str:

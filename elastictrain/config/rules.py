@@ -1,12 +1,12 @@
 """Finds impossible combinations of valid keys."""
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from elastictrain.config.composed import LaunchGroup, ParallelGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
@@ -34,9 +34,13 @@ SCOPES = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp
 
 def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Problem]:
     """All impossible combinations. A missing group may be invalid, so no rule about it applies."""
-    rules: Mapping[str, Callable[[Any], Iterator[Problem]]]
-    rules = {"parallel": _check_parallel, "launch": _check_launch}
-    problems = [problem for name, rule in rules.items() if name in groups for problem in rule(groups[name])]
+    problems = [*_check_launch(groups["launch"])] if "launch" in groups else []
+    # A setting that the chosen kind would ignore is refused rather than dropped silently.
+    for name, kinds, default in SCOPES if "parallel" in groups else ():
+        value, kind = getattr(groups["parallel"], name), groups["parallel"].kind
+        if kind not in kinds and value != default:
+            message = f"has no effect with parallel={kind}: leave it out, or choose {' or '.join(kinds)}"
+            problems.append(Problem(f"parallel.{name}", f"is {show(value)}, but {message}"))
     if "fault" in groups and (grace_s := groups["fault"].shutdown_grace_s) >= TORCHRUN_KILL_S:
         message = f"must be < {TORCHRUN_KILL_S:g}, but is {grace_s:g}: torchrun kills its workers after that"
         problems.append(Problem("fault.shutdown_grace_s", message))
@@ -58,15 +62,6 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
             message = f"must be {relation} `{upper}` = {show_number(high)}, but is {show_number(low)}"
             problems.append(Problem(lower, f"{message}: {reason}" if reason else message))
     return problems
-
-
-def _check_parallel(parallel: ParallelGroup) -> Iterator[Problem]:
-    """A setting that the chosen kind would ignore is refused rather than dropped silently."""
-    for name, kinds, default in SCOPES:
-        value = getattr(parallel, name)
-        if parallel.kind not in kinds and value != default:
-            message = f"has no effect with parallel={parallel.kind}: leave it out, or choose {' or '.join(kinds)}"
-            yield Problem(f"parallel.{name}", f"is {show(value)}, but {message}")
 
 
 def _check_launch(launch: LaunchGroup) -> Iterator[Problem]:

@@ -264,21 +264,19 @@ def _pieces(documents: Sequence[Document], *, start: Position) -> Iterator[_Text
     for number in range(start.document, len(documents)):
         document = documents[number]
         while offset < document.size_bytes:
-            data = _read(document, offset=offset)
+            try:
+                with document.path.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read(_PIECE_BYTES)
+                    status = document.path.stat()
+            except OSError as error:
+                raise DataError(f"input {document.path} must be a readable file, but is not: {error.strerror}") from None
+            if (status.st_size, status.st_mtime_ns) != (document.size_bytes, document.modified_ns):
+                message = (
+                    f"input {document.path} changed while it was being read; prepare the data again when it stays as it is"
+                )
+                raise DataError(message)
             text = data[: cut(data, final=offset + len(data) >= document.size_bytes)]
             yield _TextPiece(number, offset, text, ends_document=offset + len(text) == document.size_bytes)
             offset += len(text)
         offset = 0
-
-
-def _read(document: Document, *, offset: int) -> bytes:
-    try:
-        with document.path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(_PIECE_BYTES)
-            status = document.path.stat()
-    except OSError as error:
-        raise DataError(f"input {document.path} must be a readable file, but is not: {error.strerror}") from None
-    if (status.st_size, status.st_mtime_ns) != (document.size_bytes, document.modified_ns):
-        raise DataError(f"input {document.path} changed while it was being read; prepare the data again when it stays as it is")
-    return data

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastictrain.distributed.device import Backend
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
-from elastictrain.torch_private import read_flight_recorders, set_group_timeout
+from elastictrain.torch_private import set_group_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +74,6 @@ def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, 
 def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
     # NCCL's own watchdog ends the process without a readable reason. It comes second: our watchdog is faster.
     return timedelta(seconds=timeout_s + (_NCCL_MARGIN_S if backend == "nccl" else 0.0))
-
-
-def flight_recorder() -> str | None:
-    """The last collectives of this rank as JSON; None if the flight recorder is off or empty."""
-    return next((trace for trace in read_flight_recorders() if '"entries"' in trace), None)
 
 
 def leave(group: Group) -> None:

@@ -13,7 +13,6 @@ from functools import partial
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
-from elastictrain.distributed.group import flight_recorder
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.events import Failure, Stop
 from elastictrain.fault.exits import limit_the_end
@@ -31,6 +30,7 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.liveness.watchdog import Overdue
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
+from elastictrain.torch_private import flight_recorder
 from elastictrain.train.context import StopRequested, TrainContext
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.loop import Loop
@@ -102,9 +102,15 @@ class ExitReport:
             heard = self._last_heard()
             sentence = f"{overdue.reason}{accusation}{describe_heard(heard)}"
             what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
+            stack = ""
             # Another rank was lost, or training had not begun: the stacks of this rank would show nothing new.
-            brief = not overdue.show_stacks
-            self.write(what, heard=heard, stack="" if brief else _all_stacks(), brief=brief)
+            if overdue.show_stacks:
+                # faulthandler writes to a file descriptor only, hence the file.
+                with tempfile.TemporaryFile("w+") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
+                    file.seek(0)
+                    stack = file.read()
+            self.write(what, heard=heard, stack=stack, brief=not overdue.show_stacks)
         finally:
             os._exit(overdue.exit_code)
 
@@ -188,11 +194,3 @@ class ExitReport:
 def _store_trace(store: Store, key: str, trace: str | None) -> None:
     if trace is not None:
         within(_FLIGHT_RECORDER_LIMIT_S, lambda: store.write(key, trace.encode()))
-
-
-def _all_stacks() -> str:
-    # faulthandler writes to a file descriptor only, hence the file.
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()

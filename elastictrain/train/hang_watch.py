@@ -8,7 +8,6 @@ from dataclasses import replace
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
-from elastictrain.distributed.group import flight_recorder
 from elastictrain.events import Hang
 from elastictrain.identity import Identity
 from elastictrain.liveness.diagnosis import Entered, RankStatus, diagnose, last_entered, paragraph
@@ -17,7 +16,7 @@ from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClien
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
 from elastictrain.liveness.watchdog import LostPeer, Others, Overdue, bound_s
 from elastictrain.storage.opening import absolute_url
-from elastictrain.torch_private import follow_compilations
+from elastictrain.torch_private import flight_recorder, follow_compilations
 from elastictrain.train.context import TrainContext
 
 logger = logging.getLogger(__name__)

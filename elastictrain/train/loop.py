@@ -9,7 +9,7 @@ from elastictrain.data.assignment import Share
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
-from elastictrain.errors import StopRequestedError
+from elastictrain.errors import NonFiniteError, StopRequestedError
 from elastictrain.events import Evaluated, Skip, Step
 from elastictrain.fault.reasons import leave_begun
 from elastictrain.train.context import TrainContext
@@ -19,7 +19,7 @@ from elastictrain.train.optimizer import learning_rate
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Reached
 from elastictrain.train.snapshot_saving import Saving
-from elastictrain.train.state import TrainState, check_skips, count_step
+from elastictrain.train.state import TrainState, count_step
 from elastictrain.train.step import PendingStep, SaveReason, StepActions, StepFlags, Stepper, after_step
 
 
@@ -84,7 +84,7 @@ class Loop:
         self.observer.close()
 
     def _train(self) -> None:
-        config, state, saving = self.context.config, self.state, self.saving
+        context, config, state, saving = self.context, self.context.config, self.state, self.saving
         pending: PendingStep | None = None
         # Agreed flags of a step that was finished at once; they take effect after the next step, as after any other.
         deferred = StepFlags()
@@ -105,8 +105,13 @@ class Loop:
                 finished, pending = self._finish(pending), None
                 deferred = StepFlags(finished.stop, finished.save and actions.save is None)
             if step == self._first_step:
-                self._on_first_step()
-                if not actions.leave and self.context.any_stop_reason():
+                # Compilation and other one-time work is over: from now on limits are tight.
+                context.tracker.first_step_done()
+                limit_collectives(self.stepper.wrapped.groups, backend=context.backend, timeout_s=config.fault.step_timeout_s)
+                if context.identity.launcher is not None and context.identity.local_rank == 0:
+                    leave_begun(context.identity.launcher.folder, resumed_step=step - 1)
+                saving.first_step_done()
+                if not actions.leave and context.any_stop_reason():
                     # No step is in flight after the first one, so stop here instead of two steps later.
                     actions = after_step(step, config, stop_agreed=True, save_agreed=False)
             self._follow(step, actions, saved=early)
@@ -162,7 +167,11 @@ class Loop:
                 f"step {step.step}: loss or gradient is not finite, update left out ({counters.skipped_in_a_row} in a row)"
             )
         in_a_row, max_skipped = counters.skipped_in_a_row, config.train.max_skipped
-        check_skips(in_a_row, max_skipped=max_skipped, step=step.step, loss=step.loss)
+        if in_a_row > max_skipped:
+            raise NonFiniteError(
+                f"{in_a_row} steps in a row were not finite, the last is step {step.step} (loss {step.loss}); "
+                f"`train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"
+            )
         self.observer.on_step(step, step_s=step_s, skipped_total=counters.skipped_total)
         # Before the saver counts the step as whole.
         self.comparison.check(step.step)
@@ -170,16 +179,6 @@ class Loop:
         self.saving.on_flags(step.step, result.flags)
         # The last save has served every request from before it began.
         return replace(result.flags, save=result.flags.save and step.step > self._last_save_step)
-
-    def _on_first_step(self) -> None:
-        """Compilation and other one-time work is over: from now on limits are tight."""
-        context = self.context
-        context.tracker.first_step_done()
-        groups, timeout_s = self.stepper.wrapped.groups, context.config.fault.step_timeout_s
-        limit_collectives(groups, backend=context.backend, timeout_s=timeout_s)
-        if context.identity.launcher is not None and context.identity.local_rank == 0:
-            leave_begun(context.identity.launcher.folder, resumed_step=self._first_step - 1)
-        self.saving.first_step_done()
 
     def _follow(self, step: int, actions: StepActions, *, saved: bool) -> None:
         """`saved`: the save of this step is already under way. Raises: StopRequestedError."""

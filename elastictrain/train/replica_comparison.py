@@ -79,20 +79,10 @@ def _row_sums(content: Tensor) -> Tensor:
     return content.view(torch.int64).view(-1, _ROW_WORDS).sum(dim=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """Ranks whose replicas hold different state."""
-
-    wrong: tuple[int, ...] = ()  # ranks that differ from the majority of their replicas
-    disputed: tuple[int, ...] = ()  # ranks whose replicas have no majority, so that each may be wrong
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted((*self.wrong, *self.disputed)))
-
-
-def find_divergence(digests: Sequence[int], *, shards: int) -> Divergence | None:
-    """Compare the digests of all ranks in order; every `shards`-th rank holds the same part. None if all replicas agree."""
+def find_divergence(digests: Sequence[int], *, shards: int) -> tuple[list[int], list[int]]:
+    """Compare the digests of all ranks in order; every `shards`-th rank holds the same part. Returns the wrong ranks, which
+    differ from the majority of their replicas, and the disputed ones, whose replicas have no majority; each of those may be
+    wrong."""
     wrong: list[int] = []
     disputed: list[int] = []
     for first in range(shards):
@@ -104,16 +94,16 @@ def find_divergence(digests: Sequence[int], *, shards: int) -> Divergence | None
             wrong += [rank for rank in ranks if digests[rank] != digest]
         else:
             disputed += ranks
-    return Divergence(tuple(sorted(wrong)), tuple(sorted(disputed))) if wrong or disputed else None
+    return sorted(wrong), sorted(disputed)
 
 
-def describe_divergence(divergence: Divergence, *, step: int, hosts: Sequence[str]) -> str:
+def describe_divergence(wrong: Sequence[int], disputed: Sequence[int], *, step: int, hosts: Sequence[str]) -> str:
     """The message for the user; `hosts` names the host of each rank."""
     causes = []
-    for ranks in filter(None, (divergence.wrong, divergence.disputed)):
+    for ranks in filter(None, (wrong, disputed)):
         named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
         places = " and ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-        if ranks is divergence.wrong:
+        if ranks is wrong:
             verb = "differs" if len(ranks) == 1 else "differ"
             causes.append(f"{named} {verb} from the majority of the replicas: replace {places}")
         else:
@@ -160,17 +150,17 @@ class ReplicaComparison:
         pending = self._pending.pop(step, None)
         if pending is None:
             return
-        divergence = find_divergence(pending.wait().tolist(), shards=self.shape.shards)
-        if divergence is None:
+        wrong, disputed = find_divergence(pending.wait().tolist(), shards=self.shape.shards)
+        if not wrong and not disputed:
             return
-        hosts = self.context.generation.hosts
+        ranks, hosts = tuple(sorted(wrong + disputed)), self.context.generation.hosts
         if self.context.identity.is_log_rank:
             self.context.journal.record(
                 ReplicasDiverged(
                     step=step,
-                    ranks=divergence.ranks,
-                    hosts=tuple(dict.fromkeys(hosts[rank] for rank in divergence.ranks)),
-                    majority=not divergence.disputed,
+                    ranks=ranks,
+                    hosts=tuple(dict.fromkeys(hosts[rank] for rank in ranks)),
+                    majority=not disputed,
                 )
             )
-        raise ReplicasDivergedError(describe_divergence(divergence, step=step, hosts=hosts))
+        raise ReplicasDivergedError(describe_divergence(wrong, disputed, step=step, hosts=hosts))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from elastictrain.checkpoint.manifest import JsonValue, StateCounters
-from elastictrain.errors import NonFiniteError
 from elastictrain.train.optimizer import optimizer_tensors
 
 JsonState = Mapping[str, JsonValue]
@@ -19,15 +18,6 @@ def count_step(counters: StateCounters, *, loss: float, grad_norm: float) -> Sta
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return replace(counters, skipped_in_a_row=0)
     return replace(counters, skipped_in_a_row=counters.skipped_in_a_row + 1, skipped_total=counters.skipped_total + 1)
-
-
-def check_skips(in_a_row: int, *, max_skipped: int, step: int, loss: float) -> None:
-    """Raises: NonFiniteError at one more than `max_skipped` in a row; `step` and its `loss` are the last."""
-    if in_a_row > max_skipped:
-        raise NonFiniteError(
-            f"{in_a_row} steps in a row were not finite, the last is step {step} (loss {loss}); "
-            f"`train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"
-        )
 
 
 @dataclass(slots=True)

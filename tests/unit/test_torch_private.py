@@ -44,7 +44,6 @@ def test_the_installed_torch_has_what_is_used_of_it(name: PrivateName) -> None:
         PrivateName("torch.distributed", "_gone"),
         PrivateName("torch.distributed", "destroy_process_group._gone"),
         PrivateName("torch.distributed", "destroy_process_group", ("other",)),
-        PrivateName("torch.distributed", "barrier", ("group",), exact=True),
     ],
 )
 def test_what_has_changed_is_named(name: PrivateName) -> None:

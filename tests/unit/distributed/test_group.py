@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastictrain.distributed.group import connect, flight_recorder, leave, limit_collectives, make_group
+from elastictrain.distributed.group import connect, leave, limit_collectives, make_group
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
+from elastictrain.torch_private import flight_recorder
 
 ALONE = Identity(0, 1, 0, 1, "here", launched=False)
 

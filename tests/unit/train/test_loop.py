@@ -401,11 +401,14 @@ def test_what_is_not_finite_is_an_event_and_counted() -> None:
     assert world.shown[-1] == (6, 3)
 
 
-def test_too_many_in_a_row_end_the_run_after_they_were_recorded() -> None:
-    world = World(config(steps=100, max_skipped=2), losses=dict.fromkeys(range(3, 100), math.nan))
-    with pytest.raises(NonFiniteError, match="step 5"):
+@pytest.mark.parametrize("max_skipped", [0, 1, 3])
+def test_one_more_in_a_row_than_allowed_ends_the_run_after_they_were_recorded(max_skipped: int) -> None:
+    world = World(config(steps=100, max_skipped=max_skipped), losses=dict.fromkeys(range(3, 100), math.nan))
+    last = 3 + max_skipped
+    message = rf"{max_skipped + 1} steps in a row .* step {last} \(loss nan\); `train.max_skipped` allows {max_skipped}\."
+    with pytest.raises(NonFiniteError, match=message):
         world.train()
-    assert world.of(Step) == [1, 2, 3, 4, 5]
+    assert world.of(Step) == [*range(1, last + 1)]
 
 
 def test_what_a_checkpoint_covers_is_flushed_before_it() -> None:

@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.config.composed import OptimGroup
-from elastictrain.errors import NonFiniteError
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.optimizer import make_optimizer
-from elastictrain.train.state import TrainState, check_skips, count_step
+from elastictrain.train.state import TrainState, count_step
 from tests.unit.train.parts import Points, Squares, wrapped_model
 from tests.unit.train.test_evaluate import context_with
 
@@ -106,14 +105,6 @@ def test_what_is_not_finite_is_counted(loss: float, grad_norm: float) -> None:
 
 def test_a_finite_step_ends_the_row_and_keeps_the_total() -> None:
     assert count_step(StateCounters(0, 3, 5), loss=1.0, grad_norm=0.0) == StateCounters(0, 0, 5)
-
-
-@pytest.mark.parametrize("max_skipped", [0, 1, 3])
-def test_gives_up_at_one_more_than_allowed(max_skipped: int) -> None:
-    check_skips(max_skipped, max_skipped=max_skipped, step=76, loss=math.nan)
-    message = rf"{max_skipped + 1} steps in a row .* step 77 \(loss nan\); `train.max_skipped` allows {max_skipped}\."
-    with pytest.raises(NonFiniteError, match=message):
-        check_skips(max_skipped + 1, max_skipped=max_skipped, step=77, loss=math.nan)
 
 
 @given(st.lists(st.booleans(), max_size=40))
