@@ -105,6 +105,7 @@ class StopListener:
     notice_s: float | None = None  # from a signal to this process's end, if `stop_file` gives no time; None: it is not ended
     stop_file: str | None = None
     wall: Callable[[], float] = time.time  # unix seconds
+    quiet: bool = field(default=False, init=False)  # log no requests: another process of this host does
     request: StopRequest | None = field(default=None, init=False)  # any thread may read it; replaced whole
 
     def __post_init__(self) -> None:
@@ -112,7 +113,6 @@ class StopListener:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._reader, True)
         self._previous_wakeup = -1
-        self._quiet = False
         self._previous_handlers: dict[int, object] = {}
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
 
@@ -135,10 +135,6 @@ class StopListener:
         self._thread.join(timeout=1.0)
         os.close(self._reader)
 
-    def quiet(self) -> None:
-        """Log no requests: another process of this host does."""
-        self._quiet = True
-
     def ask(self, reason: str, *, deadline: float | None = None) -> None:
         """Request a stop by `deadline` (unix seconds); the first reason and the earliest deadline stay."""
         now_s = self.clock()
@@ -148,7 +144,7 @@ class StopListener:
 
     def _adopt(self, request: StopRequest) -> None:
         before, self.request = self.request, request
-        if not self._quiet and is_news(request, before=before):
+        if not self.quiet and is_news(request, before=before):
             left = "" if request.deadline_s is None else f"; {request.deadline_s - self.clock():.0f} s are left"
             logger.warning("asked to stop (%s)%s", request.reason, left)
 

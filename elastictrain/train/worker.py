@@ -35,7 +35,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
     # Never closed: a SIGTERM while this process ends must not change its exit code.
     stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
     if identity.local_rank > 0:
-        stop.quiet()
+        stop.quiet = True
     stop.start()
     if identity.launched and not follow_parent(parent):
         return EXIT_STOPPED

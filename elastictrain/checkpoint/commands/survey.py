@@ -232,19 +232,6 @@ class CheckpointRow(msgspec.Struct, frozen=True, rename={"size_bytes": "bytes", 
     world_size: int | None = None
     signed: bool | None = None
 
-    def cells(self, *, now: float) -> tuple[str, ...]:
-        """The cells of its table row, without the first column."""
-        return (
-            self.name,
-            str(self.step),
-            age_text(now - (self.modified if self.created is None else self.created)),
-            size_text(self.size_bytes),
-            "-" if self.world_size is None else str(self.world_size),
-            str(self.num_files),
-            self.tier,
-            self.state.value + (", signed" if self.signed else "") + (f": {self.reason}" if self.reason else ""),
-        )
-
 
 _HEADER = ("", "name", "step", "age", "size", "world", "files", "tier", "state")
 _FIGURES = ("step", "age", "size", "world", "files")
@@ -268,7 +255,21 @@ def show_checkpoints(
         return EXIT_OK
     lines = [location.url]
     if rows:
-        cells = [(">" if row is chosen else "", *row.cells(now=clock())) for row in rows]
+        now = clock()
+        cells = [
+            (
+                ">" if row is chosen else "",
+                row.name,
+                str(row.step),
+                age_text(now - (row.modified if row.created is None else row.created)),
+                size_text(row.size_bytes),
+                "-" if row.world_size is None else str(row.world_size),
+                str(row.num_files),
+                row.tier,
+                row.state.value + (", signed" if row.signed else "") + (f": {row.reason}" if row.reason else ""),
+            )
+            for row in rows
+        ]
         lines.append(table(_HEADER, cells, right=_FIGURES, indent=""))
     else:
         lines.append("  no checkpoint yet")

@@ -46,13 +46,11 @@ def make_private(folder: str) -> None:
     """Raises: ConfigError if the folder or its parent cannot be made, or is another user's, who could put snapshots there."""
     try:
         make_private_folders(folder)
-    except NameTakenError as error:
-        message = f"cannot be used: {reason_of(error)}; or set another folder"
-        raise ConfigError([Problem("checkpoint.memory_dir", message)]) from error
     except OSError as error:
-        raise ConfigError(
-            [Problem("checkpoint.memory_dir", f"{error.filename or folder} cannot be made: {error.strerror}")]
-        ) from error
+        message = f"{error.filename or folder} cannot be made: {error.strerror}"
+        if isinstance(error, NameTakenError):
+            message = f"cannot be used: {reason_of(error)}; or set another folder"
+        raise ConfigError([Problem("checkpoint.memory_dir", message)]) from error
 
 
 def is_private(folder: str) -> bool:

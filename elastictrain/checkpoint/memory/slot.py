@@ -62,10 +62,6 @@ class SnapshotFacts:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is not below the world size {self.world_size}")
 
-    @property
-    def durable(self) -> bool:
-        return bool(self.reason)
-
 
 def mark(page: memoryview, state: SlotState) -> None:
     """Set the state: one aligned machine word, so that no reader sees half of it."""

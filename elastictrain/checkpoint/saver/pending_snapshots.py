@@ -125,7 +125,7 @@ class IncarnationSaves:
     def is_wanted(self, facts: SnapshotFacts) -> bool:
         """Whether a durable snapshot is new: not waiting, not being saved, and newer than the last saved step."""
         known = facts.rank in self.waiting.get(facts.step, {}) or facts.step in self.handed_over
-        return facts.durable and not known and facts.step > self.saved_step
+        return facts.reason != "" and not known and facts.step > self.saved_step
 
     def arrived(self, leased: LeasedSnapshot) -> tuple[LeasedSnapshot, ...]:
         """Add a durable snapshot; returns all of its step if it is now complete."""

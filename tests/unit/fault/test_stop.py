@@ -207,7 +207,7 @@ def test_a_deadline_that_is_told_again_is_said_once_and_nothing_by_who_is_mute(c
         for deadline in (1142.0, 1141.99, 1141.5):
             listener.ask("reclaimed", deadline=deadline)
         assert ["100 s" in message for message in caplog.messages] == [True]
-        listener.quiet()
+        listener.quiet = True
         listener.ask("reclaimed", deadline=1072.0)
         assert len(caplog.messages) == 1
         assert listener.request is not None

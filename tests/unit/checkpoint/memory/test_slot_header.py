@@ -26,8 +26,8 @@ def page_with(facts: object) -> bytearray:
 
 def test_what_was_written_is_read() -> None:
     assert read_header(page_with(OLD)) == OLD
-    assert OLD.durable
-    assert not NEW.durable
+    assert OLD.reason
+    assert not NEW.reason
 
 
 def test_empty_and_short_pages_hold_nothing() -> None:
