@@ -40,10 +40,6 @@ SHORTENED_S = 10.0  # limit for other hosts once the training group has ended: s
 T = TypeVar("T")
 
 
-def pending_folder(incarnation: str, step: int) -> str:
-    return f"{PENDING}/{incarnation}-{step:09d}"
-
-
 def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:
     """Steps of an incarnation that have a `begin`, oldest first."""
     steps = []
@@ -61,13 +57,6 @@ class CommitAttempt:
 
     folder: str
     attempt: str
-
-
-@dataclass(frozen=True, slots=True)
-class _FailureReason:
-    """Content of `failed`."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +131,7 @@ class CommitProtocol:
         self._incarnation = incarnation
         self._step = step
         self._first_rank = first_rank
-        self._folder = pending_folder(incarnation, step)
+        self._folder = f"{PENDING}/{incarnation}-{step:09d}"
         self.attempt = ""  # name of the attempt that was begun; empty before that
 
     def prepare(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
@@ -199,7 +188,7 @@ class CommitProtocol:
         """Report that this host cannot write its files; storage errors are only logged."""
         try:
             key = f"{self._folder}/failed-{self._first_rank:05d}-{self.attempt}.json"
-            self._store.write(key, encode_record(_FailureReason(reason)))
+            self._store.write(key, encode_record({"reason": reason}))
         except StorageError as error:
             logger.warning("cannot notify the other hosts: %s", error)
 
@@ -269,8 +258,8 @@ class CommitProtocol:
 
     def _reason(self, key: str) -> str:
         try:
-            return parse_record(read_bounded(self._store, key), _FailureReason).reason
-        except (StorageError, MalformedJsonError) as error:
+            return parse_record(read_bounded(self._store, key), dict[str, str])["reason"]
+        except (StorageError, MalformedJsonError, KeyError) as error:
             return f"no reason can be read ({error})"
 
     def _poll(self, look: Callable[[], T | None], deadline: Deadline, *, alike_s: float = 0.0) -> tuple[T | None, float]:

@@ -143,9 +143,7 @@ class IncarnationSaves:
 
     def overtaken(self) -> list[int]:
         """Waiting steps that every rank of this host has passed: they will never be complete."""
-        if len(self.newest) < len(self.host_ranks.ranks):
-            return []
-        oldest = min(self.newest.values())
+        oldest = min(self.newest.get(rank, -1) for rank in self.host_ranks.ranks)
         return sorted(step for step in self.waiting if step < oldest)
 
     def announced(self, step: int) -> None:

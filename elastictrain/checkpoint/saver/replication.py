@@ -104,10 +104,7 @@ class ReplicaService:
 
     def step_took(self, seconds: float) -> None:
         """Report the duration of a training step: replicas must not slow it down."""
-        if self._replicator is not None:
-            self._replicator.step_took(seconds)
-        else:
-            self.pacer.step_took(seconds)
+        (self._replicator or self.pacer).step_took(seconds)
 
     def drop_others(self) -> None:
         if self._server is not None:

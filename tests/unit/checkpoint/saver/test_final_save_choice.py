@@ -7,7 +7,7 @@ from itertools import product
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.memory.folder import Held, SlotName
 from elastictrain.checkpoint.run_folder import still_there
-from elastictrain.checkpoint.saver.commit_protocol import pending_folder
+from elastictrain.checkpoint.saver.commit_protocol import PENDING
 from elastictrain.checkpoint.saver.final_save import (
     ALONE_S,
     SaverClients,
@@ -90,7 +90,7 @@ def test_an_incarnation_that_ended_before_its_first_snapshot_takes_the_one_befor
 def test_one_of_several_hosts_waits_for_the_leader() -> None:
     fake = store()
     assert chosen(fake, SECOND, held(4, 1), held(5, 1), limit_s=5) == []
-    fake.objects[f"{pending_folder('000002-bb', 4)}/begin.json"] = json.dumps({"folder": "x", "attempt": "y"}).encode()
+    fake.objects[f"{PENDING}/000002-bb-000000004/begin.json"] = json.dumps({"folder": "x", "attempt": "y"}).encode()
     assert chosen(fake, SECOND, held(4, 1), held(5, 1), limit_s=5) == [(4, 1, "000002-bb")]
     assert chosen(fake, SECOND, held(4, 1, incarnation="000001-aa"), limit_s=5) == []
 
