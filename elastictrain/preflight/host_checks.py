@@ -34,10 +34,7 @@ _MARGIN_S = 1.0  # longer than a check's own wait, so that the check itself repo
 _TOOLS_LIMIT_S = 45.0
 """Two calls of a vendor's tool, each with its own limit, and some room: a check must outlast the tool that it waits for."""
 
-_LINKS_LIMIT_S = 20.0
 _TRANSPORT_LIMIT_S = 5.0
-_RDMA_LIMIT_S = 2.0
-_COUNTERS_LIMIT_S = 10.0
 
 
 class Once(Generic[T]):
@@ -159,7 +156,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
         Check("throttle", lambda: at.of_used(judge_throttle), _TOOLS_LIMIT_S),
         Check("pcie", lambda: visible.judge_pcie(visible.read_lanes(surroundings, at.used()), host=host), _TOOLS_LIMIT_S),
         Check("nvlink", at.check_nvlink, 2 * _TOOLS_LIMIT_S, quick=False),
-        Check("counters", lambda: counters.check_counters(surroundings, now=time.time()), _COUNTERS_LIMIT_S),
+        Check("counters", lambda: counters.check_counters(surroundings, now=time.time()), 10.0),
     ]
     if asked.transport:
         table.append(Check("interface", lambda: judge_interface(at.transport()), _TRANSPORT_LIMIT_S))
@@ -237,7 +234,7 @@ class HostFacts:
     def check_memlock(self) -> Verdict:
         limit, capabilities = resources.read_limit(resource.RLIMIT_MEMLOCK), self._capabilities()
         # A person's settings may be in a home folder whose server is dead.
-        rdma = within(_RDMA_LIMIT_S, lambda: uses_rdma(self._surroundings)) or False
+        rdma = within(2.0, lambda: uses_rdma(self._surroundings)) or False
         return resources.judge_memlock(limit, capabilities=capabilities, host=self._host, rdma=rdma)
 
     def check_processes(self) -> Verdict:
@@ -267,7 +264,7 @@ class HostFacts:
         if report.vendor is Vendor.AMD:
             found = self._amd()
             return amd.judge_xgmi(found[1] if found is not None else {}, host=self._host)
-        ask = partial(self._surroundings.ask, "nvidia-smi", limit_s=_LINKS_LIMIT_S)
+        ask = partial(self._surroundings.ask, "nvidia-smi", limit_s=20.0)
         used = {gpu.index for gpu in report.gpus}
         return nvlink.judge_nvlink(
             [one for one in nvlink.parse_links(ask("nvlink", "--status")) if one.index in used],

@@ -32,7 +32,6 @@ from elastictrain.preflight.verdict import describe as describe_verdict
 
 logger = logging.getLogger(__name__)
 
-_LOOK_UP_S = 5.0
 _LATE_WORD_S = 2.0
 _READ_S = 2.0
 _FOLLOW_S = 5.0  # the first host may exceed its own limit by this to gather and judge all reports
@@ -181,7 +180,7 @@ class HostPreflight:
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
         look = partial(read_facts, self.surroundings, alone=self._alone)
-        facts = within(_LOOK_UP_S, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
+        facts = within(5.0, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
         here = kinds_here(facts.ports, settings=facts.settings)
         links = LinkReport(()) if self._alone else self._check_links(facts, here)
         leader = self.layout.hosts[0]

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 10**14  # more than any machine has
 _TIGHT = 0.8
-_MOMENTS = 2
 
 
 def check_alone(
@@ -182,7 +181,7 @@ def size_of(model: nn.Module) -> StateSize:
     return StateSize(
         parameters=sum(parameter.nbytes for parameter in parameters),
         gradients=gradients,
-        optimizer=_MOMENTS * gradients,
+        optimizer=2 * gradients,  # both moments
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         largest=max((parameter.nbytes for parameter in parameters), default=0),
     )

@@ -37,7 +37,6 @@ from elastictrain.train.context import TrainContext
 
 logger = logging.getLogger(__name__)
 
-_WIDTH = 120
 _READ_S = 5.0
 _READ_AT_MOST = 64  # logs of the last generation: in a large group those of the first ranks are enough
 _READ_BYTES = 256 << 10  # of each log: its last record gives the phases of all ranks, and a long run's log is long
@@ -182,7 +181,7 @@ class RunPreflight:
         sys.stderr.write(f"preflight ({what}): {summary(verdicts)} in {seconds:.1f} s\n")
         if event.findings:
             colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-            sys.stderr.write(f"{render(verdicts, colour=colour, width=_WIDTH, everything=False)}\n")
+            sys.stderr.write(f"{render(verdicts, colour=colour, width=120, everything=False)}\n")
         sys.stderr.flush()
 
 

@@ -21,10 +21,6 @@ from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_tran
 from elastictrain.preflight.surroundings import Exchange
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
-_P2P_S = 20.0
-_TRANSPORT_S = 5.0
-_MATMUL_BUDGET_S = 0.02
-
 
 @dataclass(frozen=True, slots=True)
 class GroupFindings:
@@ -153,7 +149,7 @@ class GroupChecks:
             except OSError:
                 return NcclChannels()
 
-        attendance = self._run("nccl_transport", read, limit_s=_TRANSPORT_S)
+        attendance = self._run("nccl_transport", read, limit_s=5.0)
         return judge_transport(attendance.figures(NcclChannels), self._members) if attendance else []
 
     def _bandwidth(self) -> list[Verdict]:
@@ -176,7 +172,7 @@ class GroupChecks:
                 break
             attendance = self._run(
                 "matmul",
-                lambda _: self.matmul(self._device, budget_s=_MATMUL_BUDGET_S),
+                lambda _: self.matmul(self._device, budget_s=0.02),
                 limit_s=self._limits.matmul_s,
                 part=part,
             )
@@ -188,5 +184,5 @@ class GroupChecks:
     def _p2p(self) -> list[Verdict]:
         local = neighbours(self._members, host=self._members[self.identity.rank].host)
         measure = partial(measurements.measure_pairs, self._collectives, neighbours=local)
-        attendance = self._run("p2p", lambda _: measure(), limit_s=_P2P_S)
+        attendance = self._run("p2p", lambda _: measure(), limit_s=20.0)
         return judge.judge_pairs(attendance.figures(list[Reach]), self._members) if attendance else []

@@ -12,7 +12,6 @@ from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 
 LIMIT_S = 20.0  # one call; without persistence mode it wakes the GPUs, a second or two per GPU on large hosts
 TOOL = "nvidia-smi"
-_QUERY = (TOOL, "-q", "-x")
 _LIST = (TOOL, "--query-gpu=index,pci.bus_id,uuid,driver_version,name", "--format=csv,noheader")
 """Fields that every driver knows, for when a lost GPU prevents the full answer."""
 
@@ -34,7 +33,7 @@ _SLOWED = {
 
 def read_nvidia(surroundings: Surroundings) -> GpuReport | None:
     """NVIDIA GPUs of this host; None without `nvidia-smi`."""
-    answer = surroundings.tools.run(_QUERY, limit_s=LIMIT_S)
+    answer = surroundings.tools.run((TOOL, "-q", "-x"), limit_s=LIMIT_S)
     if answer is None:
         return None
     report = parse_nvidia(answer)

@@ -20,7 +20,6 @@ from elastictrain.preflight.verdict import Reporter, Verdict
 from elastictrain.storage.local import local_path
 
 SLOW_MS = 2000.0  # six small requests; slower ones delay every event and every commit
-_REAPING_S = 0.5
 
 _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
 
@@ -90,7 +89,7 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
         process.kill()
         # Do not wait longer: the kernel cannot end the process until the file server answers.
         with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_REAPING_S)
+            process.communicate(timeout=0.5)
     for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
         pipe.close()
     return parse_messages(output.decode(errors="replace"), url=url, mount=mount, silent=silent)

@@ -191,7 +191,6 @@ def _either(ours: float, theirs: float) -> float:
     return 1 - (1 - ours) * (1 - (theirs if 0.0 <= theirs <= 1.0 else 0.0))
 
 
-_LARGEST_DATAGRAM = 1 << 16
 _MOST_PINGS = 1000
 
 
@@ -276,7 +275,7 @@ class Responder:
         with datagrams:
             while not self._closing.is_set():
                 try:
-                    data, sender = datagrams.recvfrom(_LARGEST_DATAGRAM)
+                    data, sender = datagrams.recvfrom(1 << 16)
                     answer = None if self._key is None else self._key.answer(data)
                     if answer is not None:
                         datagrams.sendto(answer, sender)

@@ -32,7 +32,6 @@ from elastictrain.preflight.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_BYTES = 32
 _TURN_S = 0.5  # the first host waits this long for one report before it looks for another
 _AT_A_TIME = 16  # peers that one host probes in parallel: dead ones only cost time
 _ALL_PAIRS_UP_TO = 16  # a full check contacts every pair up to this many hosts; above, distances 1, 2, 4, 8 ... along the ring
@@ -115,7 +114,7 @@ class LinkSession:
             hosts=tuple(found[rank] for rank in sorted(found)),
             absent=tuple(rank for rank in range(num_hosts) if rank not in found),
             waited_s=round(time.monotonic() - began, 3),
-            token=secrets.token_hex(_TOKEN_BYTES),
+            token=secrets.token_hex(32),
         )
         put_record(self.exchange, "links/roster", roster)
         return roster

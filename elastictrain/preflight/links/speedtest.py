@@ -17,10 +17,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE |
 MOST_BYTES = 1 << 50
 PORT = 29477  # the listener's default
 LIMIT_S = 600.0  # one transfer takes no longer; 10G at 1 Gbit/s take 86 s
-_CONNECT_S = 5.0
 _ANSWER_S = 5.0
-_STALL_S = 10.0
-_MOST_CONNECTIONS = 4
 
 
 def parse_size(text: str) -> int:
@@ -36,7 +33,7 @@ def parse_size(text: str) -> int:
 
 def listen(address: str, *, port: int = PORT, token: str) -> Responder:
     """The listening side, until it is closed. Raises: HostUnfitError naming address and port."""
-    responder = Responder(address, ports=(port,), connections=_MOST_CONNECTIONS, most_seconds=LIMIT_S, nonce=_key(token).nonce)
+    responder = Responder(address, ports=(port,), connections=4, most_seconds=LIMIT_S, nonce=_key(token).nonce)
     responder.start()
     responder.set_token(token.encode())
     return responder
@@ -49,7 +46,7 @@ def measure_speed(address: str, *, port: int = PORT, token: str, size_bytes: int
 
     def transfer(ask: Callable[..., StreamResult], answer_s: float) -> float:
         try:
-            with connect(address, port, limit_s=_CONNECT_S) as channel:
+            with connect(address, port, limit_s=5.0) as channel:
                 HANDSHAKE.introduce(channel, _key(token).secret, limit_s=_ANSWER_S)
                 began = time.monotonic()
                 num_bytes = ask(channel, seconds=limit_s, num_bytes=size_bytes, answer_s=answer_s).num_bytes
@@ -66,7 +63,7 @@ def measure_speed(address: str, *, port: int = PORT, token: str, size_bytes: int
             )
         return seconds
 
-    ways = (ask_to_take, ask_to_give), (_ANSWER_S, _STALL_S)
+    ways = (ask_to_take, ask_to_give), (_ANSWER_S, 10.0)
     with ThreadPoolExecutor(2, thread_name_prefix="speed") as threads:
         return [*map(transfer, *ways), *threads.map(transfer, *ways)]
 

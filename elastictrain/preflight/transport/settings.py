@@ -11,7 +11,6 @@ OWN_VARIABLES = "ELASTICTRAIN_TRANSPORT"
 """Names and values that a plan has set, as JSON. Child processes inherit them; they are no person's settings."""
 
 IN_ENVIRONMENT = "the environment"
-_SYSTEM_FILE = "/etc/nccl.conf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def read_settings(surroundings: Surroundings) -> dict[str, Setting]:
     }
     home = environment.get("HOME", "")
     personal = environment.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
-    for path in (personal, _SYSTEM_FILE):
+    for path in (personal, "/etc/nccl.conf"):
         for line in (surroundings.read(path) or "").splitlines() if path else []:
             name, _, value = line.partition("=")
             if value and name.startswith("NCCL_"):
