@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from elastictrain.errors import ConfigError, Problem
 
-LAUNCHER, GENERATION, RESTARTED, FOLDER, PREDECESSORS, STORE_HOST = (
-    f"ELASTICTRAIN_{name}" for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREDECESSORS", "STORE_HOST")
+LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST = (
+    f"ELASTICTRAIN_{name}"
+    for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREVIOUS_WORKERS", "STORE_HOST")
 )
 
 
@@ -19,7 +20,9 @@ class Launcher:
     generation: int
     restarted: bool  # whether this start follows another one of the same launch
     folder: str
-    predecessors: str = ""  # processes of the previous generation that held devices and memory, as `fault.exits` writes them
+    previous_workers: str = (
+        ""  # processes of the previous generation that held devices and memory, as `fault.exits` writes them
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,8 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
     pid, generation, folder = (environment.get(name, "") for name in (LAUNCHER, GENERATION, FOLDER))
     launcher = None
     if pid.isdecimal() and generation.isdecimal() and folder:
-        predecessors = environment.get(PREDECESSORS, "")
-        launcher = Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder, predecessors)
+        previous_workers = environment.get(PREVIOUS_WORKERS, "")
+        launcher = Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder, previous_workers)
     return Identity(**ranks, host=host, launched=True, launcher=launcher)
 
 

@@ -38,7 +38,7 @@ def wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None] = 
         poll()
         time.sleep(seconds)
 
-    processes = decode(identity.launcher.predecessors) if identity.launcher is not None else ()
+    processes = decode(identity.launcher.previous_workers) if identity.launcher is not None else ()
     return wait_until_gone(processes, limit_s=PREVIOUS_EXIT_TIMEOUT_S, sleep=pause)
 
 

@@ -16,7 +16,7 @@ import psutil
 
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
-from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, PREDECESSORS, RESTARTED, STORE_HOST
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, PREVIOUS_WORKERS, RESTARTED, STORE_HOST
 from elastictrain.launch.membership.records import Generation
 
 logger = logging.getLogger(__name__)
@@ -131,11 +131,11 @@ class WorkerGroup:
         self.prepare()
         assert self._channel is not None  # noqa: S101
         self._run, self._order, self.unforked, self.failed = _Run(), self._order + 1, "", {}
-        predecessors = {PREDECESSORS: encode(self._still_there())}
+        previous_workers = {PREVIOUS_WORKERS: encode(self._still_there())}
         message = {
             "order": self._order,
             "arguments": arguments,
-            "environments": [{**environment, **predecessors} for environment in environments],
+            "environments": [{**environment, **previous_workers} for environment in environments],
             "store_port": store_port,
         }
         with suppress(OSError):

@@ -19,7 +19,7 @@ from torchruns import wait_until
 
 from elastictrain.fault.exits import encode as encode_processes
 from elastictrain.fault.exits import identify, runs
-from elastictrain.identity import PREDECESSORS
+from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -234,8 +234,8 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     assert host.end() == WorkersEnd(1, {})
     leaving = identify(leaver.process.pid)
     assert leaving is not None
-    predecessors = {PREDECESSORS: encode_processes([leaving])}
-    environments = [{"A": "b", **predecessors}, {"A": "c", **predecessors}]
+    previous_workers = {PREVIOUS_WORKERS: encode_processes([leaving])}
+    environments = [{"A": "b", **previous_workers}, {"A": "c", **previous_workers}]
     assert json.loads(told.read_text()) == {"arguments": ["x=1"], "environments": environments, "store_port": 7, "order": 2}
     leaver.release()
 

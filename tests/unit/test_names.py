@@ -16,7 +16,7 @@ CLASSES = """
 """.split()  # noqa: SIM905
 
 FUNCTIONS_AND_FIELDS = """
-    buddy_of bury carried deserted fall fallen fleeting form hear hurry last_words mute needs_settled owes say
+    buddy_of bury carried deserted fall fallen fleeting form hear hurry last_words mute needs_settled owes predecessors say
     second_look see settled speaker speaks votes wards_of
 """.split()  # noqa: SIM905
 

@@ -201,7 +201,7 @@ ALONE = Identity(0, 1, 0, 1, "here", launched=True)
 
 def started_after(*pids: int) -> Identity:
     named = [one for pid in pids if (one := identify(pid)) is not None]
-    return replace(ALONE, launcher=Launcher(1, 2, True, "/tmp/x", predecessors=encode(named)))
+    return replace(ALONE, launcher=Launcher(1, 2, True, "/tmp/x", previous_workers=encode(named)))
 
 
 def test_a_first_start_waits_for_nobody() -> None:

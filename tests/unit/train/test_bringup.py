@@ -129,7 +129,7 @@ def test_a_stop_before_training_is_obeyed_where_ranks_wait_for_each_other(
 def after_this_process() -> Identity:
     own = identify(os.getpid())
     assert own is not None
-    return dataclasses.replace(ALONE, launcher=Launcher(1, 2, True, "/tmp/x", predecessors=encode([own])))
+    return dataclasses.replace(ALONE, launcher=Launcher(1, 2, True, "/tmp/x", previous_workers=encode([own])))
 
 
 def test_who_does_not_let_go_of_what_this_start_needs_is_named(
