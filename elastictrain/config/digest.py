@@ -70,8 +70,9 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def answer_keys(config: RunConfig) -> dict[str, object]:
-    """The keys that change what a run computes, dotted, with their values; other keys may change at any restart.
+def answer_keys(tree: Mapping[str, object]) -> dict[str, object]:
+    """The keys in the tree of a configuration that change what a run computes, dotted, with their values; other keys may change
+    at any restart.
 
     - `run.seed`: everything random derives from it. `run.num_threads`: it changes the order of additions on a CPU.
       Not `dir` (where), `on_change` and `on_held` (how to resume), `deterministic` (how exactly a device repeats the same
@@ -84,10 +85,6 @@ def answer_keys(config: RunConfig) -> dict[str, object]:
     - `optim.*`: all, but not `final_lr_ratio` with a constant schedule, which does not read it.
     - Not `parallel`, `checkpoint`, `fault`, `preflight`, `telemetry`, `launch`: machines come and go.
     """
-    return _answers(to_tree(config))
-
-
-def _answers(tree: Mapping[str, object]) -> dict[str, object]:
     answers = _flatten(tree.get("task"), "task") | _flatten(tree.get("model"), "model")
     for group, names in _ANSWER.items():
         answers |= {key: value for key, value in _flatten(tree.get(group), group).items() if key.partition(".")[2] in names}
@@ -109,7 +106,7 @@ def changed_answers(
     """Each key that changes the answer and differs: (key, stored value, value now), in order of key. `stored` is the tree of a
     stored config.yaml (`from_yaml`). A key that only one side has counts, with None for the other. `neutral` names options of
     the task that do not count."""
-    before, after = _answers(stored), answer_keys(now)
+    before, after = answer_keys(stored), answer_keys(to_tree(now))
     keys = sorted((before.keys() | after.keys()) - {f"task.{name}" for name in neutral})
     differ = [key for key in keys if _canonical(_number(before.get(key))) != _canonical(_number(after.get(key)))]
     return [(key, before.get(key), after.get(key)) for key in differ]

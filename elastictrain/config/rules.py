@@ -1,12 +1,11 @@
 """Finds impossible combinations of valid keys."""
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from elastictrain.config.composed import LaunchGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
@@ -34,7 +33,17 @@ SCOPES = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp
 
 def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Problem]:
     """All impossible combinations. A missing group may be invalid, so no rule about it applies."""
-    problems = [*_check_launch(groups["launch"])] if "launch" in groups else []
+    problems = []
+    if "launch" in groups:
+        launch = groups["launch"]
+        try:
+            ipaddress.ip_address(launch.address or "::")
+        except ValueError:
+            message = f"must be an IP address, since each host would look up a name for itself, but is {show(launch.address)}"
+            problems.append(Problem("launch.address", message))
+        if 0 < launch.max_hosts < launch.min_hosts:
+            message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
+            problems.append(Problem("launch.max_hosts", message))
     # A setting that the chosen kind would ignore is refused rather than dropped silently.
     for name, kinds, default in SCOPES if "parallel" in groups else ():
         value, kind = getattr(groups["parallel"], name), groups["parallel"].kind
@@ -62,14 +71,3 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
             message = f"must be {relation} `{upper}` = {show_number(high)}, but is {show_number(low)}"
             problems.append(Problem(lower, f"{message}: {reason}" if reason else message))
     return problems
-
-
-def _check_launch(launch: LaunchGroup) -> Iterator[Problem]:
-    try:
-        ipaddress.ip_address(launch.address or "::")
-    except ValueError:
-        message = f"must be an IP address, since each host would look up a name for itself, but is {show(launch.address)}"
-        yield Problem("launch.address", message)
-    if 0 < launch.max_hosts < launch.min_hosts:
-        message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
-        yield Problem("launch.max_hosts", message)
