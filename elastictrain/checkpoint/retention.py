@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
+from elastictrain import errors
 from elastictrain.checkpoint.folders import (
     QUARANTINE_NAME,
     FolderFacts,
@@ -30,14 +31,6 @@ from elastictrain.checkpoint.lineage import Fence, Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import find_missing, retry_read
-from elastictrain.errors import (
-    InvalidCheckpointError,
-    LeaseLostError,
-    ObjectNotFoundError,
-    StorageError,
-    UnknownFormatError,
-    UntrustedCheckpointError,
-)
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -127,7 +120,7 @@ class Pruner:
         try:
             fence.check(manifest.incarnation, step=manifest.step)
             return self.prune(newest, manifest=manifest)
-        except (StorageError, LeaseLostError) as error:
+        except (errors.StorageError, errors.LeaseLostError) as error:
             logger.warning("old checkpoints could not be deleted: %s", error)
             return ()
 
@@ -137,7 +130,7 @@ class Pruner:
         if folder.name not in self._manifests:
             try:
                 self._manifests[folder.name] = read_manifest(self.store, folder.name, signing=self.signing)
-            except (UnknownFormatError, UntrustedCheckpointError) as error:
+            except (errors.UnknownFormatError, errors.UntrustedCheckpointError) as error:
                 logger.warning("left alone: %s", error)
                 self._unknown.add(folder.name)
                 self._manifests[folder.name] = None
@@ -163,7 +156,7 @@ def read_manifest(store: Store, folder: str, *, signing: SigningKey | None = Non
     """None if it is not valid. Raises: UnknownFormatError; UntrustedCheckpointError (not signed with the key); StorageError."""
     try:
         return retry_read(store, key_of(folder, MANIFEST_NAME), signing=signing)[1]
-    except UntrustedCheckpointError:
+    except errors.UntrustedCheckpointError:
         raise
-    except (InvalidCheckpointError, ObjectNotFoundError):
+    except (errors.InvalidCheckpointError, errors.ObjectNotFoundError):
         return None

@@ -14,20 +14,12 @@ from functools import partial
 from threading import Event, local
 from typing import TypeVar
 
+from elastictrain import errors
 from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of
 from elastictrain.checkpoint.layout import check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.errors import (
-    CheckpointError,
-    InvalidCheckpointError,
-    IrregularFileError,
-    ObjectNotFoundError,
-    ObjectTooLargeError,
-    StorageError,
-    UntrustedCheckpointError,
-)
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import ReadableStore, Store
 
@@ -68,7 +60,7 @@ def coalesced_reads(
 READ_THREADS = max(4, min(8, (os.cpu_count() or 4) // 4))
 
 
-class DamagedFileError(InvalidCheckpointError):
+class DamagedFileError(errors.InvalidCheckpointError):
     """A file differs from what the manifest says; `file` is its name."""
 
     def __init__(self, message: str, *, file: str = "") -> None:
@@ -158,9 +150,9 @@ def _fill(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
 def _read_range(folder: CheckpointFolder, file: str, data: memoryview, *, start: int) -> None:
     try:
         count = folder.store.read_into(f"{folder.prefix}{file}", data, start=start)
-    except ObjectNotFoundError as error:
+    except errors.ObjectNotFoundError as error:
         raise DamagedFileError(f"{folder.url(file)} is gone", file=file) from error
-    except StorageError as error:
+    except errors.StorageError as error:
         error.file = file
         raise
     if count != len(data):
@@ -179,7 +171,7 @@ def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Seque
             raise DamagedFileError(f"{where}: its header does not have its digest", file=file.name)
         try:
             check_shard_header(bytes(head), file=file, chunks=placed[file.name], where=where)
-        except InvalidCheckpointError as error:
+        except errors.InvalidCheckpointError as error:
             raise DamagedFileError(str(error), file=file.name) from error
 
     for file in files:
@@ -193,11 +185,11 @@ def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = N
     def read() -> tuple[bytes, Manifest]:
         try:
             raw = read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
-        except ObjectTooLargeError as error:
-            raise InvalidCheckpointError(str(error)) from error
+        except errors.ObjectTooLargeError as error:
+            raise errors.InvalidCheckpointError(str(error)) from error
         return raw, parse_manifest(raw, where=f"{store.url}/{key}", key=signing)
 
-    return _twice(read, CheckpointError, ObjectNotFoundError)
+    return _twice(read, errors.CheckpointError, errors.ObjectNotFoundError)
 
 
 def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Reject | None:
@@ -207,7 +199,7 @@ def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Re
             continue
         # A listing can lag behind what was written.
         size_bytes = None
-        with suppress(ObjectNotFoundError, IrregularFileError):
+        with suppress(errors.ObjectNotFoundError, errors.IrregularFileError):
             size_bytes = store.stat(key_of(folder.name, file.name)).size_bytes
         if size_bytes is None:
             return Reject(folder.name, file.name, f"{file.name} is gone")
@@ -233,8 +225,8 @@ def examine(store: Store, folder: FolderFacts, *, signing: SigningKey | None = N
     key = key_of(folder.name, MANIFEST_NAME)
     try:
         raw, manifest = retry_read(store, key, signing=signing)
-    except InvalidCheckpointError as error:
-        lasting = not isinstance(error, UntrustedCheckpointError)
+    except errors.InvalidCheckpointError as error:
+        lasting = not isinstance(error, errors.UntrustedCheckpointError)
         return Examined(None, b"", Reject(folder.name, MANIFEST_NAME, str(error), lasting=lasting))
     if manifest.step != folder.step:
         moved = f"{store.url}/{key} is of step {manifest.step}: files were moved"

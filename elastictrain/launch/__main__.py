@@ -25,20 +25,11 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
+from elastictrain import errors
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import text_asked_for
 from elastictrain.config.load import load
 from elastictrain.distributed.bounded import call_until
-from elastictrain.errors import (
-    EXIT_OK,
-    EXIT_STOPPED,
-    EXIT_UNFIT,
-    ElasticTrainError,
-    HostUnfitError,
-    RunHeldError,
-    StopRequestedError,
-    StorageError,
-)
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import ClusterPlace
@@ -78,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = text_asked_for(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
         if text is not None:
             sys.stdout.write(f"{text}\n")
-            return EXIT_OK
+            return errors.EXIT_OK
         config = load(arguments, with_task=False)
         surroundings = Surroundings()
         place = _find_place(config, surroundings)
@@ -87,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place.kind == "slurm":
             acquire_task_lock(place.job, print_line=print_line)
         return _launch(config, tuple(arguments), place, surroundings)
-    except ElasticTrainError as error:
+    except errors.ElasticTrainError as error:
         print_line(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         # Until a listener is installed there is nothing to stop.
-        return EXIT_STOPPED
+        return errors.EXIT_STOPPED
 
 
 def print_line(text: str) -> None:
@@ -126,7 +117,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         try:
             folder = lock.make_folder()
         except OSError as error:
-            raise HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
+            raise errors.HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
         ending.callback(shutil.rmtree, folder, ignore_errors=True)
         workers = WorkerGroup()
         ending.callback(workers.close)
@@ -134,7 +125,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         agent = HostAgent(config, arguments, place, surroundings, lock, listener, folder, workers)
         if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
             print_line(f"this host is unfit: {unfit}")
-            return EXIT_UNFIT
+            return errors.EXIT_UNFIT
         while True:
             supervisor = agent.put_together()
             recorder = supervisor.recorder
@@ -142,7 +133,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
                 closing(recorder),
                 closing(watch_notices(config, place, listener=listener, recorder=recorder, print_line=print_line)),
                 # If another run took the folder first, this launcher waits for that run and begins anew.
-                suppress(RunHeldError),
+                suppress(errors.RunHeldError),
             ):
                 return supervisor.run()
 
@@ -222,7 +213,7 @@ class HostAgent:
 
         def poll(waits_for: str) -> None:
             if (request := self.listener.request) is not None:
-                raise StopRequestedError(f"asked to stop ({request.reason}) {waits_for}")
+                raise errors.StopRequestedError(f"asked to stop ({request.reason}) {waits_for}")
 
         def ask() -> tuple[bytes, int]:
             token, chain = MembershipStore(store).token(), Chain(store)
@@ -233,7 +224,7 @@ class HostAgent:
 
         try:
             return call_until(ask, left_s=lambda: inf, poll=partial(poll, "before storage has answered"))
-        except StorageError as error:
+        except errors.StorageError as error:
             raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
 
 

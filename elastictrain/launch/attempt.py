@@ -8,16 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from elastictrain.errors import (
-    EXIT_BUG,
-    EXIT_CONFIG,
-    EXIT_OK,
-    EXIT_STOPPED,
-    EXIT_STORAGE,
-    EXIT_TRANSPORT,
-    EXIT_UNFIT,
-    EXIT_USAGE,
-)
+from elastictrain import errors
 from elastictrain.fault.reasons import Reason
 from elastictrain.fault.stop import StopNote, write_stop_note
 from elastictrain.launch.membership.messages import listed
@@ -30,9 +21,9 @@ _BY_THEMSELVES_S = 0.5  # grace period after a worker's death: the survivors not
 _ASKED_S = 30.0  # after SIGTERM, before SIGKILL; the same as torchrun
 _DEAD_GROUP_S = 1.5  # grace period of workers whose group has lost a member: they have nothing to save
 # Exit codes that name a cause, the clearest first. After them come a worker's death and a transport failure, often its effect.
-_EXPLAINS_MOST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
+_EXPLAINS_MOST = (errors.EXIT_CONFIG, errors.EXIT_USAGE, errors.EXIT_UNFIT, errors.EXIT_BUG, errors.EXIT_STORAGE)
 
-_OWN_CODES = frozenset((EXIT_OK, *_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED))
+_OWN_CODES = frozenset((errors.EXIT_OK, *_EXPLAINS_MOST, errors.EXIT_TRANSPORT, errors.EXIT_STOPPED))
 
 _SIGNAL_BASE = 128
 
@@ -93,8 +84,8 @@ class Attempt:
 def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Generation, host: str, committed_step: int) -> End:
     """Return how the generation ended here, where no end was requested. `reasons`: what this host's workers left."""
     number = generation.number
-    if ended.code == EXIT_OK:
-        return End(number, host, EndKind.DONE, EXIT_OK, "", 0, committed_step, "the last step is done")
+    if ended.code == errors.EXIT_OK:
+        return End(number, host, EndKind.DONE, errors.EXIT_OK, "", 0, committed_step, "the last step is done")
     # A reason left by or for a worker explains its code: a hung worker is ended by SIGKILL.
     explained = {reason.rank - generation.first_rank(host) for reason in reasons}
     strange = [(rank, code) for rank, code in sorted(ended.codes.items()) if code not in _OWN_CODES and rank not in explained]
@@ -103,7 +94,7 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
     chosen = _choose(ended, reasons, dead)
     if chosen is None:
         exit_code, sentence = _describe_death(ended, dead)
-        where = next((reason for reason in reasons if reason.exit_code == EXIT_TRANSPORT), None)
+        where = next((reason for reason in reasons if reason.exit_code == errors.EXIT_TRANSPORT), None)
         phase, step = (where.phase, where.step) if where else ("", 0)
         return End(number, host, EndKind.FAILED, exit_code, phase, step, committed_step, sentence)
     missing = {generation.host_of(rank): None for rank in chosen.missing}
@@ -133,13 +124,13 @@ def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[in
         rank, code = dead
         if code < 0:
             return _SIGNAL_BASE - code, f"local rank {rank} was ended by {_signal_name(-code)}"
-        return EXIT_BUG, f"local rank {rank} ended with exit code {code} without a word"
+        return errors.EXIT_BUG, f"local rank {rank} ended with exit code {code} without a word"
     if ended.code < 0:
         return _SIGNAL_BASE - ended.code, f"the fork server was ended by {_signal_name(-ended.code)}"
-    known = [code for code in (*_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED) if code in ended.codes.values()]
+    known = [code for code in (*_EXPLAINS_MOST, errors.EXIT_TRANSPORT, errors.EXIT_STOPPED) if code in ended.codes.values()]
     if known:
         return known[0], f"workers ended without a word (exit code {known[0]})"
-    return EXIT_BUG, f"workers ended without a word (fork server: {ended.code})"
+    return errors.EXIT_BUG, f"workers ended without a word (fork server: {ended.code})"
 
 
 def _choose(ended: WorkersEnd, reasons: Sequence[Reason], dead: tuple[int, int] | None) -> Reason | None:
@@ -154,7 +145,7 @@ def _choose(ended: WorkersEnd, reasons: Sequence[Reason], dead: tuple[int, int] 
     # A hung worker was killed by its host, which left the reason.
     if guilty is None and (ended.code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
         return None
-    return guilty or by_code.get(EXIT_TRANSPORT) or by_code.get(EXIT_STOPPED)
+    return guilty or by_code.get(errors.EXIT_TRANSPORT) or by_code.get(errors.EXIT_STOPPED)
 
 
 def _signal_name(number: int) -> str:

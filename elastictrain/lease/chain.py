@@ -247,7 +247,6 @@ class Starts:
         self._store = store
 
     def write(self, start: StartRecord) -> None:
-        """Record that a start's ranks have met."""
         self._store.write(_start_key(start.number), encode_record(start))
 
     def last(self, before: int, *, count: int) -> list[StartRecord]:

@@ -83,7 +83,6 @@ class ProgressFile:
             self._map[_PULSE_AT : _PULSE_AT + _PULSE.size] = _PULSE.pack(self._pulse)
 
     def announce_ending(self) -> None:
-        """The process has begun to end by itself."""
         with suppress(ValueError):
             self._map[_ENDING_AT] = 1
 

@@ -76,7 +76,6 @@ class KillDecision:
 
 
 def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
-    """Decide which ranks must be ended now."""
     longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
     decisions = []
     for one in seen:

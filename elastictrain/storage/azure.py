@@ -94,7 +94,6 @@ class AzureBackend:
         self.call(path, "delete_blob")
 
     def call(self, path: str, method: str, *arguments: object, data: bytes | None = None, **options: object) -> Any:
-        """One request about one object, tried once."""
         # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
         body = {} if data is None else {"data": io.BytesIO(data), "length": len(data)}
 

@@ -12,15 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TypeVar
 
-from elastictrain.errors import (
-    AccessDeniedError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    PermanentStorageError,
-    StorageError,
-    StorageFullError,
-    TransientStorageError,
-)
+from elastictrain import errors
 
 T = TypeVar("T")
 
@@ -145,22 +137,22 @@ def fault_of(error: BaseException) -> Fault:
     return _FAULT_OF_ERRNO.get(errno.errorcode.get(errno_of(error) or 0, ""), Fault.PERMANENT)
 
 
-_REPORT: dict[Fault, tuple[type[StorageError], str]] = {
-    Fault.TRANSIENT: (TransientStorageError, "check that the service can be reached from this host, then start again"),
-    Fault.NOT_FOUND: (ObjectNotFoundError, "it does not exist"),
-    Fault.NO_BUCKET: (PermanentStorageError, "create the bucket, or correct the URL"),
-    Fault.EXISTS: (ObjectExistsError, "it exists already"),
+_REPORT: dict[Fault, tuple[type[errors.StorageError], str]] = {
+    Fault.TRANSIENT: (errors.TransientStorageError, "check that the service can be reached from this host, then start again"),
+    Fault.NOT_FOUND: (errors.ObjectNotFoundError, "it does not exist"),
+    Fault.NO_BUCKET: (errors.PermanentStorageError, "create the bucket, or correct the URL"),
+    Fault.EXISTS: (errors.ObjectExistsError, "it exists already"),
     Fault.DENIED: (
-        AccessDeniedError,
+        errors.AccessDeniedError,
         "check that this user, or the credentials in the environment, may read, write, list and delete there",
     ),
-    Fault.FULL: (StorageFullError, "free space or raise the quota, then start again"),
-    Fault.RANGE: (PermanentStorageError, "the object ends before the range"),
-    Fault.PERMANENT: (PermanentStorageError, "trying again cannot help"),
+    Fault.FULL: (errors.StorageFullError, "free space or raise the quota, then start again"),
+    Fault.RANGE: (errors.PermanentStorageError, "the object ends before the range"),
+    Fault.PERMANENT: (errors.PermanentStorageError, "trying again cannot help"),
 }
 
 
-def storage_error(fault: Fault, *, action: str, url: str, reason: str) -> StorageError:
+def storage_error(fault: Fault, *, action: str, url: str, reason: str) -> errors.StorageError:
     kind, remedy = _REPORT[fault]
     return kind(f"cannot {action} {url}: {reason}; {remedy}")
 
@@ -215,7 +207,7 @@ class Retrying:
         while True:
             try:
                 return request()
-            except (StorageError, *_BUGS):
+            except (errors.StorageError, *_BUGS):
                 raise
             except Exception as error:
                 fault = fault_of(error)

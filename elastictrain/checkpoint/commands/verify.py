@@ -9,6 +9,7 @@ from threading import Event
 import msgspec
 import xxhash
 
+from elastictrain import errors
 from elastictrain.checkpoint.commands.output import Advance, note, plural, progress, result, result_json, size_text
 from elastictrain.checkpoint.commands.survey import CheckpointState, Surveyed, locate, note_unchecked, survey
 from elastictrain.checkpoint.folders import ROOT, FolderFacts, is_there, key_of, list_checkpoints
@@ -24,15 +25,6 @@ from elastictrain.checkpoint.verified_read import (
     read_chunks,
     wrong_chunks,
 )
-from elastictrain.errors import (
-    EXIT_OK,
-    EXIT_STORAGE,
-    InvalidCheckpointError,
-    IrregularFileError,
-    NoValidCheckpointError,
-    ObjectNotFoundError,
-    UsageError,
-)
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -44,7 +36,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
     """Verify the newest one, that of `step`, or `every` one. Raises: UsageError; NoValidCheckpointError; StorageError."""
     location = locate(url, key_env=key_env)
     if location.folder is not None and (every or step is not None):
-        raise UsageError(f"--all and --step must go with the folder of a run, but {url} is one checkpoint")
+        raise errors.UsageError(f"--all and --step must go with the folder of a run, but {url} is one checkpoint")
     folders = list_checkpoints(location.run).folders
     chosen = survey(location, choose_folders(folders, every=every, step=step, name=location.folder))
     for one in chosen:
@@ -57,7 +49,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
         if verdict.gone:
             note(f"{verdict.name} was deleted while it was read")
     if not judged:
-        raise NoValidCheckpointError(location.missing_message(step))
+        raise errors.NoValidCheckpointError(location.missing_message(step))
     if as_json:
         documents = [
             {
@@ -73,7 +65,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
         result_json({"url": location.url, "checkpoints": documents})
     else:
         result("\n".join([location.url, *(_text(verdict) for verdict in judged)]))
-    return EXIT_OK if all(verdict.state is CheckpointState.VALID for verdict in judged) else EXIT_STORAGE
+    return errors.EXIT_OK if all(verdict.state is CheckpointState.VALID for verdict in judged) else errors.EXIT_STORAGE
 
 
 def choose_folders(
@@ -173,9 +165,9 @@ def _problems(
                 wrong.append(f"{names[chunk]} in {place} does not have its digest")
         if not wrong:
             check_shard_header(header, file=file, chunks=placed, where="its header")
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         return ("is gone",)
-    except (IrregularFileError, InvalidCheckpointError) as error:
+    except (errors.IrregularFileError, errors.InvalidCheckpointError) as error:
         return (str(error),)
     if not wrong and whole.hexdigest() != file.digest:
         # The header is right, so the spans fill the file.
@@ -205,15 +197,15 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
     """
     location = locate(url, key_env=key_env)
     if location.signing is None:
-        raise UsageError("--key-env must name an environment variable, but is empty")
+        raise errors.UsageError("--key-env must name an environment variable, but is empty")
     if location.folder is not None and step is not None:
-        raise UsageError(f"--step must go with the folder of a run, but {url} is one checkpoint")
+        raise errors.UsageError(f"--step must go with the folder of a run, but {url} is one checkpoint")
     every = step is None and location.folder is None
     folders = choose_folders(list_checkpoints(location.run).folders, every=every, step=step, name=location.folder)
     # Surveyed without the key: checkpoints without its signature are to be signed.
     chosen = survey(replace(location, signing=None), folders)
     if not chosen:
-        raise NoValidCheckpointError(f"{location.url} must hold a checkpoint to sign, but does not")
+        raise errors.NoValidCheckpointError(f"{location.url} must hold a checkpoint to sign, but does not")
     with progress("signing", total=2 * sum(one.shard_bytes for one in chosen), unit="B") as advance:
         verdicts = read_and_judge(chosen, threads=READ_THREADS, advance=advance)
         signed = 0
@@ -225,7 +217,7 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
             advance(one.manifest.size_bytes)
             signed += 1
     result(f"signed {plural(signed, 'checkpoint')} of {len(verdicts)}")
-    return EXIT_OK if signed == len(verdicts) else EXIT_STORAGE
+    return errors.EXIT_OK if signed == len(verdicts) else errors.EXIT_STORAGE
 
 
 def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:

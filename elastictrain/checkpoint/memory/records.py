@@ -81,7 +81,6 @@ def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THR
     buffers = local()
 
     def digest(ranges: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
-        """The digest of all ranges together, and of each."""
         longest = max(size_bytes for _, size_bytes in ranges)
         if len(getattr(buffers, "buffer", b"")) < longest:
             buffers.buffer = memoryview(bytearray(longest))

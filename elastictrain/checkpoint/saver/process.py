@@ -113,7 +113,6 @@ def knock(folder: str) -> socket.socket:
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The process at the other end of a Unix socket."""
     size = struct.calcsize("3i")
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
 

@@ -76,7 +76,6 @@ class SaverService:
         return self._saves.host_ranks.incarnation if self._saves is not None else ""
 
     def run(self) -> None:
-        """Run until no saver is needed."""
         while True:
             self._workers.turn(_TURN_S)
             while self._tasks:

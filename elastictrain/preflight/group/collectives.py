@@ -79,7 +79,6 @@ def give(trial: Trial, rows: Tensor, *, rank: int) -> Tensor:
 
 
 def answer(trial: Trial, rows: Tensor, *, rank: int) -> ExpectedResult:
-    """The expected output of this rank."""
     world_size, part, sources = len(rows), trial.part, tuple(range(len(rows)))
     start, num = 0, world_size * part
     match trial.collective:
@@ -125,7 +124,6 @@ class Collectives:
     device: torch.device
 
     def run(self, trial: Trial, given: Tensor) -> Tensor:
-        """The output of this rank for its input."""
         rank, world_size = self.rank, self.world_size
         parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
         # An element that no rank writes must not look right by accident.

@@ -67,7 +67,6 @@ class GroupMember:
 
     @property
     def name(self) -> str:
-        """Its name in verdicts."""
         return f"rank {self.rank} on {self.host}"
 
 

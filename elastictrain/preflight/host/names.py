@@ -110,7 +110,6 @@ def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = as
 
 
 def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
-    """Loopback is right only for a single host."""
     report = Reporter("name", facts.name)
     expected = "an address that other hosts reach" if several_hosts else "an address"
     address = facts.address or "ADDRESS"

@@ -42,7 +42,6 @@ def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresho
 
 
 def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
-    """Check `latency`: round trips."""
     report = LinkReporter("latency", roster)
     found = late_blame(contacts, thresholds=thresholds)
     if found.typical is None:
