@@ -168,7 +168,8 @@ def started(
     variables, folder = environment(extra_environment), cwd or log.parent
     command = last_wins(command)
     process: subprocess.Popen[bytes] | WarmProcess
-    if warm:
+    # torchrun counts GPUs through the driver, which does not survive a fork.
+    if warm and not Path("/dev/nvidiactl").exists():
         assert command[0] == sys.executable, command
         process = warm_host().start(command[1:], environment=variables, log=log, cwd=folder)
     else:
