@@ -161,11 +161,10 @@ class SavesFailingError(CheckpointError):
 class TransportError(ElasticTrainError):
     exit_code = EXIT_TRANSPORT
 
-    def __init__(self, message: str = "", *, missing: tuple[int, ...] = (), unreachable: bool = False) -> None:
-        """`missing`: ranks that did not join when the group was formed. `unreachable`: their host did not answer at all."""
+    def __init__(self, message: str = "", *, missing: tuple[int, ...] = ()) -> None:
+        """`missing`: ranks that did not join when the group was formed."""
         super().__init__(message)
         self.missing = missing
-        self.unreachable = unreachable
 
 
 class PreflightError(ElasticTrainError):

@@ -157,7 +157,7 @@ def _ask(
     except TimeoutError:
         why = "that host is frozen, cut off or gone, or a firewall drops what is sent to it"
         sentence = f"{_WHERE}{store_host()}, has not answered for {silent_s():.0f} s: {why}"
-        raise TransportError(sentence, missing=missing, unreachable=bool(missing)) from None
+        raise TransportError(sentence, missing=missing) from None
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), "")
         raise TransportError(f"{_WHERE}{store_host()}, cannot be used: {first}") from error

@@ -77,7 +77,6 @@ class Reason:
     sentence: str
     guilty: bool = False  # whether it hung while others waited for it
     missing: tuple[int, ...] = ()  # ranks that did not join in time when the group was formed
-    unreachable: bool = False  # whether the host of the missing ranks did not answer at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,6 @@ class ExitClassification:
     show_stack: bool
     alone: bool = False  # whether only this rank has the trouble: the others do not find it, and wait for this rank
     missing: tuple[int, ...] = ()
-    unreachable: bool = False
 
 
 def classify_exit(
@@ -159,10 +157,8 @@ def classify_exit(
         return ExitClassification(error.exit_code, str(error), show_stack=False, alone=type(error) is ElasticTrainError)
     if isinstance(error, TransportError) or (in_collective and _is_transport(error)):
         sentence = f"a collective failed in {where}: {_first_line(error)}{describe_heard(last_heard)}"
-        if not isinstance(error, TransportError):
-            return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True)
-        missing, unreachable = error.missing, error.unreachable
-        return ExitClassification(EXIT_TRANSPORT, sentence, False, alone=True, missing=missing, unreachable=unreachable)
+        missing = error.missing if isinstance(error, TransportError) else ()
+        return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True, missing=missing)
     return ExitClassification(EXIT_BUG, f"{type(error).__name__} in {where}: {_first_line(error)}", show_stack=True, alone=True)
 
 

@@ -103,8 +103,8 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
     if missing:
         names = listed(member.name for member in generation.members if member.host in missing)
         sentence = f"{names} did not meet the workers of this host: {sentence}"
-    # If a host cannot be reached, neither is at fault. A host that can be reached, and whose workers do not come, is.
-    lost = next(iter(missing), "") if chosen.unreachable else ""
+    # As where heartbeats of a host stop arriving: a link may be down, and then no host is at fault.
+    lost = next(iter(missing), "")
     return End(
         number,
         host,

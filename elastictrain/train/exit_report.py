@@ -172,9 +172,7 @@ class ExitReport:
     def _tell_launcher(self, what: ExitClassification, *, step: int) -> None:
         launcher, rank, phase = self.identity.launcher, self.identity.rank, str(self.tracker.mark.phase)
         if launcher is not None:
-            reason = Reason(
-                rank, what.exit_code, phase, step, what.sentence, missing=what.missing, unreachable=what.unreachable
-            )
+            reason = Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing)
             leave_reason(launcher.folder, reason)
 
     def _is_reporter(self, what: ExitClassification) -> bool:

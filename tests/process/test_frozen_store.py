@@ -77,20 +77,20 @@ def begin(rank: int, port: int, folder: Path, *, world_size: int, limit_s: float
     return subprocess.Popen(command, cwd=folder, env=environment(variables), stderr=subprocess.PIPE)
 
 
-def check_end(worker: "subprocess.Popen[bytes]", folder: Path, *, missing: int, unreachable: bool = False) -> None:
+def check_end(worker: "subprocess.Popen[bytes]", folder: Path, *, missing: int) -> None:
     try:
         _, err = worker.communicate(timeout=STARTS_WITHIN_S + 3 * LIMIT_S)
     finally:
         worker.kill()
     assert worker.returncode == EXIT_TRANSPORT, err.decode()
     (reason,) = read_reasons(str(folder))
-    assert (reason.exit_code, reason.missing, reason.unreachable) == (EXIT_TRANSPORT, (missing,), unreachable)
+    assert (reason.exit_code, reason.missing) == (EXIT_TRANSPORT, (missing,))
 
 
 def test_a_worker_whose_store_is_frozen_tells_its_launcher_whose_it_is(tmp_path: Path) -> None:
     with store_server() as (server, port):
         os.kill(server.pid, signal.SIGSTOP)
-        check_end(begin(1, port, tmp_path / "b", world_size=2), tmp_path / "b", missing=0, unreachable=True)
+        check_end(begin(1, port, tmp_path / "b", world_size=2), tmp_path / "b", missing=0)
 
 
 def test_workers_that_wait_for_one_that_does_not_come_tell_their_launchers_which(tmp_path: Path) -> None:

@@ -60,17 +60,12 @@ def test_what_a_worker_says_is_passed_on() -> None:
 
 def test_hosts_whose_ranks_were_not_met_are_lost_and_nobody_failed() -> None:
     # Of those of this host nobody else is to blame.
-    found = judged(replace(reason(0, EXIT_TRANSPORT), missing=(3, 4, 8), unreachable=True))
+    found = judged(replace(reason(0, EXIT_TRANSPORT), missing=(3, 4, 8)))
     assert (found.kind, found.exit_code, found.lost, found.blames) == (EndKind.LOST, EXIT_TRANSPORT, "b-1", ("b-1", "c-1"))
     assert found.committed_step == 10
     assert "b and" in found.reason
-    found = judged(replace(reason(9, EXIT_TRANSPORT), missing=(0,), unreachable=True), before=8)
+    found = judged(replace(reason(9, EXIT_TRANSPORT), missing=(0,)), before=8)
     assert (found.kind, found.lost) == (EndKind.LOST, "z-1")
-
-
-def test_hosts_that_answer_and_whose_workers_do_not_come_are_to_blame() -> None:
-    found = judged(replace(reason(0, EXIT_TRANSPORT), missing=(3, 4)))
-    assert (found.kind, found.exit_code, found.lost, found.blames) == (EndKind.FAILED, EXIT_TRANSPORT, "", ("b-1",))
 
 
 def test_a_rank_of_this_host_that_was_not_met_blames_nobody() -> None:

@@ -378,7 +378,7 @@ class TestNothingToSave:
 
     def test_a_host_whose_workers_were_not_met_is_lost(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "abc"))
-        host.end_workers(1, 1, Reason(0, 71, "rendezvous", 0, "not met", missing=(2,), unreachable=True))
+        host.end_workers(1, 1, Reason(0, 71, "rendezvous", 0, "not met", missing=(2,)))
         assert host.go(1.0) is None
         assert ends_of(host.registry.posts) == [(EndKind.LOST, "a", 71)]
         (posted,) = (post for post in host.registry.posts if isinstance(post, End))
