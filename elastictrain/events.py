@@ -17,7 +17,7 @@ class AppendLog(Protocol):
         """Append `data`; once this returns, the death of the process alone does not lose it on a local disk."""
 
     def flush(self) -> None:
-        """Make everything durable as far as the store allows within a bounded time; never raises."""
+        """Send what waits, in bounded time; never raises. On a local disk only `close` makes it outlast the host's loss."""
 
     def close(self) -> None:
         """Make everything durable; no append may follow."""
@@ -270,7 +270,7 @@ class Journal:
             self._log.append(encode(event, now=self._clock(), incarnation=self._incarnation, rank=self._rank))
 
     def flush(self) -> None:
-        """Make the events so far durable, if the store allows."""
+        """Send the events that wait; never raises."""
         self._log.flush()
 
     def close(self) -> None:

@@ -118,9 +118,10 @@ class StopListener:
 
     def start(self) -> None:
         """Call from the main thread."""
+        # First, or a signal between the two would be swallowed.
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             self._previous_handlers[number] = signal.signal(number, _ignore)
-        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # The parent may have blocked these signals until a listener exists.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._thread.start()

@@ -6,7 +6,7 @@ A log never disturbs the trainer: records that cannot be written are kept, repor
 import logging
 import os
 from collections import deque
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog
@@ -73,6 +73,7 @@ class _FileLog:
         self._waiting = bytearray()
         self._failing = self._told_closed = False
         self._lost = 0
+        self._lock = Lock()  # a snapshot's thread flushes while training appends
         try:
             # The content becomes durable at `close`, so the name need not be durable earlier: a start does not wait for it.
             self._descriptor = store.open_appended(key)
@@ -84,34 +85,37 @@ class _FileLog:
             self._waiting += b"\n"
 
     def append(self, data: bytes) -> None:
-        if self._descriptor < 0:
-            if not self._told_closed:
-                logger.warning("%s is closed: later records are lost", self._path)
-            self._told_closed = True
-            return
-        if len(self._waiting) + len(data) > KEPT_BYTES:
-            self._lost += 1
-        else:
-            self._waiting += data
-        self._write()
-
-    def flush(self) -> None:
-        if self._descriptor >= 0:
+        with self._lock:
+            if self._descriptor < 0:
+                if not self._told_closed:
+                    logger.warning("%s is closed: later records are lost", self._path)
+                self._told_closed = True
+                return
+            if len(self._waiting) + len(data) > KEPT_BYTES:
+                self._lost += 1
+            else:
+                self._waiting += data
             self._write()
 
+    def flush(self) -> None:
+        with self._lock:
+            if self._descriptor >= 0:
+                self._write()
+
     def close(self) -> None:
-        if self._descriptor < 0:
-            return
-        self._write()
-        try:
-            os.fsync(self._descriptor)
-            self._store.make_durable(self._key)
-        except (OSError, StorageError) as error:
-            logger.warning("cannot make %s durable: %s", self._path, reason_of(error))
-        if self._waiting or self._lost:
-            logger.warning("%s lacks %d bytes and %d records at its end", self._path, len(self._waiting), self._lost)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        with self._lock:
+            if self._descriptor < 0:
+                return
+            self._write()
+            try:
+                os.fsync(self._descriptor)
+                self._store.make_durable(self._key)
+            except (OSError, StorageError) as error:
+                logger.warning("cannot make %s durable: %s", self._path, reason_of(error))
+            if self._waiting or self._lost:
+                logger.warning("%s lacks %d bytes and %d records at its end", self._path, len(self._waiting), self._lost)
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _write(self) -> None:
         written = bytes(self._waiting)

@@ -279,7 +279,8 @@ class SaverLink:
             with suppress(OSError):
                 return knock(self._folder)
             if self._starts:
-                self._process.start_if_gone()
+                with suppress(FileNotFoundError):
+                    self._process.start_if_gone()
             if self._clock() > deadline:
                 raise CheckpointError(f"nobody answers in {self._folder}")
             time.sleep(_PAUSE_S)

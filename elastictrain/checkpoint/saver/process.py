@@ -66,7 +66,8 @@ class SaverStarter:
         self._started: list[float] = []
 
     def start_if_gone(self) -> None:
-        """Start a saver, unless the one started here lives. Raises: CheckpointError after 3 starts within 60 s."""
+        """Start a saver, unless the one started here lives. Raises: CheckpointError after 3 starts within 60 s, ConfigError,
+        OSError; FileNotFoundError if the saver before it removes the folder meanwhile."""
         if self._child is not None and self._child.poll() is None:
             return
         now = time.monotonic()

@@ -48,6 +48,20 @@ def test_a_signal_becomes_a_request(name: str) -> None:
         assert request_of(listener) == StopRequest(name, 42.0)
 
 
+def test_a_signal_that_comes_while_handlers_are_installed_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = signal.signal
+
+    def install(number: int, handler: signal.Handlers) -> object:
+        previous = really(number, handler)
+        monkeypatch.setattr(signal, "signal", really)
+        os.kill(os.getpid(), number)
+        return previous
+
+    monkeypatch.setattr(signal, "signal", install)
+    with listening() as listener:
+        assert request_of(listener).reason == STOP_SIGNALS[0].name
+
+
 def test_the_first_reason_stays() -> None:
     with listening() as listener:
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -45,6 +45,30 @@ def test_local_record_is_in_the_file_at_once(tmp_path: Path) -> None:
     assert list(read_appended(store, "events")) == [b"0", b"1", b"2", b"3"]
 
 
+def test_a_thread_that_flushes_disturbs_nobody_who_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the thread of a snapshot does while the next step is recorded."""
+    really = os.write
+
+    def slowly(descriptor: int, data: bytes) -> int:
+        with memoryview(data) as written:  # as the system call does
+            time.sleep(0.001)
+            return really(descriptor, written)
+
+    log = open_append_log(open_store(str(tmp_path)), "events/a.jsonl", flush_s=60.0)
+    ended = threading.Event()
+    flushing = threading.Thread(target=lambda: [log.flush() for _ in iter(ended.is_set, True)])
+    monkeypatch.setattr(os, "write", slowly)
+    flushing.start()
+    try:
+        for number in range(20):
+            log.append(b"%d\n" % number)
+    finally:
+        ended.set()
+        flushing.join()
+    log.close()
+    assert (tmp_path / "events/a.jsonl").read_bytes() == b"".join(b"%d\n" % number for number in range(20))
+
+
 def test_a_local_log_is_durable_when_it_is_closed_and_waits_for_no_disk_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

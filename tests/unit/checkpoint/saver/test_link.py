@@ -11,7 +11,7 @@ import pytest
 
 from elastictrain.checkpoint.saver.link import News, SaverLink
 from elastictrain.checkpoint.saver.messages import MessageLines, Saved, SaveFailure, StepTook, WorkerHello, encode
-from elastictrain.checkpoint.saver.process import SaverConfig
+from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
@@ -315,6 +315,23 @@ def test_a_lost_rank_is_known(folder: Path, saver: FakeSaver) -> None:
         until(lambda: link.lost)
         assert link.lost is not None
         assert link.lost[0] == 3
+
+
+def test_a_folder_that_the_saver_before_removes_meanwhile_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    savers: list[FakeSaver] = []
+
+    def start(_: SaverStarter) -> None:
+        if not tries:
+            tries.append(True)
+            raise FileNotFoundError(2, "No such file or directory", "run.json")
+        savers.append(FakeSaver(folder))
+
+    tries: list[bool] = []
+    monkeypatch.setattr(SaverStarter, "start_if_gone", start)
+    with linked(folder, starts=True) as (link, _):
+        link.wait()
+        assert not link.broken
+    savers[0].end()
 
 
 def test_nobody_answers(folder: Path) -> None:
