@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from tests.unit.launch.restarting import Group
+from tests.process.loopback.launch.restarting import Group
 
 DELAY_S = 0.3
 

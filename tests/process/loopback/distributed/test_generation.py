@@ -21,7 +21,7 @@ from elastictrain.distributed.generation import (
 )
 from elastictrain.errors import ConfigError, StopRequestedError, TransportError
 from elastictrain.identity import Identity
-from tests.unit.distributed.stage import Actor, Stage, introduction_of
+from tests.process.loopback.distributed.stage import Actor, Stage, introduction_of
 
 SEEDS = range(25)
 HERE = Introduction("here", 1, "gloo", "digest")
