@@ -21,6 +21,6 @@ run ruff check "${sources[@]}" scripts
 run mypy
 run lint-imports
 if [[ "${1:-}" != --static ]]; then
-    # Properties are tried with fewer examples here than by scripts/test.sh. Some of them wait.
-    HYPOTHESIS_PROFILE="${HYPOTHESIS_PROFILE:-quick}" run python -m pytest tests/unit -q -n 3
+    # Properties are tried with fewer examples here than by scripts/test.sh.
+    HYPOTHESIS_PROFILE="${HYPOTHESIS_PROFILE:-quick}" run python -m pytest tests/unit -q -n 2
 fi

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.process.simulated.partitions import play
-from tests.process.simulated.world import BrokenPromiseError
+from tests.integration.simulated.partitions import play
+from tests.integration.simulated.world import BrokenPromiseError
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ export RES_OPTIONS="timeout:1 attempts:1" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 bash scripts/check.sh --static
 
-# Tests with real processes have bounds in seconds, which another load on the machine can break. A few that fail are tried once
+# Tests with threads and processes have bounds in seconds, which another load on the machine can break. A few that fail are tried once
 # more, alone; both results are shown. Unit tests have no second chance, and neither has what fails in more than three files.
 most_again=3
 
@@ -23,7 +23,7 @@ import json, sys
 failed = list(json.load(open(".pytest_cache/v/cache/lastfailed")))
 print("== failed, and tried once more alone:", *failed, sep="\n     ", file=sys.stderr)
 files = {name.partition("::")[0] for name in failed}
-sys.exit(len(files) > int(sys.argv[1]) or any(not name.startswith(("tests/process", "tests/network")) for name in files))
+sys.exit(len(files) > int(sys.argv[1]) or any(not name.startswith(("tests/integration", "tests/process", "tests/network")) for name in files))
 END
     "$python" -m pytest "$@" -n 0 --last-failed --last-failed-no-failures none
 }
@@ -51,6 +51,6 @@ run() {
 # Cheap tests first. More at a time than there are cores: those with processes wait more than they compute. Those that measure
 # rates and delays run alone.
 alone=(tests/network/test_links.py tests/network/test_preflight.py tests/network/test_rendezvous.py)
-run tests/unit tests/process tests/network "${alone[@]/#/--ignore=}" -n "${ELASTICTRAIN_TEST_JOBS:-3}" --no-loadscope-reorder "$@"
+run tests/unit tests/integration tests/process tests/network "${alone[@]/#/--ignore=}" -n "${ELASTICTRAIN_TEST_JOBS:-3}" --no-loadscope-reorder "$@"
 run "${alone[@]}" tests/gpu "$@"
 exit "$status"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torchruns import environment
 
-from tests.unit.checkpoint.commands.made import flip, save, shard
+from tests.integration.checkpoint.commands.made import flip, save, shard
 
 TORCH_FREE = """
 import sys

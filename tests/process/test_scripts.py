@@ -163,7 +163,7 @@ def check_and_test(folder: Path) -> None:
     suites = [line.split()[2:] for line in noted(folder, "python") if line.startswith("-m pytest")]
     folders = [word for words in suites for word in words if word.startswith("tests/")]
     alone = [f"tests/network/test_{name}.py" for name in ("links", "preflight", "rendezvous")]
-    assert folders == ["tests/unit", "tests/process", "tests/network", *alone, "tests/gpu"]
+    assert folders == ["tests/unit", "tests/integration", "tests/process", "tests/network", *alone, "tests/gpu"]
     assert [word for words in suites for word in words if word.startswith("--ignore=")] == [f"--ignore={one}" for one in alone]
     assert all((REPOSITORY / name).exists() for name in folders)
     assert all(words[-2:] == ["-k", "nothing"] for words in suites)
@@ -224,7 +224,7 @@ ELSEWHERE = {
     "fuzz_mutations.py": "fuzz_run_folder.py",
     "gpu/check.sh": "gpu/variants.sh",
     "soak.py": "tests/network/test_soak.py",
-    **{f"cluster/{path.name}": "tests/unit/launch/test_templates.py" for path in (SCRIPTS / "cluster").iterdir()},
+    **{f"cluster/{path.name}": "tests/integration/launch/test_templates.py" for path in (SCRIPTS / "cluster").iterdir()},
 }
 """Scripts that another one's test runs, or a test in another file."""
 

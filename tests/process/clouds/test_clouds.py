@@ -23,10 +23,10 @@ from elastictrain.errors import (
 from elastictrain.storage.failures import RetryOptions
 from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.store import Store
+from tests.integration.storage.conformance import CHECKS
 from tests.process.clouds.servers import CloudServer, azure_environment, gcs_environment
 from tests.process.s3.faultproxy import Answer, DropAnswer, Fault, FaultProxy, Request
 from tests.process.s3.server import bring
-from tests.unit.storage.conformance import CHECKS
 
 STEPS = 12
 ARGUMENTS = (

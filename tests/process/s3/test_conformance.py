@@ -5,8 +5,8 @@ import pytest
 
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
+from tests.integration.storage.conformance import CHECKS
 from tests.process.s3.server import S3Server
-from tests.unit.storage.conformance import CHECKS
 
 pytestmark = pytest.mark.s3
 

@@ -8,7 +8,7 @@ import torch
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.safetensors_format import BY_NAME
 from elastictrain.checkpoint.tensor_bytes import dtype_named, read_box, read_tensor
-from tests.unit.checkpoint.commands.made import save
+from tests.integration.checkpoint.commands.made import save
 
 
 def test_every_element_type_and_empty_and_scalar_tensors(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from elastictrain.checkpoint.commands.survey import (
 )
 from elastictrain.errors import ConfigError, ObjectNotFoundError, UsageError
 from elastictrain.storage.opening import open_store
-from tests.unit.checkpoint.commands.made import save
+from tests.integration.checkpoint.commands.made import save
 
 NAME = "step-000000400"
 

@@ -1,0 +1,3 @@
+from tests.unit.conftest import hydra_compose
+
+__all__ = ["hydra_compose"]

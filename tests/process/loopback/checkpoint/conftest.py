@@ -1,3 +1,0 @@
-from tests.unit.checkpoint.saver.conftest import memory, run
-
-__all__ = ["memory", "run"]
