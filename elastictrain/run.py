@@ -22,10 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     identity: Identity | None = None
     try:
         identity = read_identity(os.environ)
-        from elastictrain.config.help import text_asked_for
+        from elastictrain.config.help import requested_help
         from elastictrain.config.load import load
 
-        text = text_asked_for(arguments, program="python -m elastictrain.run", purpose="Train, or go on training.")
+        text = requested_help(arguments, program="python -m elastictrain.run", purpose="Train, or go on training.")
         if text is not None:
             if identity.is_log_rank:
                 sys.stdout.write(f"{text}\n")

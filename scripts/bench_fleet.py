@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 
 from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
-from elastictrain.preflight.links.culprit import Way
+from elastictrain.preflight.links.culprit import Direction
 from elastictrain.preflight.links.judge import flow_blame, suspect_rounds
 from elastictrain.preflight.links.messages import Flow, Link
 from elastictrain.preflight.links.rounds import Round, first_rounds
@@ -34,7 +34,7 @@ class Fleet:
     """A simulated fleet: what is wrong with whom, as the part of the bandwidth that is left."""
 
     num_hosts: int
-    hosts: dict[int, tuple[Way, float]]
+    hosts: dict[int, tuple[Direction, float]]
     seed: int
 
     def bad_link(self, link: Link) -> float | None:
@@ -48,8 +48,8 @@ class Fleet:
         left = min(
             1.0,
             self.bad_link(link) or 1.0,
-            source[1] if source and source[0] is not Way.IN else 1.0,
-            target[1] if target and target[0] is not Way.OUT else 1.0,
+            source[1] if source and source[0] is not Direction.IN else 1.0,
+            target[1] if target and target[0] is not Direction.OUT else 1.0,
         )
         dip = random.uniform(0.2, 0.6) if random.random() < DIPS else 1.0
         return GBPS * left * dip * random.lognormvariate(0.0, SCATTER)
@@ -97,7 +97,7 @@ def make_fleet(num_hosts: int, *, seed: int) -> Fleet:
     """One fleet, the same for the same seed."""
     random = Random(seed)
     bad = [host for host in range(num_hosts) if random.random() < FAULTS]
-    return Fleet(num_hosts, {host: (random.choice(list(Way)), random.uniform(0.05, 0.4)) for host in bad}, seed)
+    return Fleet(num_hosts, {host: (random.choice(list(Direction)), random.uniform(0.05, 0.4)) for host in bad}, seed)
 
 
 def simulate(num_hosts: int, *, seeds: Iterable[int]) -> Row:
@@ -132,8 +132,8 @@ def simulate(num_hosts: int, *, seeds: Iterable[int]) -> Row:
 
 def bad_links(fleet: Fleet, measured: Iterable[Link]) -> set[object]:
     """Those that a host's fault does not explain."""
-    out = {host for host, (way, _) in fleet.hosts.items() if way is not Way.IN}
-    into = {host for host, (way, _) in fleet.hosts.items() if way is not Way.OUT}
+    out = {host for host, (way, _) in fleet.hosts.items() if way is not Direction.IN}
+    into = {host for host, (way, _) in fleet.hosts.items() if way is not Direction.OUT}
     return {link for link in measured if link[0] not in out and link[1] not in into and fleet.bad_link(link) is not None}
 
 

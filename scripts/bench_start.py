@@ -13,12 +13,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
-from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, point_at
+from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, write_newest_hint
 from elastictrain.lease.holder import Waiting, take
 from elastictrain.lease.merge import EVENTS, FINISHED_S, merge_finished
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
-from elastictrain.train.preflight import PastStarts
+from elastictrain.train.preflight import EarlierStarts
 
 _WRITERS = 32
 
@@ -40,7 +40,7 @@ def fill(store: Store, num_objects: int) -> int:
 
         list(pool.map(event_of, range(1, num_objects + 1)))
         list(pool.map(records_of, range(first, num_objects + 1)))
-    point_at(store, num_objects)
+    write_newest_hint(store, num_objects)
     return num_objects
 
 
@@ -60,8 +60,8 @@ def measure(store: Store, last: int) -> dict[str, float]:
         take(Chain(store), LeaseClaim(0, "bench"), waiting, writers=(), on_lost=print).close(give_back=True)
 
     timed("lease", take_lease)
-    timed("how the last start ended", PastStarts(store, number=number_of(name)).exit_codes)
-    timed("findings of earlier starts", PastStarts(store, number=number_of(name)).findings)
+    timed("how the last start ended", EarlierStarts(store, number=number_of(name)).exit_codes)
+    timed("findings of earlier starts", EarlierStarts(store, number=number_of(name)).findings)
     timed("whose snapshots", lambda: Starts(store).known([f"{last:06d}-aa"]))
     timed("lineage", lambda: Lineage(store).has(f"{last:06d}-aa", last))
     return seconds

@@ -153,7 +153,7 @@ class Ours:
             run_folder(bench.config.checkpoint.memory_dir, bench.config.run.dir),
             run=run_name(bench.config.run.dir),
             host=bench.identity.rank - bench.identity.local_rank,
-            speaks_for_host=bench.identity.local_rank == 0,
+            lists_host_memory=bench.identity.local_rank == 0,
             group=bench.group,
             remote=None,
         )

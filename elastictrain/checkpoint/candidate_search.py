@@ -96,9 +96,9 @@ class CandidateSearch:
     def __post_init__(self) -> None:
         self._rejected: list[Reject] = []
         self._lineage = Lineage(self.store)
-        self._off_line: frozenset[str] = frozenset()
+        self._off_lineage: frozenset[str] = frozenset()
 
-    def off_line(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    def off_lineage(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """The states (incarnation, step) that are not on the lineage of the run. Raises: StorageError."""
         return [one for one in made if not self._lineage.has(*one)]
 
@@ -115,7 +115,7 @@ class CandidateSearch:
         while True:
             decision = select_checkpoint(listing, rejected=self._rejected, on_invalid=self.on_invalid)
             folder = decision if isinstance(decision, FolderFacts) else None
-            if memory is not None and (folder is None or memory >= (folder.name not in self._off_line, folder.step)):
+            if memory is not None and (folder is None or memory >= (folder.name not in self._off_lineage, folder.step)):
                 return IN_MEMORY
             if isinstance(decision, NoCandidate) and not decision.fresh:
                 rejects = [self._with_reason(reject) for reject in decision.rejects]
@@ -153,15 +153,15 @@ class CandidateSearch:
         listing = self._listing
         newer = takewhile(lambda one: one.name != folder, listing.folders)
         self._tell(_uncommitted(one) for one in newer if not one.has_manifest and not one.quarantined)
-        if folder not in self._off_line:
+        if folder not in self._off_lineage:
             reason = "committed by a generation that others had gone on without"
-            self._tell(Reject(name, None, reason) for name in sorted(self._off_line))
+            self._tell(Reject(name, None, reason) for name in sorted(self._off_lineage))
         mark_committed(self.store, listing=listing, note={"checkpoint": folder, **self._signed()})
 
     @cached_property
     def _listing(self) -> Listing:
         listing = list_checkpoints(self.store)
-        folders, self._off_line = self._lineage.line_first(listing.folders)
+        folders, self._off_lineage = self._lineage.lineage_first(listing.folders)
         return replace(listing, folders=folders)
 
     def _refuse_if_lost(self) -> None:

@@ -20,7 +20,7 @@ from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
-from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
+from elastictrain.checkpoint.memory_restore import FromMemory, MemoryRestore, ranks_of_files
 from elastictrain.checkpoint.reader import load
 from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts
 from elastictrain.checkpoint.signing import SigningKey
@@ -194,7 +194,7 @@ class Checkpointer:
             self._look(recall, search)
         while True:
             best = None if recall is None else recall.best()
-            memory = None if best is None else (best.on_line, best.step)
+            memory = None if best is None else (best.in_lineage, best.step)
             proposed = from_first(partial(search.next_candidate, memory=memory), group=self.group)
             chosen = time.monotonic()
             if proposed == FRESH_START:
@@ -221,17 +221,17 @@ class Checkpointer:
             return
 
         def judge_snapshots() -> tuple[list[str], list[tuple[str, int]]]:
-            off_line = search.off_line(made)
-            for incarnation, step in off_line:
+            off_lineage = search.off_lineage(made)
+            for incarnation, step in off_lineage:
                 logger.warning(
                     "step %d of %s in memory counts last: a later generation had gone on without it", step, incarnation
                 )
             known = Starts(self.store).known(incarnation for incarnation, _ in made)
-            return [*known, *self.job.incarnations], off_line
+            return [*known, *self.job.incarnations], off_lineage
 
         # Snapshots of a deleted run in the same folder do not count, unless the same job has trained it.
-        incarnations, off_line = from_first(judge_snapshots, group=self.group)
-        recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
+        incarnations, off_lineage = from_first(judge_snapshots, group=self.group)
+        recall.keep(incarnations, off_lineage=((incarnation, step) for incarnation, step in off_lineage))
 
     def _try_folder(self, search: CandidateSearch, proposed: bytes, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
         """Load from storage; None if it is damaged. Collective: yes."""
@@ -268,7 +268,7 @@ class Checkpointer:
     def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
         """Load from the memory of hosts; if a snapshot is damaged, drop it and return None. Collective: yes."""
         opened = recall.open(chosen)
-        if not isinstance(opened, Recalled):
+        if not isinstance(opened, FromMemory):
             self._pass_over(recall, chosen, opened, "it cannot be opened")
             return None
         try:

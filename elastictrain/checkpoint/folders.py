@@ -156,7 +156,7 @@ def discard_files(store: Store, folder: str, *, incarnation: str) -> None:
     own = key_of(folder, f"{incarnation}-r")
     try:
         with suppress(ObjectNotFoundError):
-            if f'"{incarnation}-r'.encode() in read_bounded(store, key_of(folder, MANIFEST_NAME), most_bytes=DOCUMENT_BYTES):
+            if f'"{incarnation}-r'.encode() in read_bounded(store, key_of(folder, MANIFEST_NAME), max_bytes=DOCUMENT_BYTES):
                 # The trainer stopped waiting for this save and committed the same step itself.
                 return
         for info in list(store.list(f"{ROOT}/{folder}")):

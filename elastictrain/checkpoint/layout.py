@@ -77,7 +77,7 @@ def plan_files(
         raise CheckpointError(
             f"two tensors would both be called {next(key for key in keys if keys.count(key) > 1)!r} in a shard"
         )
-    groups = grouped(ordered, [item.size_bytes for item in ordered], most_bytes=shard_bytes)
+    groups = grouped(ordered, [item.size_bytes for item in ordered], max_bytes=shard_bytes)
     files = []
     for index, group in enumerate(groups):
         # The name has the incarnation, so a previous generation that still writes cannot damage these files.
@@ -92,12 +92,12 @@ def plan_files(
     return tuple(files)
 
 
-def grouped(items: Iterable[T], sizes: Iterable[int], *, most_bytes: int) -> list[list[T]]:
-    """Consecutive items in groups of at most `most_bytes`; a larger item has its own group."""
+def grouped(items: Iterable[T], sizes: Iterable[int], *, max_bytes: int) -> list[list[T]]:
+    """Consecutive items in groups of at most `max_bytes`; a larger item has its own group."""
     groups: list[list[T]] = []
     filled = 0
     for item, size_bytes in zip(items, sizes, strict=True):
-        if not groups or (filled and filled + size_bytes > most_bytes):
+        if not groups or (filled and filled + size_bytes > max_bytes):
             groups.append([])
             filled = 0
         groups[-1].append(item)

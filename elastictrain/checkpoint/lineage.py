@@ -38,7 +38,7 @@ class ResumeOrigin:
 Lookup = Callable[[str], ResumeOrigin | None]
 
 
-def is_on_line(incarnation: str, step: int, *, newest: ResumeOrigin | None, lookup: Lookup) -> bool:
+def is_in_lineage(incarnation: str, step: int, *, newest: ResumeOrigin | None, lookup: Lookup) -> bool:
     """Whether the state of `step` that `incarnation` made is in the history that `newest` continues. Pure, but for `lookup`.
 
     True if no record decides it: before the first launcher there are no records, and an incarnation newer than all records has
@@ -71,20 +71,20 @@ class Lineage:
         """The caller writes it before its incarnation commits anything. Raises: StorageError."""
         self._store.write(f"{ROOT}/{origin.generation:09d}-{origin.incarnation}.json", json.dumps(asdict(origin)).encode())
 
-    def line_first(self, folders: Iterable[FolderFacts]) -> tuple[tuple[FolderFacts, ...], frozenset[str]]:
+    def lineage_first(self, folders: Iterable[FolderFacts]) -> tuple[tuple[FolderFacts, ...], frozenset[str]]:
         """The folders in their order, those off the lineage last; and the names of these. Raises: StorageError."""
-        on_line: list[FolderFacts] = []
-        off_line: list[FolderFacts] = []
+        in_lineage: list[FolderFacts] = []
+        off_lineage: list[FolderFacts] = []
         for folder in folders:
             # Files of several incarnations, or of none, decide nothing.
             made_by = {match[1] for file in folder.files if (match := _SHARD.fullmatch(file))}
             there = len(made_by) != 1 or self.has(made_by.pop(), folder.step)
-            (on_line if there else off_line).append(folder)
-        return (*on_line, *off_line), frozenset(folder.name for folder in off_line)
+            (in_lineage if there else off_lineage).append(folder)
+        return (*in_lineage, *off_lineage), frozenset(folder.name for folder in off_lineage)
 
     def has(self, incarnation: str, step: int) -> bool:
         """Whether the state of `step` that `incarnation` made is on the lineage. Raises: StorageError."""
-        return is_on_line(incarnation, step, newest=self.newest(), lookup=self._lookup)
+        return is_in_lineage(incarnation, step, newest=self.newest(), lookup=self._lookup)
 
     def newest(self) -> ResumeOrigin | None:
         """The newest record that can be read. Raises: StorageError."""

@@ -30,7 +30,7 @@ RemoteReader: TypeAlias = Callable[[Held], ReadSnapshot]  # of another host's sn
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
+class FromMemory:
     """A snapshot set, readable like a checkpoint."""
 
     manifest: Manifest
@@ -54,7 +54,7 @@ class MemoryRestore:
     _: KW_ONLY
     run: str
     host: int  # the first rank of this host
-    speaks_for_host: bool
+    lists_host_memory: bool
     group: dist.ProcessGroup | None
     remote: RemoteReader | None
     names: Sequence[str] = ()  # host names by rank
@@ -63,11 +63,11 @@ class MemoryRestore:
         self._rank = 0 if self.group is None else dist.get_rank(self.group)
         self._hosts: list[int] = []
         self.held: list[Held] = []  # all snapshots of this run that are not forgotten; the same on all ranks
-        self._off_line: frozenset[tuple[str, int]] = frozenset()
+        self._off_lineage: frozenset[tuple[str, int]] = frozenset()
 
     def look(self) -> None:
         """List the snapshots on all hosts. Collective: yes."""
-        own = tuple(look(self.folder, host=self.host)) if self.speaks_for_host else ()
+        own = tuple(look(self.folder, host=self.host)) if self.lists_host_memory else ()
         told = gather_records(_HostSnapshots(self.host, own), group=self.group)
         self._hosts = [one.host for one in told]
         self.held = [held for one in told for held in one.held if held.facts.run == self.run]
@@ -81,22 +81,22 @@ class MemoryRestore:
 
     def whole(self) -> tuple[SnapshotSet, ...]:
         """All complete steps, the best one first. Collective: no; the same on all ranks."""
-        return whole_sets(self.held, run=self.run, off_line=self._off_line)
+        return whole_sets(self.held, run=self.run, off_lineage=self._off_lineage)
 
-    def tier(self, recalled: Recalled) -> str:
+    def tier(self, recalled: FromMemory) -> str:
         """`peer` if any rank read a replica or another host's snapshot, else `memory`. Collective: yes."""
         return "peer" if any(gather_json(recalled.replicas or recalled.source.remote, group=self.group)) else "memory"
 
-    def keep(self, incarnations: Collection[str], *, off_line: Iterable[tuple[str, int]]) -> None:
-        """Drop the snapshots of other incarnations; those `off_line` (incarnation, step) count last."""
+    def keep(self, incarnations: Collection[str], *, off_lineage: Iterable[tuple[str, int]]) -> None:
+        """Drop the snapshots of other incarnations; those `off_lineage` (incarnation, step) count last."""
         self.held = [one for one in self.held if one.facts.incarnation in incarnations]
-        self._off_line = frozenset(off_line)
+        self._off_lineage = frozenset(off_lineage)
 
     def forget(self, held: Held) -> None:
         """Drop a snapshot that is damaged or out of reach."""
         self.held = [one for one in self.held if (one.host, one.slot) != (held.host, held.slot)]
 
-    def open(self, chosen: SnapshotSet) -> Recalled | Held:
+    def open(self, chosen: SnapshotSet) -> FromMemory | Held:
         """Open the first source of each rank's snapshot; returns the one that cannot be read, if any. Collective: yes."""
         primary = [sources[0] for sources in chosen.sources]
         # Each snapshot's layout and digests come from a rank of the host that holds it.
@@ -128,7 +128,7 @@ class MemoryRestore:
         if culprits:
             source.resources.close()
             return primary[min(culprits)]
-        return Recalled(manifest, source, replicas=any(held.replica for held in primary))
+        return FromMemory(manifest, source, replicas=any(held.replica for held in primary))
 
     def _tell(self, held: Held) -> RankPart | None:
         path = f"{self.folder}/{held.slot}"

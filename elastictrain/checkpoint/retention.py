@@ -108,8 +108,8 @@ class Pruner:
         deletions = plan(intact=intact)
         if deletions:
             # The lineage is read only now: most saves of a young run delete nothing.
-            _, off_line = Lineage(self.store).line_first(folders)
-            deletions = plan(intact=intact - off_line)
+            _, off_lineage = Lineage(self.store).lineage_first(folders)
+            deletions = plan(intact=intact - off_lineage)
         deleted = [deletion for deletion in deletions if delete_folder(self.store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 

@@ -15,7 +15,7 @@ CONFIG_NAME = "config.yaml"
 def read_stored_config(run: Store) -> dict[str, object] | None:
     """The run's config.yaml, None if it does not exist. Raises: ConfigError if no run wrote it like that; StorageError."""
     try:
-        data = read_bounded(run, CONFIG_NAME, most_bytes=MOST_BYTES)
+        data = read_bounded(run, CONFIG_NAME, max_bytes=MOST_BYTES)
     except ObjectNotFoundError:
         return None
     except ObjectTooLargeError as error:

@@ -184,7 +184,7 @@ def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = N
 
     def read() -> tuple[bytes, Manifest]:
         try:
-            raw = read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
+            raw = read_bounded(store, key, max_bytes=DOCUMENT_BYTES)
         except errors.ObjectTooLargeError as error:
             raise errors.InvalidCheckpointError(str(error)) from error
         return raw, parse_manifest(raw, where=f"{store.url}/{key}", key=signing)

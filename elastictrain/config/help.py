@@ -35,7 +35,7 @@ _TARGET = Key(
 _MODEL = Key("model.*", "what the task declares; --help recipe=NAME lists it", "", "Fields of the task's parameter `model`.")
 
 
-def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> str | None:
+def requested_help(arguments: Sequence[str], *, program: str, purpose: str) -> str | None:
     """The text of `--help` or `--cfg job`; None without either. Raises: UsageError; ConfigError."""
     line = read_command_line(arguments)
     if line.action == "show":

@@ -131,7 +131,7 @@ def read_index(store: Store) -> TokenIndex:
         if os.path.lexists(there) and not there.is_dir():
             raise DataError(f"{store.url} must be a folder of token files, but {there} is no folder; {make}")
     try:
-        data = read_bounded(store, INDEX_FILE, most_bytes=DOCUMENT_BYTES)
+        data = read_bounded(store, INDEX_FILE, max_bytes=DOCUMENT_BYTES)
     except ObjectTooLargeError as error:
         raise DataError(f"{error}: it is no index of token files; prepare the data again") from None
     except ObjectNotFoundError:

@@ -155,7 +155,7 @@ def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
     while True:
         begun: PlanProgress | None = None
         try:
-            text = read_bounded(store, PROGRESS_FILE, most_bytes=DOCUMENT_BYTES)
+            text = read_bounded(store, PROGRESS_FILE, max_bytes=DOCUMENT_BYTES)
             begun = parse_record(text, PlanProgress, limits=DOCUMENT)
         except ObjectNotFoundError:
             pass

@@ -103,7 +103,7 @@ def tokenizer_of(store: Store, index: TokenIndex) -> Tokenizer:
         return ByteTokenizer()
     url = f"{store.url}/{TOKENIZER_FILE}"
     try:
-        data = read_bounded(store, TOKENIZER_FILE, most_bytes=_MOST_BYTES)
+        data = read_bounded(store, TOKENIZER_FILE, max_bytes=_MOST_BYTES)
     except ObjectTooLargeError as error:
         raise DataError(f"{error}: it is no tokenizer; copy the right one there") from None
     except ObjectNotFoundError:

@@ -128,14 +128,14 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     number: int,
     timeout_s: float,
     poll: Callable[[], None] = lambda: None,
-    put_off: Callable[[float], None] = lambda _: None,
+    extend_deadline: Callable[[float], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> AgreedGeneration:
     """Agree with all other ranks. `number` counts the run's generations; rank 0's is used. `poll` may raise to leave early.
-    `put_off` receives the seconds by which rank 0's wait for another run extends the time-out. `tell` receives the missing
-    ranks once, on rank 0, after a long wait. Collective: yes. Raises: TransportError naming the missing ranks."""
+    `extend_deadline` receives the seconds that rank 0 waits for another run. `tell` receives the missing ranks once, on rank 0,
+    after a long wait. Collective: yes. Raises: TransportError naming the missing ranks."""
     nonce = uuid.uuid4().hex
     store.set(f"{_ROOT}/hello/{identity.rank}", encode_record(_Hello(nonce, introduction)).decode())
     own = _Participant(store, identity, nonce, number)
@@ -157,7 +157,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
         if clock() > deadline - margin_s:
             if identity.rank != 0 and (word := _waiting_sign(store)) != waiting:
                 waiting, deadline, silent = word, clock() + _WAITS_ON_S, None
-                put_off(_WAITS_ON_S)
+                extend_deadline(_WAITS_ON_S)
             elif silent is None:
                 # Asked while there is time left for the answer.
                 silent = own.find_missing()
@@ -171,7 +171,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
-def say_waiting(store: BoundedStore) -> None:
+def signal_waiting(store: BoundedStore) -> None:
     """As rank 0, repeatedly before the agreement: signal that it waits for another run to end, so that the others wait, too."""
     store.set(_WAITING, uuid.uuid4().hex)
 

@@ -47,7 +47,7 @@ class BoundedStore:
     def left_s(self) -> float:
         return max(0.0, self._deadline_s - self._clock())
 
-    def put_off(self, seconds: float) -> None:
+    def extend_deadline(self, seconds: float) -> None:
         """Move the deadline to `seconds` from now, if it is earlier."""
         self._deadline_s = max(self._deadline_s, self._clock() + seconds)
 

@@ -134,7 +134,7 @@ def accumulation(module: nn.Module, *, last: bool) -> Iterator[None]:
     yield
 
 
-def gather_no_more(module: nn.Module) -> None:
+def reshard_parameters(module: nn.Module) -> None:
     """After a forward pass without a backward pass: free gathered FSDP parameters, and restore the sharded ones."""
     for part in module.modules():
         if isinstance(part, FSDPModule):

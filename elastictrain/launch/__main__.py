@@ -27,7 +27,7 @@ from pathlib import Path
 
 from elastictrain import errors
 from elastictrain.config.composed import RunConfig
-from elastictrain.config.help import text_asked_for
+from elastictrain.config.help import requested_help
 from elastictrain.config.load import load
 from elastictrain.distributed.bounded import call_until
 from elastictrain.fault.stop import StopListener
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        text = text_asked_for(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
+        text = requested_help(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
         if text is not None:
             sys.stdout.write(f"{text}\n")
             return errors.EXIT_OK
@@ -220,7 +220,7 @@ class HostAgent:
             waiting = Waiting(run.on_held, run.dir, print_line, partial(poll, "while another run trains"))
             newest = wait_until_free(chain, LAUNCHER, waiting)
             chain.remove_signs(newest)
-            return token, chain.number_on(newest)
+            return token, chain.ensure_last_number(newest)
 
         try:
             return call_until(ask, left_s=lambda: inf, poll=partial(poll, "before storage has answered"))

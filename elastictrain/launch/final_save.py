@@ -17,7 +17,7 @@ from elastictrain.checkpoint.saver.messages import (
     WorkerRefused,
     encode,
 )
-from elastictrain.checkpoint.saver.process import knock, peer_pid
+from elastictrain.checkpoint.saver.process import connect_saver, peer_pid
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
@@ -38,7 +38,7 @@ def committed_step(store: Store) -> int | None:
         committed = tuple(folder for folder in listed if folder.has_manifest and not folder.quarantined)
         if len(committed) > 1:
             # An abandoned generation may have committed a later step since; no start resumes from it.
-            committed, _ = Lineage(store).line_first(committed)
+            committed, _ = Lineage(store).lineage_first(committed)
         return committed[0].step if committed else 0
 
     return within(_LISTING_S, newest)
@@ -95,7 +95,7 @@ class SaverConnection:
 def ask_to_flush(config: RunConfig) -> SaverConnection | None:
     """Ask the saver of this host for a final save; None if no saver runs."""
     folder = run_folder(config.checkpoint.memory_dir, config.run.dir)
-    connection = within(_CONNECT_S, lambda: knock(folder))
+    connection = within(_CONNECT_S, lambda: connect_saver(folder))
     return None if connection is None else SaverConnection(connection)
 
 

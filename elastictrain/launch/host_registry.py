@@ -12,7 +12,7 @@ from elastictrain.launch.membership.observation import ClusterState, observe, ob
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import BEAT_S
-from elastictrain.storage.bounded_read import side_by_side
+from elastictrain.storage.bounded_read import run_concurrently
 from elastictrain.storage.failures import reason_of
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class HostRegistry:
             self._write_record()
         else:
             # What is read in parallel with a write of this host's record is not evidence about that record.
-            _, records = side_by_side([self._write_record, self._membership.records])
+            _, records = run_concurrently([self._write_record, self._membership.records])
         now_s = self._clock()
         with self._lock:
             known = self.known

@@ -17,7 +17,7 @@ from functools import partial
 from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, StorageError
 from elastictrain.lease.merge import KEPT_STARTS, merge_finished
-from elastictrain.storage.bounded_read import exists, read_all, read_record, side_by_side
+from elastictrain.storage.bounded_read import exists, read_all, read_record, run_concurrently
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import is_dead, process_name
@@ -171,7 +171,7 @@ class Chain:
         found = (_TRACE.match(info.key) for folder in ("events", "lineage") for info in self._store.list(folder))
         return max([newest.number, *(int(match[1]) for match in found if match)])
 
-    def number_on(self, newest: LeaseClaim) -> int:
+    def ensure_last_number(self, newest: LeaseClaim) -> int:
         """Return the largest number in use; if it is no generation yet, create one that is over, for launchers to follow."""
         last = self.last_number(newest)
         if last > newest.number:
@@ -206,7 +206,7 @@ def create_record(store: Store, number: int, data: bytes) -> bool:
     return True
 
 
-def point_at(store: Store, number: int) -> None:
+def write_newest_hint(store: Store, number: int) -> None:
     """Write the hint from which readers search for the newest generation."""
     store.write(_NEWEST, str(number).encode())
 
@@ -261,7 +261,7 @@ class Starts:
         parts = ("", ".part-00001")
         traces = {f"events/{name}-r00000{part}.jsonl": name for name in names for part in parts}
         traces |= {f"{LINEAGE}/{number:09d}-{name}.json": name for name, number in numbers.items()}
-        found = side_by_side([partial(exists, self._store, key) for key in traces])
+        found = run_concurrently([partial(exists, self._store, key) for key in traces])
         there = {name for name, is_there in zip(traces.values(), found, strict=True) if is_there}
         starts = self._read(numbers.values())
         there |= {name for name, number in numbers.items() if number in starts and starts[number].incarnation == name}
@@ -286,7 +286,7 @@ class Starts:
         keys = [key for number in numbers for key in (_start_key(number), generation_key(number))]
         if newest % _LINEAGE_EVERY == 0:
             keys += sorted(info.key for info in self._store.list(LINEAGE))[:-LINEAGE_KEPT]
-        side_by_side([partial(self._store.delete, key) for key in keys])
+        run_concurrently([partial(self._store.delete, key) for key in keys])
 
     def merge_events(self, newest: int) -> None:
         """Merge the journals of finished starts, every `_MERGE_EVERY` starts, while this start is the newest."""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from elastictrain.errors import RunHeldError, StorageError
-from elastictrain.lease.chain import BEAT_S, LAUNCHER, Chain, LeaseClaim, is_held, point_at
+from elastictrain.lease.chain import BEAT_S, LAUNCHER, Chain, LeaseClaim, is_held, write_newest_hint
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Lease:
 
     def _run(self) -> None:
         try:
-            point_at(self._chain.volatile, self.number)
+            write_newest_hint(self._chain.volatile, self.number)
         except StorageError as error:
             logger.info("the next start has to list the generations: %s", error)
         while not self._closed.wait(self._beat_s):

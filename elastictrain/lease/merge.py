@@ -21,7 +21,7 @@ from itertools import count, groupby
 
 from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError
-from elastictrain.storage.bounded_read import read_bounded, side_by_side
+from elastictrain.storage.bounded_read import read_bounded, run_concurrently
 from elastictrain.storage.store import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _merge(store: Store, merge: Merge) -> None:
 
     num_bytes = 0
     for first in range(0, len(merge.sources), _READS):
-        journals = side_by_side([partial(_read_lines, store, key) for key in merge.sources[first : first + _READS]])
+        journals = run_concurrently([partial(_read_lines, store, key) for key in merge.sources[first : first + _READS]])
         for lines in journals:
             fresh = [line for line in lines if _digest(line) not in known]
             pieces += fresh
@@ -199,7 +199,7 @@ def _merge(store: Store, merge: Merge) -> None:
     logs: dict[str, list[str]] = {}
     for key in merge.sources:
         logs.setdefault(_PART.sub("", key), []).insert(0, key)
-    side_by_side([partial(_delete_merged, store, log, known) for log in logs.values()])
+    run_concurrently([partial(_delete_merged, store, log, known) for log in logs.values()])
 
 
 def _delete_merged(store: Store, log: Iterable[str], known: Set[bytes]) -> None:
@@ -212,7 +212,7 @@ def _delete_merged(store: Store, log: Iterable[str], known: Set[bytes]) -> None:
 
 def _read_lines(store: Store, key: str) -> list[bytes]:
     try:
-        return _whole_lines(read_bounded(store, key, most_bytes=MERGED_BYTES + LARGE_BYTES))
+        return _whole_lines(read_bounded(store, key, max_bytes=MERGED_BYTES + LARGE_BYTES))
     except ObjectNotFoundError:
         # The process that deleted it has merged it.
         return []
@@ -232,7 +232,7 @@ def _launchers(store: Store, keys: Iterable[str]) -> dict[str, int]:
     for key in sorted(keys, reverse=True):
         if (match := _LAUNCHER.fullmatch(key)) is not None:
             heads[match[1]] = key
-    numbers = side_by_side([partial(_first_generation, store, key) for key in heads.values()])
+    numbers = run_concurrently([partial(_first_generation, store, key) for key in heads.values()])
     return {log: number for log, number in zip(heads, numbers, strict=True) if number is not None}
 
 

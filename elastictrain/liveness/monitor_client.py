@@ -14,7 +14,7 @@ from elastictrain.bounded_json import encode_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.progress_file import ProgressFile, ProgressFileReader
-from elastictrain.liveness.stacks import no_stacks_any_more, take_stacks, tell_stacks_when_asked
+from elastictrain.liveness.stacks import dump_stacks_on_signal, stop_stack_dumps, take_stacks
 from elastictrain.liveness.watchdog import bound_s, limit_s
 from elastictrain.storage.private import clear_folder, make_private_folders, remove_if_empty
 
@@ -50,7 +50,7 @@ class RankMonitorClient:
             undo.callback(os.close, lock_folder(self.folder, fcntl.LOCK_SH))
             self.progress = ProgressFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
             undo.callback(self.progress.close)
-            undo.callback(no_stacks_any_more, tell_stacks_when_asked(self.folder, rank))
+            undo.callback(stop_stack_dumps, dump_stacks_on_signal(self.folder, rank))
             self._undo = undo.pop_all()
         self._monitor: subprocess.Popen[bytes] | None = None
 

@@ -52,7 +52,7 @@ def stacks_path(folder: str, rank: int) -> str:
     return f"{folder}/r{rank:05d}.stacks"
 
 
-def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
+def dump_stacks_on_signal(folder: str, rank: int) -> TextIO:
     """Answer `STACKS_SIGNAL` from now on. Call from the main thread and keep the file open. Raises: OSError."""
     # A reader that finds the file may ask at once, and an unhandled signal would end this process. `unregister` also restores
     # what is set here.
@@ -66,7 +66,7 @@ def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
     return file
 
 
-def no_stacks_any_more(file: TextIO) -> None:
+def stop_stack_dumps(file: TextIO) -> None:
     """Ignore the signal again, as before there was a handler, and delete the file."""
     faulthandler.unregister(STACKS_SIGNAL)
     file.close()

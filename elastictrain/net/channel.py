@@ -99,7 +99,7 @@ class Channel:
             if not poll.poll(1000 * idle_s):
                 raise ChannelError(f"nothing came for {idle_s:g} s")
         deadline = time.monotonic() + limit_s
-        length, digest = self._receive_head(_JSON, most_bytes=MOST_JSON_BYTES, deadline=deadline)
+        length, digest = self._receive_head(_JSON, max_bytes=MOST_JSON_BYTES, deadline=deadline)
         # Memory grows with the received bytes, not with the announced length.
         body = bytearray()
         while len(body) < length:
@@ -119,7 +119,7 @@ class Channel:
     def receive_data(self, buffer: memoryview, *, limit_s: float) -> int:
         """Fill the beginning of `buffer` from one frame; return the frame's size. Raises: ChannelError."""
         deadline = time.monotonic() + limit_s
-        length, digest = self._receive_head(_DATA, most_bytes=min(len(buffer), FRAME_BYTES), deadline=deadline)
+        length, digest = self._receive_head(_DATA, max_bytes=min(len(buffer), FRAME_BYTES), deadline=deadline)
         if not length:
             raise ChannelError("a frame of no bytes came")
         part = buffer[:length]
@@ -143,14 +143,14 @@ class Channel:
         self.send(head, limit_s=limit_s, flags=socket.MSG_MORE)
         self.send(body, limit_s=limit_s)
 
-    def _receive_head(self, kind: bytes, *, most_bytes: int, deadline: float) -> tuple[int, bytes]:
+    def _receive_head(self, kind: bytes, *, max_bytes: int, deadline: float) -> tuple[int, bytes]:
         head = bytearray(_HEAD.size)
         self._fill(memoryview(head), deadline=deadline)
         found, length, digest = _HEAD.unpack(head)
         if found != kind:
             raise ChannelError(f"a frame must be of kind {kind!r}, but is of kind {found!r}")
-        if length > most_bytes:
-            raise ChannelError(f"a frame must have at most {most_bytes} bytes, but announces {length}")
+        if length > max_bytes:
+            raise ChannelError(f"a frame must have at most {max_bytes} bytes, but announces {length}")
         return length, digest
 
     def _fill(self, buffer: memoryview, *, deadline: float) -> None:

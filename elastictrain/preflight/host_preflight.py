@@ -15,7 +15,7 @@ from functools import partial
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import ElasticTrainError, PreflightError
-from elastictrain.preflight.host.alike import Likeness, compare, describe
+from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe
 from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
@@ -25,7 +25,7 @@ from elastictrain.preflight.surroundings import Exchange, Surroundings, get_reco
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.interfaces import find_route, way_out
 from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband, judge_interface
-from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply_plan, decide_transport, read_facts
+from elastictrain.preflight.transport.plan import TransportFacts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, worst_first
 from elastictrain.preflight.verdict import describe as describe_verdict
@@ -89,7 +89,7 @@ class Report:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
     verdicts: tuple[Verdict, ...]
-    likeness: Likeness
+    likeness: SoftwareDigest
     hcas: tuple[str, ...]  # ports that it plans to use
 
 
@@ -226,7 +226,7 @@ class HostPreflight:
             remedy = f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug"
             return [Reporter("roster", host).failed(measured, expected="verdicts", remedy=remedy)]
 
-    def _check_links(self, facts: Facts, kinds: frozenset[Rdma]) -> LinkReport:
+    def _check_links(self, facts: TransportFacts, kinds: frozenset[Rdma]) -> LinkReport:
         # The rendezvous' name may resolve to loopback on the first host itself.
         known = facts.rendezvous.remote if facts.rendezvous is not None else None
         route = way_out([known] if known else [], interfaces=facts.interfaces, surroundings=self.surroundings)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
+from elastictrain.storage.remote import CONNECT_TIMEOUT_S, max_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _MARK = "elastictrain_creator"  # the service takes no hyphens in names of metadata
@@ -44,7 +44,7 @@ class AzureBackend:
             stream = await self._blob(path).download_blob(**where, **self._once)
             return cast(bytes, await stream.readall())
 
-        return self._wait(fetch, most_bytes(start, end))
+        return self._wait(fetch, max_bytes(start, end))
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
         # overwrite=False sends `If-None-Match: *`.

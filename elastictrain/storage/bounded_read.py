@@ -21,11 +21,11 @@ DOCUMENT_BYTES = DOCUMENT.max_bytes
 _AT_ONCE = 64
 
 
-def read_bounded(store: ReadableStore, key: str, *, most_bytes: int = RECORD_BYTES) -> bytes:
-    """Read the whole object. Raises: ObjectTooLargeError if it has more than `most_bytes`; what `Store.read` raises."""
-    data = store.read(key, end=most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ObjectTooLargeError(f"{store.url}/{key} must have at most {most_bytes} bytes, but has more")
+def read_bounded(store: ReadableStore, key: str, *, max_bytes: int = RECORD_BYTES) -> bytes:
+    """Read the whole object. Raises: ObjectTooLargeError if it has more than `max_bytes`; what `Store.read` raises."""
+    data = store.read(key, end=max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ObjectTooLargeError(f"{store.url}/{key} must have at most {max_bytes} bytes, but has more")
     return data
 
 
@@ -55,11 +55,11 @@ def read_all(store: Store, keys: Iterable[str]) -> dict[str, bytes]:
         with suppress(ObjectNotFoundError):
             found[key] = read_record(store, key)
 
-    side_by_side([partial(read, key) for key in keys])
+    run_concurrently([partial(read, key) for key in keys])
     return found
 
 
-def side_by_side(calls: Iterable[Callable[[], T]]) -> list[T]:
+def run_concurrently(calls: Iterable[Callable[[], T]]) -> list[T]:
     """Run the calls in parallel, at most 64 at once; return their results in order.
 
     Raises the first error in that order, after all calls have ended. The threads are daemons: a store that does not answer

@@ -10,7 +10,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from elastictrain.storage.remote import most_bytes, request_timeout_s
+from elastictrain.storage.remote import max_bytes, request_timeout_s
 from elastictrain.storage.store import ObjectInfo
 
 _BLOCK_BYTES = 16 << 20
@@ -51,7 +51,7 @@ class FilesystemBackend(StreamedUploads):
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         where = {"start": start, "end": end} if (start, end) != (0, None) else {}
-        with self._request(most_bytes(start, end)) as bound:
+        with self._request(max_bytes(start, end)) as bound:
             return bytes(self._files.cat_file(path, **where, **bound))
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:

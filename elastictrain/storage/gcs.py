@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.storage.filesystem import StreamedUploads
-from elastictrain.storage.remote import most_bytes, request_timeout_s, split_path
+from elastictrain.storage.remote import max_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _MARK = "elastictrain-creator"
@@ -42,7 +42,7 @@ class GcsBackend(StreamedUploads):
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         headers = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
-        where, num_bytes = f"download/storage/v1/{_object(path)}", most_bytes(start, end)
+        where, num_bytes = f"download/storage/v1/{_object(path)}", max_bytes(start, end)
         return self._ask("GET", where, {"alt": "media"}, headers=headers, num_bytes=num_bytes)
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:

@@ -119,8 +119,8 @@ class LocalStore:
 
         self._try("create", key, request)
 
-    def read_secret(self, key: str, *, most_bytes: int) -> bytes:
-        """The first `most_bytes` of a file of mode `SECRET`. Raises: AccessDeniedError if it may belong to another user."""
+    def read_secret(self, key: str, *, max_bytes: int) -> bytes:
+        """The first `max_bytes` of a file of mode `SECRET`. Raises: AccessDeniedError if it may belong to another user."""
         path = self.path(key)
 
         def own_uid() -> int:
@@ -132,7 +132,7 @@ class LocalStore:
                 refuse_secret(place.look(follow=self._follow_links), path=path, own_uid=own_uid)
             with self._opened(key) as (descriptor, _size):
                 guard_secret(descriptor, path=path, own_uid=own_uid)
-                return os.pread(descriptor, most_bytes, 0)
+                return os.pread(descriptor, max_bytes, 0)
 
         return self._try("read", key, request)
 

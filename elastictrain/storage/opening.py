@@ -78,9 +78,9 @@ def create_secret(store: Store, key: str, data: bytes) -> None:
         store.create(key, data)
 
 
-def read_secret(store: Store, key: str, *, most_bytes: int) -> bytes:
+def read_secret(store: Store, key: str, *, max_bytes: int) -> bytes:
     """Read an object of `create_secret`. Raises: StorageError; AccessDeniedError for a file that may belong to another user."""
-    return store.read_secret(key, most_bytes=most_bytes) if isinstance(store, LocalStore) else store.read(key)
+    return store.read_secret(key, max_bytes=max_bytes) if isinstance(store, LocalStore) else store.read(key)
 
 
 def check_writable(store: Store, *, key: str = "", step: Step = lambda _: nullcontext()) -> list[ObjectInfo]:

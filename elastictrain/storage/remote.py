@@ -262,7 +262,7 @@ def split_path(path: str) -> tuple[str, str]:
     return bucket, key
 
 
-def most_bytes(start: int, end: int | None) -> int:
+def max_bytes(start: int, end: int | None) -> int:
     """Upper bound of the size of an answer with bytes [start, end)."""
     return 1 << 30 if end is None else end - start
 

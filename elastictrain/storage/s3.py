@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
+from elastictrain.storage.remote import CONNECT_TIMEOUT_S, max_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _CONNECTIONS = 32
@@ -49,7 +49,7 @@ class S3Backend:
             finally:
                 answer["Body"].close()
 
-        return cast(bytes, sync(self._files.loop, fetch, timeout=self._bound_s(most_bytes(start, end))))
+        return cast(bytes, sync(self._files.loop, fetch, timeout=self._bound_s(max_bytes(start, end))))
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
         condition = {} if mark is None else {"IfNoneMatch": "*", "Metadata": {_MARK: mark}}

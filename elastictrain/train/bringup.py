@@ -13,7 +13,7 @@ import torch.distributed as dist
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
-from elastictrain.distributed.generation import Introduction, agree, check_alike, say_waiting
+from elastictrain.distributed.generation import Introduction, agree, check_alike, signal_waiting
 from elastictrain.distributed.group import connect, make_group
 from elastictrain.distributed.store import BoundedStore, StoreExchange
 from elastictrain.errors import StorageError
@@ -87,7 +87,7 @@ def form_group(context: TrainContext) -> None:
     if context.unwritable is not None:
         raise context.unwritable
     with context.timed("group", Phase.GROUP):
-        preflight.listen_to_nccl()
+        preflight.enable_nccl_log()
         context.group = make_group(
             context.shared,
             context.identity,
@@ -119,7 +119,7 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
         # The rank names the missing ranks while the store still answers.
         timeout_s=rendezvous.left_s - margin_s,
         poll=context.leave_if_asked,
-        put_off=lambda seconds: _put_off(context, seconds + margin_s),
+        extend_deadline=lambda seconds: _put_off(context, seconds + margin_s),
         tell=_tell,
     )
     if identity.rank == 0:
@@ -145,7 +145,7 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
     run, rendezvous = context.config.run, context.rendezvous
 
     def wait_on() -> None:
-        say_waiting(rendezvous)
+        signal_waiting(rendezvous)
         _put_off(context, context.config.fault.rendezvous_timeout_s)
         context.leave_if_asked()
 
@@ -167,7 +167,7 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
 def _put_off(context: TrainContext, seconds: float) -> None:
     # While another run trains here, this one makes no progress.
     context.tracker.set_phase(Phase.RENDEZVOUS)
-    context.rendezvous.put_off(seconds)
+    context.rendezvous.extend_deadline(seconds)
 
 
 def note_start(store: Store, *, incarnation: str, world_size: int) -> None:

@@ -28,7 +28,7 @@ from elastictrain.train.checks import signing_key, store_config
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.loop import Loop
-from elastictrain.train.observing import Observer, SpeakingObserver
+from elastictrain.train.observing import LogRankObserver, Observer
 from elastictrain.train.optimizer import describe_short_warmup, forget_steps, make_optimizer
 from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.replica_comparison import ReplicaComparison
@@ -56,7 +56,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
         sample = context.samples.train[0]
         tokens_per_sample = context.task.tokens_per_sample(sample)
         flops_per_token = context.task.flops_per_sample(state.model, sample) / tokens_per_sample
-    observer = SpeakingObserver(context, resume, flops_per_token=flops_per_token) if identity.is_log_rank else Observer()
+    observer = LogRankObserver(context, resume, flops_per_token=flops_per_token) if identity.is_log_rank else Observer()
     if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
         observer.print_line(sentence)
     ledger = None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.loader import read_batch
-from elastictrain.distributed.wrapping import Wrapped, gather_no_more
+from elastictrain.distributed.wrapping import Wrapped, reshard_parameters
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.context import TrainContext
 from elastictrain.train.step import to_device
@@ -48,7 +48,7 @@ class Evaluator:
                     figures += torch.stack((output.loss_sum, output.weight)).double()
         finally:
             module.train()
-            gather_no_more(module)
+            reshard_parameters(module)
         dist.all_reduce(figures)
         loss_sum, weight = figures.tolist()
         return float("nan") if weight == 0 else loss_sum / weight

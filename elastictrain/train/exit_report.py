@@ -88,7 +88,7 @@ class ExitReport:
         heard = self._last_heard()
         what = classify(last_heard=heard)
         if what.alone:
-            self.hangs.tell_others()
+            self.hangs.notify_others()
         self.write(what, heard=heard, stack="".join(traceback.format_exception(error)) if what.show_stack else "")
         return what.exit_code
 
@@ -96,9 +96,9 @@ class ExitReport:
         """Called by the watchdog's thread while the main thread is stuck: report, and end the process."""
         self._begin(overdue.exit_code)
         try:
-            accusation = self.hangs.accuse(overdue)
+            accusation = self.hangs.name_culprits(overdue)
             if overdue.exit_code == EXIT_TRANSPORT:
-                self.hangs.tell_others()
+                self.hangs.notify_others()
             heard = self._last_heard()
             sentence = f"{overdue.reason}{accusation}{describe_heard(heard)}"
             what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)

@@ -102,13 +102,13 @@ class HangWatch:
         if self._monitor_client is not None:
             self._monitor_client.progress.announce_ending()
 
-    def tell_others(self) -> None:
+    def notify_others(self) -> None:
         """Announce the end of this rank: a collective of the other ranks may never notice it."""
         # Before the first step ranks find the same faults at different times, and each host must report its own.
         if self._context is not None and self._tracker.mark.first_step_done:
             self._context.heartbeats.announce_failure()
 
-    def accuse(self, overdue: Overdue) -> str:
+    def name_culprits(self, overdue: Overdue) -> str:
         """Diagnose a hang, as the end of a sentence; takes a bounded time."""
         found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
         mark, rank = self._tracker.mark, self._identity.rank

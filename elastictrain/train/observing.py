@@ -28,7 +28,7 @@ class Observer:
         """Finish the progress bar and write pending figures."""
 
 
-class SpeakingObserver(Observer):
+class LogRankObserver(Observer):
     """Averages speeds between logged steps, and shows the logged steps."""
 
     def __init__(self, context: TrainContext, resume: Resume, *, flops_per_token: float | None) -> None:

@@ -30,7 +30,7 @@ from elastictrain.preflight.transport.plan import TransportPlan, describe_plan
 from elastictrain.preflight.transport.settings import own_variables
 from elastictrain.preflight.verdict import Verdict, count, describe, failures, findings, render, summary
 from elastictrain.storage.appendlog import last_part, part_key
-from elastictrain.storage.bounded_read import side_by_side
+from elastictrain.storage.bounded_read import run_concurrently
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.context import TrainContext
@@ -49,7 +49,7 @@ class RunPreflight:
         self._identity = context.identity
         self._record = context.journal.record
         self._exchange = exchange
-        self._past = PastStarts(context.store, number_of(context.generation.name))
+        self._past = EarlierStarts(context.store, number_of(context.generation.name))
         self._plan: TransportPlan | None = None
         self._nccl_log = f"{temporary_folder()}/nccl-%h-%p.txt"
         self._layout = find_layout(
@@ -107,7 +107,7 @@ class RunPreflight:
         if report.error is not None:
             raise report.error
 
-    def listen_to_nccl(self) -> None:
+    def enable_nccl_log(self) -> None:
         """Before the group is made: have NCCL log its choice of transport, if a check will read the log."""
         if self.chosen.level is Level.FULL and self._context.backend == "nccl" and self._identity.world_size > 1:
             # Variables that the transport plan has set are no user's request to see the log on the terminal.
@@ -198,7 +198,7 @@ class _HostsPreflight:
 
 
 @dataclass(frozen=True, slots=True)
-class PastStarts:
+class EarlierStarts:
     """Starts of the run in `store` before start `number`, read without a listing. A storage error counts as no records."""
 
     store: Store
@@ -219,7 +219,7 @@ class PastStarts:
             places = [(start, 0) for start in starts]
             if starts and not first:
                 places = [(starts[-1], rank) for rank in range(min(starts[-1].world_size, _READ_AT_MOST))]
-            return side_by_side([partial(self._read, start, rank, first=first) for start, rank in places])
+            return run_concurrently([partial(self._read, start, rank, first=first) for start, rank in places])
         except StorageError as error:
             logger.warning("%s cannot be read: %s", what, error)
             return []

@@ -145,7 +145,7 @@ class SynchronousSaving:
         if self.ledger is not None:
             self.ledger.log.flush()
 
-    def tell_failure(self, step: int, *, error: str, in_a_row: int) -> None:
+    def record_failure(self, step: int, *, error: str, in_a_row: int) -> None:
         """As rank 0: record and show that a save failed."""
         self.context.journal.record(CheckpointFailed(step=step, error=error, in_a_row=in_a_row))
         self.observer.print_line(f"step {step}: checkpoint failed ({in_a_row} in a row): {error}")
@@ -175,7 +175,7 @@ class SynchronousSaving:
         except (CheckpointError, StorageError) as error:
             self._failed_saves += 1
             if first:
-                self.tell_failure(step, error=str(error), in_a_row=self._failed_saves)
+                self.record_failure(step, error=str(error), in_a_row=self._failed_saves)
             self.check_failures(self._failed_saves, cause=error)
             return error
         self._failed_saves = 0

@@ -140,7 +140,7 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
         run_folder(config.checkpoint.memory_dir, config.run.dir),
         run=run_name(config.run.dir),
         host=own,
-        speaks_for_host=identity.local_rank == 0 and link is not None,
+        lists_host_memory=identity.local_rank == 0 and link is not None,
         group=group,
         remote=others,
         names=[row[1] for row in rows],

@@ -176,7 +176,7 @@ class SnapshotSaving:
                 return Reached(step, decision.tier)
             self._failed_saves += 1
             if self._first:
-                self._synchronous.tell_failure(step, error=decision.error, in_a_row=self._failed_saves)
+                self._synchronous.record_failure(step, error=decision.error, in_a_row=self._failed_saves)
             if held is not None and decision.limited and self._failed_saves >= self._options.max_failed_saves:
                 # Storage fails now. Memory has the step, and its saver tries once more after the workers have left.
                 return held
@@ -227,7 +227,7 @@ class SnapshotSaving:
             else:
                 self._told_failures += 1
                 self._last_error = one.error
-                self._synchronous.tell_failure(one.step, error=one.error, in_a_row=self._told_failures)
+                self._synchronous.record_failure(one.step, error=one.error, in_a_row=self._told_failures)
 
     def _note_saved(self, news: Sequence[News]) -> None:
         if steps := [one.step for one in news if isinstance(one, Saved)]:
@@ -290,7 +290,7 @@ class SnapshotSaving:
                 if failure.step == step:
                     error = failure.error
                     break
-                self._synchronous.tell_failure(failure.step, error=failure.error, in_a_row=self._failed_saves + 1)
+                self._synchronous.record_failure(failure.step, error=failure.error, in_a_row=self._failed_saves + 1)
             if not saved and not error and self._clock() >= deadline_s:
                 error = f"it was not durable within {self._save_timeout_s:g} s"
         return SaveStatus(self._context.left_s(), sending, unsent, saved, error)

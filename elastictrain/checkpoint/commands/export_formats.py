@@ -119,7 +119,7 @@ def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes
 
 def plan_shards(sizes: Mapping[str, int], *, shard_bytes: int) -> dict[str, list[str]]:
     """The names of the tensors in each file, from the bytes of each tensor. Pure."""
-    groups = grouped(sizes.keys(), sizes.values(), most_bytes=shard_bytes) or [[]]
+    groups = grouped(sizes.keys(), sizes.values(), max_bytes=shard_bytes) or [[]]
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}

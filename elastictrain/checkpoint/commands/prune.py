@@ -21,7 +21,7 @@ class PrunePlan:
     newest: Surveyed
     folders: dict[str, Surveyed]
     deletions: tuple[Deletion, ...]
-    off_line: frozenset[str]  # checkpoints off the lineage of the run, which no start takes while others exist
+    off_lineage: frozenset[str]  # checkpoints off the lineage of the run, which no start takes while others exist
 
     def bytes_of(self, name: str) -> int:
         return sum(self.folders[name].facts.files.values())
@@ -76,11 +76,11 @@ def plan_deletions(location: RunLocation, *, keep_last: int, keep_every: int) ->
     folders = survey(location, list_checkpoints(location.run).folders)
     # A start takes no quarantined one.
     committed = [one for one in folders if one.state not in (CheckpointState.UNCOMMITTED, CheckpointState.QUARANTINED)]
-    _, off_line = Lineage(location.run).line_first(one.facts for one in committed)
-    if len(off_line) == len(committed):
+    _, off_lineage = Lineage(location.run).lineage_first(one.facts for one in committed)
+    if len(off_lineage) == len(committed):
         # No others are left, so a start takes these.
-        off_line = frozenset()
-    newest = next((one for one in committed if one.name not in off_line), None)
+        off_lineage = frozenset()
+    newest = next((one for one in committed if one.name not in off_lineage), None)
     if newest is None:
         raise NoValidCheckpointError(f"{location.url} has no valid checkpoint; nothing is deleted")
     if newest.state is not CheckpointState.VALID:
@@ -88,12 +88,12 @@ def plan_deletions(location: RunLocation, *, keep_last: int, keep_every: int) ->
     deletions = plan_retention(
         [one.facts for one in folders],
         newest=newest.name,
-        intact={one.name for one in folders if one.state is CheckpointState.VALID} - off_line,
+        intact={one.name for one in folders if one.state is CheckpointState.VALID} - off_lineage,
         keep_last=keep_last,
         keep_every=keep_every,
         unknown={one.name for one in folders if one.state in _STATES_LEFT_ALONE},
     )
-    return PrunePlan(newest, {one.name: one for one in folders}, deletions, off_line)
+    return PrunePlan(newest, {one.name: one for one in folders}, deletions, off_lineage)
 
 
 def _refusal(newest: Surveyed, why: str) -> str:
@@ -119,7 +119,7 @@ def _text(plan: PrunePlan, *, url: str) -> str:
     for name in (deletion.folder for deletion in plan.deletions):
         state = plan.folders[name].state
         names = {CheckpointState.VALID: "checkpoint", CheckpointState.UNCOMMITTED: "remnant of a save"}
-        what = "others went on without it" if name in plan.off_line else names.get(state, state.value)
+        what = "others went on without it" if name in plan.off_lineage else names.get(state, state.value)
         rows.append((name, size_text(plan.bytes_of(name)), what))
     left = plural(len(plan.folders) - len(rows), "folder")
     total = size_text(sum(plan.bytes_of(deletion.folder) for deletion in plan.deletions))

@@ -87,11 +87,11 @@ class SnapshotSet:
     step: int
     world_size: int
     sources: tuple[tuple[Held, ...], ...]
-    on_line: bool = True  # on the lineage of the run, as far as known
+    in_lineage: bool = True  # on the lineage of the run, as far as known
 
 
-def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:
-    """The complete steps in memory, newest first, those `off_line` (incarnation, step) last. Pure."""
+def whole_sets(held: Iterable[Held], *, run: str, off_lineage: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:
+    """The complete steps in memory, newest first, those `off_lineage` (incarnation, step) last. Pure."""
     found: dict[tuple[int, str, int], dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
     for one in held:
         facts = one.facts
@@ -103,8 +103,8 @@ def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str
             sources = tuple(
                 tuple(sorted(ranks[rank], key=lambda one: (one.replica, one.host, one.slot))) for rank in range(world_size)
             )
-            sets.append(SnapshotSet(incarnation, step, world_size, sources, on_line=(incarnation, step) not in off_line))
-    return tuple(sorted(sets, key=lambda one: not one.on_line))
+            sets.append(SnapshotSet(incarnation, step, world_size, sources, in_lineage=(incarnation, step) not in off_lineage))
+    return tuple(sorted(sets, key=lambda one: not one.in_lineage))
 
 
 def slot_names(folder: str) -> list[SlotName]:

@@ -19,13 +19,13 @@ _MOST_BYTES = 1 << 30
 DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))  # training needs the other cores
 
 
-def read_file(path: str, *, most_bytes: int = _MOST_BYTES) -> bytes:
-    """Raises: OSError, also if the file is larger than `most_bytes`."""
+def read_file(path: str, *, max_bytes: int = _MOST_BYTES) -> bytes:
+    """Raises: OSError, also if the file is larger than `max_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_size > most_bytes:
+        if os.fstat(descriptor).st_size > max_bytes:
             raise OSError(0, "it is too large", path)
-        return file.read(most_bytes)
+        return file.read(max_bytes)
 
 
 def store_layout(folder: str, layout: RankLayout) -> None:

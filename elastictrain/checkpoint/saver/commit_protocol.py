@@ -222,7 +222,7 @@ class CommitProtocol:
                 if answer[1] == "failed":
                     raise CheckpointError(f"the host of rank {int(answer[2])} could not save: {self._reason(info.key)}")
                 read.add(info.key)
-                raw, where = read_bounded(self._store, info.key, most_bytes=DOCUMENT_BYTES), f"{self._store.url}/{info.key}"
+                raw, where = read_bounded(self._store, info.key, max_bytes=DOCUMENT_BYTES), f"{self._store.url}/{info.key}"
                 parts.extend(decode_parts(raw, where=where, key=info.key, signing=self._signing))
             return True if not missing_ranks(parts, world_size=world_size) else None
 

@@ -156,8 +156,8 @@ def choose_final_save(
 def _wanted(store: Store, host_ranks: HostRanks, held: Sequence[Held]) -> list[tuple[Held, ...]]:
     """Whole steps that storage lacks, newest first. Raises: StorageError."""
     folders = [folder for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
-    _, off_line = Lineage(store).line_first(folders)
-    newest = max((folder.step for folder in folders if folder.name not in off_line), default=-1)
+    _, off_lineage = Lineage(store).lineage_first(folders)
+    newest = max((folder.step for folder in folders if folder.name not in off_lineage), default=-1)
     whole = whole_here(held, host_ranks)
     # Memory may hold snapshots of a deleted run of the same name; their incarnations are unknown here.
     known = {

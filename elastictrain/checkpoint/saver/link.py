@@ -22,7 +22,7 @@ from elastictrain.checkpoint.saver.messages import (
     ToWorker,
     encode,
 )
-from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter, clear_if_abandoned, knock, log_tail
+from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter, clear_if_abandoned, connect_saver, log_tail
 from elastictrain.errors import CheckpointError, ElasticTrainError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
@@ -277,7 +277,7 @@ class SaverLink:
         deadline = self._clock() + _ANSWER_S
         while not self._closing:
             with suppress(OSError):
-                return knock(self._folder)
+                return connect_saver(self._folder)
             if self._starts:
                 with suppress(FileNotFoundError):
                     self._process.start_if_gone()

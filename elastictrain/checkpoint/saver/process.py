@@ -51,7 +51,7 @@ def load_config(folder: str) -> SaverConfig:
     """Raises: InvalidCheckpointError naming the file."""
     path = f"{folder}/{_CONFIG_NAME}"
     try:
-        return parse_record(read_file(path, most_bytes=1 << 20), SaverConfig)
+        return parse_record(read_file(path, max_bytes=1 << 20), SaverConfig)
     except (OSError, MalformedJsonError) as error:
         raise InvalidCheckpointError(f"{path} does not say what to keep: {error}") from error
 
@@ -102,7 +102,7 @@ class SaverStarter:
             self._child.poll()
 
 
-def knock(folder: str) -> socket.socket:
+def connect_saver(folder: str) -> socket.socket:
     """Connect to the saver of a folder. Raises: OSError if none answers."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:

@@ -82,7 +82,7 @@ def _while_running(cluster: ClusterState, running: Generation, options: LaunchGr
     if (missing := missing_member(cluster, running, options)) is not None:
         member, sentence = missing
         return _finish_lost(running, me, f"{member.name} {sentence}", lost=member.host)
-    if running.members[0].host == me.host and not others and (worth := worth_growing(cluster, running, options)) is not None:
+    if running.members[0].host == me.host and not others and (worth := should_grow(cluster, running, options)) is not None:
         return Finish(_end(running, me, EndKind.GROW, EXIT_OK, worth), at_once=False)
     return Wait()
 
@@ -106,7 +106,7 @@ def _end(running: Generation, me: HostRecord, kind: EndKind, exit_code: int, rea
     return End(running.number, me.host, kind, exit_code, "", 0, 0, reason, lost)
 
 
-def worth_growing(cluster: ClusterState, running: Generation, options: LaunchGroup) -> str | None:
+def should_grow(cluster: ClusterState, running: Generation, options: LaunchGroup) -> str | None:
     """Return why the first member should end the generation to restart with more hosts; None if it should not.
 
     A restart costs every worker its duration. The new hosts win that back in proportion to their number: one more host among

@@ -10,8 +10,8 @@ from functools import partial
 from elastictrain.bounded_json import encode_record
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.records import DRAFT, Generation, GenerationOutcome, HostRecord, HostState, decode
-from elastictrain.lease.chain import HOSTS, create_record, generation_key, newest_record, parse_claim, point_at
-from elastictrain.storage.bounded_read import read_all, read_record, side_by_side
+from elastictrain.lease.chain import HOSTS, create_record, generation_key, newest_record, parse_claim, write_newest_hint
+from elastictrain.storage.bounded_read import read_all, read_record, run_concurrently
 from elastictrain.storage.opening import create_secret, read_secret
 from elastictrain.storage.store import Store
 
@@ -41,7 +41,7 @@ class MembershipStore:
         Raises: PermanentStorageError, AccessDeniedError if the stored object can be no secret of this run."""
         with suppress(ObjectExistsError):
             create_secret(self._store, _TOKEN, secrets.token_bytes(_TOKEN_BYTES))
-        token = read_secret(self._store, _TOKEN, most_bytes=_MOST_TOKEN_BYTES)
+        token = read_secret(self._store, _TOKEN, max_bytes=_MOST_TOKEN_BYTES)
         if len(token) < _TOKEN_BYTES:
             raise PermanentStorageError(
                 f"{self._store.url}/{_TOKEN} must hold at least {_TOKEN_BYTES} bytes that nobody can guess, but holds "
@@ -58,7 +58,7 @@ class MembershipStore:
             lambda: [info.key for info in self._store.list(HOSTS)],
             *(partial(read_all, self._store, [key]) for key in sorted(self._known_keys)),
         ]
-        listed, *read = side_by_side(calls)
+        listed, *read = run_concurrently(calls)
         found = {key: data for one in read if isinstance(one, dict) for key, data in one.items()}
         found |= read_all(self._store, [key for key in listed if key not in found])
         self._known_keys = frozenset(found)
@@ -116,7 +116,7 @@ class MembershipStore:
             self._store.write(*self._unsettled[0])
             self._unsettled.pop(0)
         if self._created:
-            point_at(self._volatile, self._created)
+            write_newest_hint(self._volatile, self._created)
             self._created = 0
 
     def _advance(self, generation: Generation) -> None:

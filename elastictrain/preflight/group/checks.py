@@ -15,7 +15,7 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.group import judge, measurements
 from elastictrain.preflight.group.attendance import Act, Attendance, Entries, judge_attendance, run_act
 from elastictrain.preflight.group.collectives import Collective, Collectives, WrongResult, examine
-from elastictrain.preflight.group.measurements import Point, Reach, matmul_tflops
+from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth, matmul_tflops
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
 from elastictrain.preflight.surroundings import Exchange
@@ -29,7 +29,7 @@ class GroupFindings:
 
     verdicts: list[Verdict]
     usable: bool
-    point: Point | None = None  # the largest all-reduce measured
+    point: BandwidthPoint | None = None  # the largest all-reduce measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class GroupChecks:
         self._members, self._limits = strangers(self.hosts), self.request.settings.limits
         self._seconds = 0.0
         self._culprits: list[Verdict] = []
-        self._point: Point | None = None
+        self._point: BandwidthPoint | None = None
 
     def run(self) -> GroupFindings:
         """Run all checks until the first that not all ranks complete, which ends with verdicts on its culprits. Collective:
@@ -159,7 +159,7 @@ class GroupChecks:
         attendance = self._run("bus_bandwidth", act, limit_s=self._limits.bandwidth_s)
         if attendance is None:
             return []
-        self._point = attendance.figures(Point)[0]
+        self._point = attendance.figures(BandwidthPoint)[0]
         ratio = self.request.settings.thresholds.bus_ratio
         return [judge.judge_bandwidth(self._point, self._members, nccl=self._nccl, least_ratio=ratio)]
 
@@ -185,4 +185,4 @@ class GroupChecks:
         local = neighbours(self._members, host=self._members[self.identity.rank].host)
         measure = partial(measurements.measure_pairs, self._collectives, neighbours=local)
         attendance = self._run("p2p", lambda _: measure(), limit_s=20.0)
-        return judge.judge_pairs(attendance.figures(list[Reach]), self._members) if attendance else []
+        return judge.judge_pairs(attendance.figures(list[PairBandwidth]), self._members) if attendance else []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastictrain.preflight.group.attendance import scope_of
 from elastictrain.preflight.group.collectives import Collective, WrongResult
-from elastictrain.preflight.group.measurements import Point, Reach, size_text
+from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth, size_text
 from elastictrain.preflight.group.members import GroupMember, group_limit
 from elastictrain.preflight.policy import host_of
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict, failures
@@ -43,7 +43,7 @@ def judge_results(
     return verdicts
 
 
-def judge_bandwidth(point: Point, members: Sequence[GroupMember], *, nccl: bool, least_ratio: float) -> Verdict:
+def judge_bandwidth(point: BandwidthPoint, members: Sequence[GroupMember], *, nccl: bool, least_ratio: float) -> Verdict:
     """Check `bus_bandwidth`: the largest all-reduce must reach `least_ratio` of what the links can do."""
     report, unit = Reporter("bus_bandwidth", scope=Scope.GROUP), f"GB/s all_reduce {size_text(point.num_bytes)}"
     # gloo uses a host's memory and processors, whose limit is unknown.
@@ -91,7 +91,7 @@ def judge_rates(
     return verdicts
 
 
-def judge_pairs(reached: Mapping[int, Sequence[Reach]], members: Sequence[GroupMember]) -> list[Verdict]:
+def judge_pairs(reached: Mapping[int, Sequence[PairBandwidth]], members: Sequence[GroupMember]) -> list[Verdict]:
     """Check `p2p`, host by host: pairs without direct access, and pairs much slower than the others of their host."""
     report = Reporter("p2p", scope=Scope.GROUP)
     verdicts = []

@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class BandwidthPoint:
     num_bytes: int  # of the whole message
     seconds: float
     world_size: int
@@ -58,7 +58,7 @@ def measure_all_reduce(
     *,
     sizes: tuple[int, ...],
     clock: Callable[[], float] = time.perf_counter,
-) -> Point:
+) -> BandwidthPoint:
     """All-reduce at growing sizes until the budget is spent; returns the largest one. Ranks agree on the next size because they
     agree on the times. Collective: yes."""
     device, world_size = collectives.device, collectives.world_size
@@ -77,7 +77,7 @@ def measure_all_reduce(
         collectives.all_reduce(times)
         return float(times.max())
 
-    spent_s, once_s, point = 0.0, 0.0, Point(sizes[0], 0.0, world_size)
+    spent_s, once_s, point = 0.0, 0.0, BandwidthPoint(sizes[0], 0.0, world_size)
     for size in sizes:
         # Time grows with the size.
         if spent_s + once_s * size / point.num_bytes * (_FEWEST + 2) > SWEEP_BUDGET_S:
@@ -89,7 +89,7 @@ def measure_all_reduce(
         rounds = max(_FEWEST, min(_MOST, int(_POINT_BUDGET_S / max(once_s, 1e-6))))
         once_s = measure(buffer, rounds=rounds)
         spent_s += first_s + once_s * (rounds + 1)
-        point = Point(size, once_s, world_size)
+        point = BandwidthPoint(size, once_s, world_size)
     return point
 
 
@@ -129,7 +129,7 @@ def _settle(device: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class PairBandwidth:
     """Bandwidth from another rank of this host."""
 
     source: int
@@ -143,7 +143,7 @@ def measure_pairs(
     neighbours: Sequence[int],
     num_bytes: int = PAIR_BYTES,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Reach]:
+) -> list[PairBandwidth]:
     """What this rank receives from each of `neighbours` (ranks of this host, by local rank). Collective: within a host."""
     own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -161,7 +161,7 @@ def measure_pairs(
                     # Unknown if each process sees only its own device.
                     if device.type == "cuda" and device.index == own and torch.cuda.device_count() > source:
                         access = bool(torch.cuda.can_device_access_peer(own, source))
-                    found.append(Reach(peer, num_bytes / seconds / 1e9, access))
+                    found.append(PairBandwidth(peer, num_bytes / seconds / 1e9, access))
     return found
 
 

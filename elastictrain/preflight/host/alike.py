@@ -25,7 +25,7 @@ _NAMED_AT_MOST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class SoftwareDigest:
     """What one host runs."""
 
     code: Mapping[str, str]  # digest of each package's modules and folders ("elastictrain/train")
@@ -35,7 +35,7 @@ class Likeness:
     checkouts: tuple[str, ...] = ()  # packages in a git checkout
 
 
-def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -> Likeness:
+def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -> SoftwareDigest:
     """What this host runs, without importing anything. `packages`: names of modules or packages, of which the outermost package
     counts. What is not installed, or too large to be own code, is left out."""
     code: dict[str, str] = {}
@@ -52,7 +52,7 @@ def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -
     for name in (*DECISIVE, *OTHERS):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return Likeness(code, folders, versions, config, tuple(checkouts))
+    return SoftwareDigest(code, folders, versions, config, tuple(checkouts))
 
 
 def digest_code(origin: Path) -> dict[str, str] | None:
@@ -103,7 +103,7 @@ def _modules(origin: Path) -> Iterator[tuple[str, str]]:
                 yield path[base:], path
 
 
-def compare(hosts: Mapping[str, Likeness]) -> list[Verdict]:
+def compare(hosts: Mapping[str, SoftwareDigest]) -> list[Verdict]:
     """For each host its differences from the others, or one pass. `hosts` is in the order of the group."""
     # A host without a digest has an unknown configuration.
     configs = {host: likeness.config for host, likeness in hosts.items() if likeness.config}
@@ -129,7 +129,7 @@ def _model(values: Mapping[str, str]) -> str:
     return max(values, key=lambda host: counts[values[host]])
 
 
-def _code(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
+def _code(own: SoftwareDigest, known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
     right_host = _model({one: json.dumps(sorted(likeness.code.items())) for one, likeness in known.items()})
     right = known[right_host]
     parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
@@ -152,7 +152,7 @@ def _code(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Ite
     yield report.failed(measured, expected=f"as on {right_host}", remedy=remedy)
 
 
-def _versions(known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
+def _versions(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
     host = report.subject
     for package in sorted({name for likeness in known.values() for name in likeness.versions}):
         values = {one: likeness.versions.get(package, "none") for one, likeness in known.items()}

@@ -16,13 +16,13 @@ S = TypeVar("S", bound=int | Link)
 TooBad = Callable[[float, float], bool]  # whether a figure (first) is too bad against what is typical (second)
 
 
-class Way(StrEnum):
+class Direction(StrEnum):
     OUT = "sent"
     IN = "received"
     BOTH = "both ways"
 
 
-_WAYS = {(0,): Way.OUT, (1,): Way.IN, (0, 1): Way.BOTH}  # keys: the ends of a link at which the host is bad
+_WAYS = {(0,): Direction.OUT, (1,): Direction.IN, (0, 1): Direction.BOTH}  # keys: the ends of a link at which the host is bad
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Culprit(Generic[S]):
 
     subject: S
     figure: float  # best figure in that direction
-    way: Way = Way.BOTH
+    way: Direction = Direction.BOTH
     confirmed: bool = True  # a second measurement confirms it
 
 
@@ -90,28 +90,28 @@ def blame(
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenLinks:
     """What does not work at all: a host, a link, or None if no link that was tried works."""
 
     subject: int | Link | None
     links: tuple[Link, ...]  # the bad links of the subject
-    way: Way = Way.BOTH
+    way: Direction = Direction.BOTH
 
 
-def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> list[Broken]:
+def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> list[BrokenLinks]:
     """Hosts with at least two links of which all are bad, in one direction or both; then the other bad links."""
     bad = sorted(bad)
     if len({host for link in tried for host in link}) > 2 and set(tried) <= set(bad):
-        return [Broken(None, tuple(bad))]
+        return [BrokenLinks(None, tuple(bad))]
     dead: list[set[int]] = []
     for end in (0, 1):
         num_tried, num_bad = (Counter(link[end] for link in links) for links in (tried, bad))
         dead.append({host for host, num in num_tried.items() if num >= 2 and num_bad[host] == num})
     found = [
-        Broken(host, tuple(link for link in bad if host in link), _WAYS[tuple(end for end in (0, 1) if host in dead[end])])
+        BrokenLinks(host, tuple(link for link in bad if host in link), _WAYS[tuple(end for end in (0, 1) if host in dead[end])])
         for host in sorted(dead[0] | dead[1])
     ]
-    return found + [Broken(link, (link,)) for link in bad if link[0] not in dead[0] and link[1] not in dead[1]]
+    return found + [BrokenLinks(link, (link,)) for link in bad if link[0] not in dead[0] and link[1] not in dead[1]]
 
 
 def _scores(values: dict[Link, float]) -> tuple[dict[int, float], ...]:

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elastictrain.config.preflight import PreflightThresholds
-from elastictrain.preflight.links.culprit import Culprit, LinkBlame, Way, blame
+from elastictrain.preflight.links.culprit import Culprit, Direction, LinkBlame, blame
 from elastictrain.preflight.links.judge_contacts import (
     LinkReporter,
-    Silence,
+    SilentHost,
     judge_clocks,
     judge_mtu,
     judge_reach,
@@ -140,7 +140,7 @@ def _blamed(
             device, label = report.roster.hosts[one.subject].interface, report.label(one.subject)
             limits = f"limits of bandwidth (`tc -s qdisc show dev {device}`)"
             cable = f"speed and duplex (`ethtool {device}`) and errors (`ip -s link show dev {device}`)"
-            looks = (limits, cable) if one.way is Way.OUT else (cable, limits)
+            looks = (limits, cable) if one.way is Direction.OUT else (cable, limits)
             remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
         else:
             source, target = map(report.label, one.subject)
@@ -148,7 +148,8 @@ def _blamed(
                 f"look at what is between {source} and {target} only: switch ports, cables, routes (`tracepath` from one to "
                 f"the other); or run without one of them"
             )
-        way, fails = "" if one.way is Way.BOTH else f" {one.way}", isinstance(one.subject, int) or one.figure < fatal_below
+        way = "" if one.way is Direction.BOTH else f" {one.way}"
+        fails = isinstance(one.subject, int) or one.figure < fatal_below
         report_as = report(one.subject).failed if one.confirmed and fails else report(one.subject).warned
         measured, unit_here = _shown(one.figure, scale), f"{unit}{way}{words}{doubts[one.confirmed]}"
         yield report_as(measured, expected=typical, remedy=remedy, unit=unit_here)
@@ -163,7 +164,7 @@ def judge_links(
     *,
     contacts: Mapping[Link, Contact],
     flows: tuple[Sequence[Flow], Sequence[Flow]] | None,
-    silences: Sequence[Silence],
+    silences: Sequence[SilentHost],
     thresholds: PreflightThresholds,
     names: Sequence[str],
 ) -> list[Verdict]:

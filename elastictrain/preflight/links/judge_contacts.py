@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.config.preflight import PreflightThresholds
-from elastictrain.preflight.links.culprit import Broken, Way, find_broken
+from elastictrain.preflight.links.culprit import BrokenLinks, Direction, find_broken
 from elastictrain.preflight.links.messages import Contact, HostIntroduction, Link, Roster
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
@@ -37,7 +37,7 @@ class LinkReporter:
 
 
 @dataclass(frozen=True, slots=True)
-class Silence:
+class SilentHost:
     """A host of the roster that stopped reporting, while bandwidth was `measured` or while contacts were made."""
 
     place: int
@@ -45,7 +45,7 @@ class Silence:
     waited_s: float
 
 
-def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Sequence[str]) -> list[Verdict]:
+def judge_roster(roster: Roster, *, silences: Sequence[SilentHost], names: Sequence[str]) -> list[Verdict]:
     """Check `roster`: hosts that did not come, and hosts that fell silent. `names`: of all hosts by node rank."""
     present, num_present = _listed([host.name for host in roster.hosts]), len(roster.hosts)
     verdicts = []
@@ -104,7 +104,7 @@ def judge_reach(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Ver
     return found or [report(None).passed(everything, expected=everything)]
 
 
-def _unreachable(report: LinkReporter, broken: Broken, bad: Sequence[Contact]) -> Verdict:
+def _unreachable(report: LinkReporter, broken: BrokenLinks, bad: Sequence[Contact]) -> Verdict:
     hosts, subject, why = report.roster.hosts, broken.subject, _why(bad[0])
     numbers = sorted({port for contact in bad for port, _ in contact.blocked})
     ports = _listed(list(map(str, numbers)))
@@ -115,7 +115,7 @@ def _unreachable(report: LinkReporter, broken: Broken, bad: Sequence[Contact]) -
         )
         return report(None).failed(f"no host reaches another ({why})", expected="every link", remedy=remedy)
     if isinstance(subject, int):
-        words = {Way.OUT: "reaches no other host", Way.IN: "cannot be reached"}
+        words = {Direction.OUT: "reaches no other host", Direction.IN: "cannot be reached"}
         measured = f"{words.get(broken.way, 'cannot be reached and reaches no other')} ({why})"
         remedy = (
             f"on {report.label(subject)} look at the firewall (`iptables -S`, `nft list ruleset`), its security group and its "
@@ -165,7 +165,7 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
         )
         between = f"that of the switch or bridge between them to {intended}"
         remedy = f"set the interface's MTU to {passing} ({commands}), or {between}"
-        which = {Way.OUT: "that it sends ", Way.IN: "that it should receive "}.get(one.way, "")
+        which = {Direction.OUT: "that it sends ", Direction.IN: "that it should receive "}.get(one.way, "")
         measured = f"large frames {which}vanish above {passing} bytes"
         found.append(report(one.subject).failed(measured, expected=f"{intended} bytes", remedy=remedy))
     silent = [link for link, contact in tried.items() if contact.largest == 0]

@@ -140,7 +140,7 @@ def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
     deadline, ours = time.monotonic() + seconds, 0.0
     # The other side sends its receipt by its own clock, whether or not all bytes arrived by then.
     with suppress(ChannelError):
-        ours = send_for(channel, seconds=seconds, most_bytes=num_bytes)
+        ours = send_for(channel, seconds=seconds, max_bytes=num_bytes)
         channel.end_sending()
     left_s = max(0.0, deadline - time.monotonic())
     came, best, theirs = RECEIPT.unpack(channel.receive(RECEIPT.size, limit_s=left_s + answer_s))
@@ -156,13 +156,13 @@ def ask_to_give(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
     return StreamResult(came, meter.best_bytes_per_s(), _either(meter.waited, theirs))
 
 
-def send_for(channel: Channel, *, seconds: float, most_bytes: int) -> float:
+def send_for(channel: Channel, *, seconds: float, max_bytes: int) -> float:
     """Send zeros for that long, or that many bytes; returns the part of the time without a processor. Raises: ChannelError,
     also if the connection takes nothing for `_STALL_S`."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     sent, deadline, before = 0, time.monotonic() + seconds, read_waiting()
-    while (left_s := deadline - time.monotonic()) > 0 and (not most_bytes or sent < most_bytes):
-        piece = chunk[: most_bytes - sent] if most_bytes else chunk
+    while (left_s := deadline - time.monotonic()) > 0 and (not max_bytes or sent < max_bytes):
+        piece = chunk[: max_bytes - sent] if max_bytes else chunk
         try:
             sent += channel.send_some(piece, limit_s=min(left_s, _STALL_S))
         except ChannelError:
@@ -254,7 +254,7 @@ class Responder:
             self._datagrams.join(timeout_s)
 
     def _serve(self, channel: Channel) -> None:
-        kind, seconds, most_bytes = REQUEST.unpack(channel.receive(REQUEST.size, limit_s=_IDLE_S))
+        kind, seconds, max_bytes = REQUEST.unpack(channel.receive(REQUEST.size, limit_s=_IDLE_S))
         if kind == ECHO:
             for _ in range(_MOST_PINGS):
                 channel.receive(PING.size, limit_s=_IDLE_S)
@@ -267,7 +267,7 @@ class Responder:
             meter = drain(channel, seconds=seconds, idle_s=_IDLE_S)
             channel.send(RECEIPT.pack(meter.num_bytes, meter.best_bytes_per_s(), meter.waited), limit_s=_IDLE_S)
         else:
-            waited = send_for(channel, seconds=seconds, most_bytes=most_bytes)
+            waited = send_for(channel, seconds=seconds, max_bytes=max_bytes)
             channel.send(TRAILER.pack(waited), limit_s=_IDLE_S)
             channel.end_sending()
 

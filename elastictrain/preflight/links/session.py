@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
-from elastictrain.preflight.links.judge_contacts import Silence, claimed_twice, leaderless, unheard
+from elastictrain.preflight.links.judge_contacts import SilentHost, claimed_twice, leaderless, unheard
 from elastictrain.preflight.links.messages import (
     Contact,
     Flow,
@@ -60,7 +60,7 @@ class LinkSession:
     _num_orders: int = field(default=0, init=False)
     _probes: dict[int, PeerProbe] = field(default_factory=dict, init=False)
     _contacts: dict[Link, Contact] = field(default_factory=dict, init=False)
-    _silences: dict[int, Silence] = field(default_factory=dict, init=False)
+    _silences: dict[int, SilentHost] = field(default_factory=dict, init=False)
 
     def run(self) -> LinkReport:
         """Never raises for failures of hosts or the network; every wait in it has a limit."""
@@ -231,7 +231,7 @@ class LinkSession:
             if report is not None:
                 found.append(report)
             elif is_lost or began + waited_s >= until or self._is_ignored(number, place, waited_s):
-                self._silences[place] = Silence(place, measured=order.measure, waited_s=waited_s)
+                self._silences[place] = SilentHost(place, measured=order.measure, waited_s=waited_s)
             else:
                 waiting.append(place)
         return found

@@ -6,7 +6,7 @@ from functools import partial
 from elastictrain.preflight.transport import infiniband
 from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, chosen_ports, kinds_here, switched_off
 from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
-from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, Facts, choose_interface
+from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, TransportFacts, choose_interface
 from elastictrain.preflight.transport.settings import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
@@ -18,7 +18,7 @@ _interface = Reporter("interface")
 _infiniband = Reporter("infiniband")
 
 
-def judge_interface(facts: Facts) -> list[Verdict]:
+def judge_interface(facts: TransportFacts) -> list[Verdict]:
     """The routes to the peers, then a person's settings; one pass if nothing is wrong."""
     found = list(_pins(facts)) if facts.alone else [*_routes(facts), *_addresses(facts), *_pins(facts)]
     if found:
@@ -30,11 +30,11 @@ def judge_interface(facts: Facts) -> list[Verdict]:
     return [_interface(facts.host, Status.PASS, f"{chosen.name} ({', '.join(chosen.addresses[:1])})", chosen.name)]
 
 
-def _ways(facts: Facts) -> list[tuple[str, Route]]:
+def _ways(facts: TransportFacts) -> list[tuple[str, Route]]:
     return [*([(RENDEZVOUS, facts.rendezvous)] if facts.rendezvous else []), *facts.peers.items()]
 
 
-def _routes(facts: Facts) -> Iterator[Verdict]:
+def _routes(facts: TransportFacts) -> Iterator[Verdict]:
     for name, route in _ways(facts):
         on_link = partial(_interface, f"{facts.host} -> {name}", scope=Scope.LINK)
         interface = facts.interface(route.interface)
@@ -75,7 +75,7 @@ def _nowhere(name: str, interface: NetworkInterface | None, route: Route) -> tup
     return f"{target}{route.remote}, which is loopback: every host reaches itself there", remedy
 
 
-def _addresses(facts: Facts) -> Iterator[Verdict]:
+def _addresses(facts: TransportFacts) -> Iterator[Verdict]:
     """NCCL and gloo listen at an interface's first address, which need not be the one that the kernel sends from."""
     chosen = choose_interface(facts).interface
     for name, route in _ways(facts):
@@ -89,7 +89,7 @@ def _addresses(facts: Facts) -> Iterator[Verdict]:
             return
 
 
-def _pins(facts: Facts) -> Iterator[Verdict]:
+def _pins(facts: TransportFacts) -> Iterator[Verdict]:
     """The interfaces that a person has set for NCCL and gloo."""
     chosen = choose_interface(facts).interface
     for variable, sign in ((NCCL_INTERFACE, "="), (GLOO_INTERFACE, "")):
@@ -130,7 +130,7 @@ def _pins(facts: Facts) -> Iterator[Verdict]:
             yield _interface(facts.host, Status.WARN, measured, chosen.name, remedy)
 
 
-def judge_infiniband(facts: Facts) -> list[Verdict]:
+def judge_infiniband(facts: TransportFacts) -> list[Verdict]:
     """Devices and ports, then a person's settings; one pass, or skip, if nothing is wrong."""
     on_host = partial(_infiniband, facts.host)
     found = [verdict for device, ports in facts.devices.items() for verdict in _device(facts.host, device, ports)]
@@ -212,7 +212,7 @@ def _port_problem(port: Port, warn: Callable[..., Verdict]) -> Verdict | None:
     return warn(f"{name} has no GID for RoCE v2 over IPv4", "RoCE v2 over IPv4", remedy)
 
 
-def _hca_pin(facts: Facts) -> Iterator[Verdict]:
+def _hca_pin(facts: TransportFacts) -> Iterator[Verdict]:
     setting = facts.settings.get(infiniband.HCA)
     if setting is None or switched_off(facts.settings) is not None:
         return
@@ -230,7 +230,7 @@ def _hca_pin(facts: Facts) -> Iterator[Verdict]:
     yield _infiniband(facts.host, Status.FAIL, measured, ", ".join(good), setting.undo(infiniband.HCA) + right)
 
 
-def _gid_pin(facts: Facts) -> Iterator[Verdict]:
+def _gid_pin(facts: TransportFacts) -> Iterator[Verdict]:
     setting = facts.settings.get(infiniband.GID_INDEX)
     if setting is None or setting.number < 0 or switched_off(facts.settings) is not None:
         return
@@ -250,7 +250,7 @@ def _gid_pin(facts: Facts) -> Iterator[Verdict]:
         yield _infiniband(facts.host, Status.WARN if gid else Status.FAIL, measured, expected, remedy)
 
 
-def _switches(facts: Facts) -> Iterator[Verdict]:
+def _switches(facts: TransportFacts) -> Iterator[Verdict]:
     usable = [port.name for port in facts.ports if port.kind in _ROCE_AND_INFINIBAND]
     off = switched_off(facts.settings)
     if off is not None and usable:

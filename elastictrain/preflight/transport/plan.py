@@ -22,7 +22,7 @@ _TUNED_BY_NCCL = ("0x1d0f", "0x1ae0")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TransportFacts:
     """One host, and its routes to the others."""
 
     host: str
@@ -41,10 +41,10 @@ class Facts:
         return next((one for one in self.interfaces if one.name == name), None)
 
 
-def read_facts(surroundings: Surroundings, *, rendezvous: str | None, alone: bool = False) -> Facts:
+def read_facts(surroundings: Surroundings, *, rendezvous: str | None, alone: bool = False) -> TransportFacts:
     """Read the facts of this host. `rendezvous`: an address, or a name, whose look-up may take time."""
     interfaces = read_interfaces(surroundings)
-    return Facts(
+    return TransportFacts(
         host=surroundings.host,
         interfaces=interfaces,
         devices=read_devices(surroundings),
@@ -59,7 +59,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class InterfaceChoice:
     """The interface, or None and why the facts show no fit one."""
 
     interface: NetworkInterface | None
@@ -67,26 +67,27 @@ class Choice:
     is_ipv6: bool = False  # peers are reached over IPv6
 
 
-def choose_interface(facts: Facts) -> Choice:
+def choose_interface(facts: TransportFacts) -> InterfaceChoice:
     """The interface through which the kernel reaches most peers; the rendezvous breaks ties, and decides if no peer is known. A
     single host takes loopback: gloo would look up the host's own name, and NCCL would take the first interface that is up.
     Either can be wrong or disappear; loopback needs no resolver, no cable and no firewall rule."""
     if facts.alone:
         loopback = next((one for one in facts.interfaces if one.kind is Kind.LOOPBACK and one.can_carry), None)
-        return Choice(loopback, "one host: its ranks meet over loopback, whatever its name resolves to")
+        return InterfaceChoice(loopback, "one host: its ranks meet over loopback, whatever its name resolves to")
     fit: dict[str | None, NetworkInterface] = {one.name: one for one in facts.interfaces if not one.leads_nowhere}
     routes = [*facts.peers.values(), *([facts.rendezvous] if facts.rendezvous else [])]
     peers = Counter(route.interface for route in facts.peers.values() if route.interface in fit)
     meeting = facts.rendezvous.interface if facts.rendezvous else None
     votes = peers or Counter(name for name in [meeting] if name in fit)
     if not votes:
-        return Choice(None, "the kernel reaches neither a peer nor the rendezvous through an interface that is fit for it")
+        return InterfaceChoice(None, "the kernel reaches no peer and no rendezvous through an interface that is fit for it")
     best = max(votes, key=lambda name: (votes[name], name == meeting, fit[name].speed_gbps or 0.0))
     reached = ["the rendezvous"] if best == meeting else []
     if peers[best]:
         reached.append(f"{peers[best]} of {len(facts.peers)} peers")
     route = next(route for route in routes if route.interface == best)
-    return Choice(fit[best], f"the kernel reaches {' and '.join(reached)} through {best} ({route.local})", route.is_ipv6)
+    why = f"the kernel reaches {' and '.join(reached)} through {best} ({route.local})"
+    return InterfaceChoice(fit[best], why, route.is_ipv6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class TransportPlan:
     notes: tuple[str, ...] = ()
 
 
-def decide_transport(facts: Facts, *, agreed: Rdma, after_failure: bool = False) -> TransportPlan:
+def decide_transport(facts: TransportFacts, *, agreed: Rdma, after_failure: bool = False) -> TransportPlan:
     """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`)."""
     choice = choose_interface(facts)
     rdma = decide_rdma(facts.ports, settings=facts.settings, agreed=agreed)
@@ -139,7 +140,7 @@ def describe_plan(plan: TransportPlan) -> list[str]:
     ]
 
 
-def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator[PlannedVariable]:
+def _planned(choice: InterfaceChoice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator[PlannedVariable]:
     interface = choice.interface
     if interface is not None:
         # Without "=" it is a prefix: eth1 also matches eth10.

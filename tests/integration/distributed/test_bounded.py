@@ -29,7 +29,7 @@ def test_what_never_returns_is_left_behind() -> None:
 
 def test_what_raises_has_no_result() -> None:
     def fail() -> int:
-        raise RuntimeError("Broken pipe")
+        raise RuntimeError("BrokenLinks pipe")
 
     began_s = time.monotonic()
     assert within(10.0, fail) is None

@@ -16,7 +16,7 @@ from elastictrain.distributed.generation import (
     check_alike,
     coordinate,
     pack,
-    say_waiting,
+    signal_waiting,
     unpack,
 )
 from elastictrain.errors import ConfigError, StopRequestedError, TransportError
@@ -329,14 +329,14 @@ def test_whoever_is_waited_for_is_told_once_before_the_wait_is_over() -> None:
 
 
 def test_others_wait_as_long_as_rank_0_says_that_it_waits_for_another_run() -> None:
-    store, now, put_off = dist.HashStore(), [0.0], list[float]()
+    store, now, extend_deadline = dist.HashStore(), [0.0], list[float]()
     # Of an earlier start: it says nothing.
-    say_waiting(store)
+    signal_waiting(store)
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
         if now[0] < 100:
-            say_waiting(store)
+            signal_waiting(store)
 
     with pytest.raises(TransportError) as caught:
         agree(
@@ -345,13 +345,13 @@ def test_others_wait_as_long_as_rank_0_says_that_it_waits_for_another_run() -> N
             HERE,
             number=0,
             timeout_s=5.0,
-            put_off=put_off.append,
+            extend_deadline=extend_deadline.append,
             clock=lambda: now[0],
             sleep=sleep,
         )
     assert caught.value.missing == (0,)
     assert 100 < now[0] < 125
-    assert len(put_off) >= 9
+    assert len(extend_deadline) >= 9
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
-from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accumulation, gather_no_more, mesh_shape
+from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accumulation, mesh_shape, reshard_parameters
 
 CPU = torch.device("cpu")
 TRAIN = TrainGroup(steps=1, global_batch=4, micro_batch=4)
@@ -187,7 +187,7 @@ def test_a_forward_pass_without_a_backward_can_be_tidied_up_after(group_of_one: 
     if kind == "fsdp":
         # What the outermost unit gathers it keeps, for a backward pass that does not come.
         assert not isinstance(model.head.weight, DTensor)
-    gather_no_more(wrapped.module)
+    reshard_parameters(wrapped.module)
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     # Not compared by ==, and without a traceback that shows them: gathered parameters have lost their memory by now.

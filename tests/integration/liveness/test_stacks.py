@@ -10,10 +10,10 @@ import pytest
 from elastictrain.liveness.stacks import (
     STACKS_SIGNAL,
     describe_process,
-    no_stacks_any_more,
+    dump_stacks_on_signal,
     stacks_path,
+    stop_stack_dumps,
     take_stacks,
-    tell_stacks_when_asked,
 )
 from tests.unit.fault.fake_proc import make_process
 
@@ -31,13 +31,13 @@ def no_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_process_tells_its_own_stacks_when_asked_each_time_anew(tmp_path: Path) -> None:
-    file = tell_stacks_when_asked(str(tmp_path), 0)
+    file = dump_stacks_on_signal(str(tmp_path), 0)
     for _ in range(2):
         text = take_stacks(str(tmp_path), [(0, os.getpid())])
         assert text.count("test_a_process_tells_its_own_stacks") == 1
         assert str(os.getpid()) in text
     assert os.stat(stacks_path(str(tmp_path), 0)).st_mode & 0o777 == 0o600  # noqa: PTH116
-    no_stacks_any_more(file)
+    stop_stack_dumps(file)
     assert not Path(stacks_path(str(tmp_path), 0)).exists()
     assert is_ignored()
 
@@ -63,7 +63,7 @@ def test_no_question_ever_ends_a_process_that_has_the_file(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "open", opener)
     monkeypatch.setattr(faulthandler, "unregister", unregister)
-    no_stacks_any_more(tell_stacks_when_asked(str(tmp_path), 0))
+    stop_stack_dumps(dump_stacks_on_signal(str(tmp_path), 0))
     assert moments == [("opened", True), ("unregistered", True)]
 
 

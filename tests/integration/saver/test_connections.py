@@ -6,7 +6,7 @@ from pathlib import Path
 
 from elastictrain.checkpoint.saver.connections import WorkerConnection, WorkerConnections
 from elastictrain.checkpoint.saver.messages import SaverWelcome, ToSaver, WorkerHello, encode
-from elastictrain.checkpoint.saver.process import knock
+from elastictrain.checkpoint.saver.process import connect_saver
 
 
 class SaverService:
@@ -27,8 +27,8 @@ class SaverService:
         while time.monotonic() < deadline:
             self.workers.turn(0.01)
 
-    def knock(self) -> socket.socket:
-        connection = knock(self.folder)
+    def connect_saver(self) -> socket.socket:
+        connection = connect_saver(self.folder)
         self.workers.turn(0.01)
         return connection
 
@@ -59,17 +59,17 @@ def hung_up(connection: socket.socket) -> bool:
 
 def test_silent_connections_keep_no_worker_out(tmp_path: Path) -> None:
     with keeping(tmp_path) as saver, ExitStack() as stack:
-        silent = [stack.enter_context(saver.knock()) for _ in range(300)]
-        assert saver.welcomes(stack.enter_context(saver.knock()))
+        silent = [stack.enter_context(saver.connect_saver()) for _ in range(300)]
+        assert saver.welcomes(stack.enter_context(saver.connect_saver()))
         assert hung_up(silent[0])
         assert not hung_up(silent[-1])
         assert len(saver.workers.connections) == 1
 
 
 def test_who_says_nothing_in_time_is_hung_up_on_and_a_worker_may_be_silent(tmp_path: Path) -> None:
-    with keeping(tmp_path) as saver, saver.knock() as worker:
+    with keeping(tmp_path) as saver, saver.connect_saver() as worker:
         assert saver.welcomes(worker)
-        with saver.knock() as silent:
+        with saver.connect_saver() as silent:
             assert not hung_up(silent)
             saver.now_s += 2.5
             saver.workers.turn(0.01)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.lineage import ResumeOrigin, is_on_line
+from elastictrain.checkpoint.lineage import ResumeOrigin, is_in_lineage
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def is_stale(commit: Commit, resumes: Iterable[Resume]) -> bool:
         for one in resumes
     }
     newest = max(origins.values(), key=lambda origin: origin.generation, default=None)
-    return not is_on_line(_name(commit.generation), commit.step, newest=newest, lookup=origins.get)
+    return not is_in_lineage(_name(commit.generation), commit.step, newest=newest, lookup=origins.get)
 
 
 def _name(generation: int) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.folders import FolderFacts, folder_name
-from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_on_line
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_in_lineage
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 
@@ -20,14 +20,14 @@ def folder(step: int, incarnation: str, *, attempt: int = 1) -> FolderFacts:
     return FolderFacts(name, step, attempt, files)
 
 
-def on_line(incarnation: str, step: int, *origins: ResumeOrigin) -> bool:
+def in_lineage(incarnation: str, step: int, *origins: ResumeOrigin) -> bool:
     known = {origin.incarnation: origin for origin in origins}
     newest = max(origins, key=lambda origin: (origin.generation, origin.incarnation), default=None)
-    return is_on_line(incarnation, step, newest=newest, lookup=known.get)
+    return is_in_lineage(incarnation, step, newest=newest, lookup=known.get)
 
 
 def test_without_records_everything_counts() -> None:
-    assert on_line(FIRST, 10)
+    assert in_lineage(FIRST, 10)
 
 
 @pytest.mark.parametrize(
@@ -53,26 +53,26 @@ def test_a_line_of_three(incarnation: str, step: int, counts: bool) -> None:
         ResumeOrigin(3, THIRD, 30, SECOND),
         ResumeOrigin(2, "000002-xx", 10, FIRST),
     )
-    assert on_line(incarnation, step, *origins) is counts
+    assert in_lineage(incarnation, step, *origins) is counts
 
 
 def test_what_was_there_before_the_first_launcher_counts() -> None:
-    assert on_line(FIRST, 20, ResumeOrigin(1, SECOND, 20, FIRST))
-    assert not on_line(FIRST, 21, ResumeOrigin(1, SECOND, 20, FIRST))
+    assert in_lineage(FIRST, 20, ResumeOrigin(1, SECOND, 20, FIRST))
+    assert not in_lineage(FIRST, 21, ResumeOrigin(1, SECOND, 20, FIRST))
 
 
 def test_the_generation_is_what_makes_a_record_the_newest() -> None:
     # The frozen one wrote down where it went on from after its successor did, and both found the same number free.
     frozen, successor = ResumeOrigin(4, "000005-zz", 10, FIRST), ResumeOrigin(5, "000005-aa", 12, FIRST)
     first = ResumeOrigin(1, FIRST, 0, "")
-    assert on_line(successor.incarnation, 15, first, frozen, successor)
-    assert not on_line(frozen.incarnation, 15, first, frozen, successor)
-    assert on_line(FIRST, 12, first, frozen, successor)
+    assert in_lineage(successor.incarnation, 15, first, frozen, successor)
+    assert not in_lineage(frozen.incarnation, 15, first, frozen, successor)
+    assert in_lineage(FIRST, 12, first, frozen, successor)
 
 
 def test_records_that_go_round_in_circles_end() -> None:
     origins = (ResumeOrigin(2, SECOND, 20, FIRST), ResumeOrigin(1, FIRST, 10, SECOND))
-    assert on_line("000001-other", 5, *origins)
+    assert in_lineage("000001-other", 5, *origins)
 
 
 @given(st.integers(0, 10_000))
@@ -85,7 +85,7 @@ def test_no_history_mixes_two_generations(seed: int) -> None:
     for generation in range(1, chance.randint(2, 8)):
         name = f"{generation:06d}-x"
         newest = max(origins.values(), key=lambda origin: origin.generation, default=None)
-        usable = sorted(one for one in commits if is_on_line(*one, newest=newest, lookup=origins.get))
+        usable = sorted(one for one in commits if is_in_lineage(*one, newest=newest, lookup=origins.get))
         parent, step = chance.choice([*usable, ("", 0)]) if usable else ("", 0)
         origins[name] = ResumeOrigin(generation, name, step, parent)
         # The truth, kept in another way: everything that it stands on.
@@ -97,7 +97,7 @@ def test_no_history_mixes_two_generations(seed: int) -> None:
             lines[other] = lines[other] | {made}
     newest = max(origins.values(), key=lambda origin: origin.generation)
     for one in commits:
-        assert is_on_line(*one, newest=newest, lookup=origins.get) == (one in lines[newest.incarnation]), (one, origins)
+        assert is_in_lineage(*one, newest=newest, lookup=origins.get) == (one in lines[newest.incarnation]), (one, origins)
 
 
 def test_folders_off_the_line_come_last(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_folders_off_the_line_come_last(tmp_path: Path) -> None:
     lineage.write(ResumeOrigin(1, FIRST, 0, ""))
     lineage.write(ResumeOrigin(2, SECOND, 20, FIRST))
     folders = [folder(30, FIRST), folder(25, SECOND), folder(20, FIRST), FolderFacts("step-000000010", 10, 1, {})]
-    ordered, off_line = Lineage(store).line_first(folders)
+    ordered, off_lineage = Lineage(store).lineage_first(folders)
     assert [one.step for one in ordered] == [25, 20, 10, 30]
-    assert off_line == {"step-000000030"}
+    assert off_lineage == {"step-000000030"}
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"generation": 2}', json.dumps([1]).encode(), b"\xff"])
@@ -117,9 +117,9 @@ def test_a_damaged_record_tells_nothing(damage: bytes, tmp_path: Path) -> None:
     assert isinstance(store, LocalStore)
     Lineage(store).write(ResumeOrigin(1, FIRST, 0, ""))
     store.write(f"lineage/000000002-{SECOND}.json", damage)
-    ordered, off_line = Lineage(store).line_first([folder(30, FIRST), folder(25, SECOND)])
+    ordered, off_lineage = Lineage(store).lineage_first([folder(30, FIRST), folder(25, SECOND)])
     assert [one.step for one in ordered] == [30, 25]
-    assert not off_line
+    assert not off_lineage
 
 
 def test_files_of_several_incarnations_or_none_put_no_folder_off_the_line(tmp_path: Path) -> None:
@@ -127,6 +127,6 @@ def test_files_of_several_incarnations_or_none_put_no_folder_off_the_line(tmp_pa
     Lineage(store).write(ResumeOrigin(1, FIRST, 0, ""))
     Lineage(store).write(ResumeOrigin(2, SECOND, 20, FIRST))
     mixed = {**folder(30, FIRST).files, **folder(30, SECOND).files}
-    for files, off_line in (({"manifest.json": 1}, False), (mixed, False), (folder(30, FIRST).files, True)):
-        found = Lineage(store).line_first([FolderFacts("step-000000030", 30, 1, files)])
-        assert bool(found[1]) == off_line
+    for files, off_lineage in (({"manifest.json": 1}, False), (mixed, False), (folder(30, FIRST).files, True)):
+        found = Lineage(store).lineage_first([FolderFacts("step-000000030", 30, 1, files)])
+        assert bool(found[1]) == off_lineage

@@ -93,7 +93,7 @@ def keep(
 
 
 def recall_of(folder: Path, *, remote: RemoteReader | None = None) -> MemoryRestore:
-    return MemoryRestore(str(folder), run=RUN, host=0, speaks_for_host=True, group=None, remote=remote)
+    return MemoryRestore(str(folder), run=RUN, host=0, lists_host_memory=True, group=None, remote=remote)
 
 
 def restored(bench: Bench, memory: MemoryRestore, **options: object) -> tuple[int, str]:

@@ -16,15 +16,15 @@ def save(bench: Bench, step: int, incarnation: str, *, keep_last: int = 9, keep_
     checkpointer.save(step, tensors={"w": torch.full((4,), float(step))}, state={"step": step}, reason="step")
 
 
-def overlapping(*off_line: int) -> Bench:
-    """The second generation went on from step 20 of the first, which then thawed, and committed `off_line`."""
+def overlapping(*off_lineage: int) -> Bench:
+    """The second generation went on from step 20 of the first, which then thawed, and committed `off_lineage`."""
     bench = Bench()
     Lineage(bench.store).write(ResumeOrigin(1, FIRST, 0, ""))
     for step in (10, 20):
         save(bench, step, FIRST)
     Lineage(bench.store).write(ResumeOrigin(2, SECOND, 20, FIRST))
     save(bench, 22, SECOND)
-    for step in off_line:
+    for step in off_lineage:
         save(bench, step, FIRST)
     return bench
 

@@ -2,19 +2,19 @@
 
 import pytest
 
-from elastictrain.config.help import text_asked_for
+from elastictrain.config.help import requested_help
 from elastictrain.config.schema import all_keys
 from elastictrain.errors import UsageError
 
 
 def text(*arguments: str) -> str:
-    asked = text_asked_for(arguments, program="python -m elastictrain.run", purpose="Trains.")
+    asked = requested_help(arguments, program="python -m elastictrain.run", purpose="Trains.")
     assert asked is not None
     return asked
 
 
 def test_nothing_is_asked_for() -> None:
-    assert text_asked_for(["recipe=llama_tiny"], program="x", purpose="") is None
+    assert requested_help(["recipe=llama_tiny"], program="x", purpose="") is None
 
 
 def test_help_names_every_key_recipe_and_choice() -> None:

@@ -148,7 +148,7 @@ def test_generations_go_on_from_those_that_had_no_owner() -> None:
 def test_launchers_number_on_from_starts_without_a_launcher() -> None:
     scene = Scene()
     scene.store.write("events/000009-bb-r00001.jsonl", b"")
-    assert scene.chain.number_on(scene.chain.newest()) == 9
+    assert scene.chain.ensure_last_number(scene.chain.newest()) == 9
     assert (scene.chain.newest().number, scene.chain.newest().over) == (9, True)
 
 

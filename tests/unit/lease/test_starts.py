@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.lease.chain import KEPT, Chain, LeaseClaim, StartRecord, Starts, newest_record, point_at
+from elastictrain.lease.chain import KEPT, Chain, LeaseClaim, StartRecord, Starts, newest_record, write_newest_hint
 from elastictrain.lease.holder import take
 from elastictrain.storage.appendlog import last_part, part_key
 from tests.unit.checkpoint.fakes import FakeStore
@@ -22,7 +22,7 @@ def run_with(num_starts: int, *, num_events: int) -> Counted:
         Chain(store).create(LeaseClaim(number, "first", "host1", 17, ("first",)))
         Starts(store).write(StartRecord(number, f"{number:06d}-aa", 2))
     store.objects |= {f"events/{number:06d}-aa-r00000.jsonl": b"{}\n" for number in range(num_events)}
-    point_at(store, num_starts)
+    write_newest_hint(store, num_starts)
     return store
 
 

@@ -89,13 +89,13 @@ class LostStore:
         pass
 
     def check(self, keys: list[str]) -> bool:
-        raise RuntimeError("Broken pipe")
+        raise RuntimeError("BrokenLinks pipe")
 
     def get(self, key: str) -> bytes:
-        raise RuntimeError("Broken pipe")
+        raise RuntimeError("BrokenLinks pipe")
 
     def set(self, key: str, value: str) -> None:
-        raise RuntimeError("Broken pipe")
+        raise RuntimeError("BrokenLinks pipe")
 
 
 def test_a_lost_store_is_what_was_heard_last() -> None:
@@ -124,7 +124,7 @@ class ReturningStore(LostStore):
     def set(self, key: str, value: str) -> None:
         if self.failures:
             self.failures -= 1
-            raise RuntimeError("Broken pipe")
+            raise RuntimeError("BrokenLinks pipe")
         self.written.append(key)
 
 

@@ -80,7 +80,7 @@ def test_one_that_was_killed_in_the_middle_of_its_first_mark(tmp_path: Path, mon
     os.close(gone)
 
 
-@pytest.mark.parametrize("fails", ["ProgressFile", "lock_folder", "tell_stacks_when_asked"])
+@pytest.mark.parametrize("fails", ["ProgressFile", "lock_folder", "dump_stacks_on_signal"])
 def test_one_that_cannot_be_set_up_leaves_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

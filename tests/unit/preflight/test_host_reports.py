@@ -3,7 +3,7 @@
 import pytest
 
 from elastictrain.bounded_json import MalformedJsonError
-from elastictrain.preflight.host.alike import Likeness
+from elastictrain.preflight.host.alike import SoftwareDigest
 from elastictrain.preflight.host_preflight import HostReport, find_layout, judge_host_reports, relabel
 from elastictrain.preflight.surroundings import get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma
@@ -41,7 +41,7 @@ NO_RDMA: dict[str, frozenset[Rdma]] = {host: frozenset() for host in "abc"}
 
 
 def word(*, code: str = "c0de", hcas: tuple[str, ...] = (), host: str = "a") -> HostReport:
-    likeness = Likeness(code={"elastictrain/train": code}, folders={"elastictrain": "/x"}, versions={"torch": "2.13"})
+    likeness = SoftwareDigest(code={"elastictrain/train": code}, folders={"elastictrain": "/x"}, versions={"torch": "2.13"})
     return HostReport(verdicts=(verdict(check="disk", subject=host),), likeness=likeness, hcas=hcas)
 
 

@@ -28,9 +28,9 @@ def test_a_file_that_claims_30_gb_costs_no_memory(tmp_path: Path) -> None:
 def test_what_fits_is_read_whole(tmp_path: Path, size_bytes: int) -> None:
     store = open_store(str(tmp_path))
     store.write("a", b"x" * size_bytes)
-    assert read_bounded(store, "a", most_bytes=8) == b"x" * size_bytes
+    assert read_bounded(store, "a", max_bytes=8) == b"x" * size_bytes
     store.write("a", b"x" * 9)
     with pytest.raises(ObjectTooLargeError):
-        read_bounded(store, "a", most_bytes=8)
+        read_bounded(store, "a", max_bytes=8)
     with pytest.raises(ObjectNotFoundError):
-        read_bounded(store, "b", most_bytes=8)
+        read_bounded(store, "b", max_bytes=8)

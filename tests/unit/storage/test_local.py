@@ -230,10 +230,10 @@ def test_writers_and_deleters_of_several_hosts_share_folders(tmp_path: Path) -> 
     assert failed == []
 
 
-def in_small_pieces(monkeypatch: pytest.MonkeyPatch, *, most_bytes: int) -> None:
+def in_small_pieces(monkeypatch: pytest.MonkeyPatch, *, max_bytes: int) -> None:
     """The kernel takes no more than so many bytes in one call, as it may."""
     write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, memoryview(data)[:most_bytes]))
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, memoryview(data)[:max_bytes]))
 
 
 @pytest.mark.parametrize("way", ["write", "create", "create_secret", "open_writer"])
@@ -242,7 +242,7 @@ def test_a_short_write_is_continued(store: LocalStore, monkeypatch: pytest.Monke
     for size_bytes in (5000, 3 << 20):
         data = random.Random(size_bytes).randbytes(size_bytes)
         with monkeypatch.context() as patch:
-            in_small_pieces(patch, most_bytes=size_bytes // 3)
+            in_small_pieces(patch, max_bytes=size_bytes // 3)
             if way == "open_writer":
                 with store.open_writer(f"a/{size_bytes}") as writer:
                     writer.write(data[:10])

@@ -125,8 +125,8 @@ def test_a_secret_is_one(tmp_path: Path) -> None:
     create_secret(store, "launch/token", b"secret" * 8)
     path = tmp_path / "run/launch/token"
     assert stat.filemode(path.stat().st_mode) == "-rw-------"
-    assert store.read_secret("launch/token", most_bytes=4096) == b"secret" * 8
-    assert store.read_secret("launch/token", most_bytes=6) == b"secret"
+    assert store.read_secret("launch/token", max_bytes=4096) == b"secret" * 8
+    assert store.read_secret("launch/token", max_bytes=6) == b"secret"
 
 
 def test_a_secret_that_others_can_read_is_closed_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -134,7 +134,7 @@ def test_a_secret_that_others_can_read_is_closed_to_them(tmp_path: Path, caplog:
     store.create("token", b"secret")
     (tmp_path / "token").chmod(0o644)
     for _ in range(2):
-        assert store.read_secret("token", most_bytes=10) == b"secret"
+        assert store.read_secret("token", max_bytes=10) == b"secret"
     assert stat.filemode((tmp_path / "token").stat().st_mode) == "-rw-------"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(tmp_path / "token") in caplog.text
@@ -147,7 +147,7 @@ def test_a_file_system_without_modes_is_told_and_not_refused(
     store.create("token", b"secret")
     (tmp_path / "token").chmod(0o644)
     monkeypatch.setattr(os, "fchmod", lambda *_: None)
-    assert store.read_secret("token", most_bytes=10) == b"secret"
+    assert store.read_secret("token", max_bytes=10) == b"secret"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -167,7 +167,7 @@ def test_a_secret_of_somebody_else_is_refused(tmp_path: Path, kind: str) -> None
             path.chmod(0o600)
             os.chown(path, STRANGER, STRANGER)
     with pytest.raises((AccessDeniedError, IrregularFileError), match=str(path)):
-        store_at(tmp_path).read_secret("token", most_bytes=10)
+        store_at(tmp_path).read_secret("token", max_bytes=10)
 
 
 @AS_ROOT
@@ -175,7 +175,7 @@ def test_a_file_server_may_have_its_own_number_for_us(tmp_path: Path, monkeypatc
     store = store_at(tmp_path)
     create_secret(store, "token", b"secret")
     monkeypatch.setattr(os, "getuid", lambda: STRANGER)
-    assert store.read_secret("token", most_bytes=10) == b"secret"
+    assert store.read_secret("token", max_bytes=10) == b"secret"
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
 
 

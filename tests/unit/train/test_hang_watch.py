@@ -64,7 +64,7 @@ def test_a_rank_that_is_alone_is_guilty_itself() -> None:
     records: list[Event] = []
     hangs, tracker = watch(ALONE, SimpleNamespace(record=records.append))
     tracker.set_phase(Phase.REDUCE, step=7)
-    sentence = hangs.accuse(HUNG)
+    sentence = hangs.name_culprits(HUNG)
     hangs.keep_record()
     (hang,) = records
     assert isinstance(hang, Hang)
@@ -76,7 +76,7 @@ def test_what_is_no_hang_accuses_nobody() -> None:
     records: list[Event] = []
     hangs, _ = watch(ALONE, SimpleNamespace(record=records.append))
     peer_lost = Overdue(71, "rank 1 is gone", show_stacks=False)
-    assert hangs.accuse(peer_lost) == ""
+    assert hangs.name_culprits(peer_lost) == ""
     hangs.keep_record()
     assert records == []
 
@@ -84,7 +84,7 @@ def test_what_is_no_hang_accuses_nobody() -> None:
 def test_storage_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, journal: StalledJournal) -> None:
     monkeypatch.setattr(module, "_STORE_LIMIT_S", 0.05)
     hangs, _ = watch(ALONE, journal)
-    hangs.accuse(HUNG)
+    hangs.name_culprits(HUNG)
     hangs.keep_record()
     assert len(journal.records) == 1
     assert not journal.released.is_set()

@@ -6,7 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from elastictrain.config.load import load
 from elastictrain.events import Resume, Step
 from elastictrain.storage.opening import open_store
-from elastictrain.train.observing import SpeakingObserver
+from elastictrain.train.observing import LogRankObserver
 from tests.unit.train.parts import context_of
 
 RESUME = Resume(step=4, tier="storage", checkpoint="step-000000004", bytes=1, seconds={})
@@ -23,7 +23,7 @@ def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_kno
     arguments = ["recipe=llama_tiny", f"run.dir={tmp_path}", "telemetry.log_every_steps=8", "telemetry.peak_tflops=1"]
     config = load([*arguments, "train.steps=10"], with_task=False)
     context = context_of(config=config, store=open_store(str(tmp_path)))
-    observer = SpeakingObserver(context, RESUME, flops_per_token=flops_per_token)
+    observer = LogRankObserver(context, RESUME, flops_per_token=flops_per_token)
     observer.on_step(step(5, 10.0), step_s=2.0, skipped_total=1)
     for number, tokens_per_s in ((6, 100.0), (7, 200.0), (8, 300.0)):
         observer.on_step(step(number, tokens_per_s), step_s=1.0, skipped_total=2)

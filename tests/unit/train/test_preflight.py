@@ -28,7 +28,7 @@ from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
-from elastictrain.train.preflight import PastStarts, RunPreflight, findings_in, last_exit_code
+from elastictrain.train.preflight import EarlierStarts, RunPreflight, findings_in, last_exit_code
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.preflight.made import settings, verdict
 from tests.unit.train.parts import context_of
@@ -211,7 +211,7 @@ def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Ma
     for rank in range(2):
         store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "preflight"}\n')
         store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
-    assert PastStarts(store, number=7).exit_codes() == [71, 71, None]
+    assert EarlierStarts(store, number=7).exit_codes() == [71, 71, None]
     preflight, _, _ = make(restart="1")
     assert preflight.chosen.level is Level.QUICK
 
@@ -232,7 +232,7 @@ def test_of_a_long_log_its_ends_are_read() -> None:
         return data
 
     store.read = counted  # type: ignore[method-assign]
-    past = PastStarts(store, number=7)
+    past = EarlierStarts(store, number=7)
     assert past.exit_codes() == [71]
     assert past.findings() == [[{"check": "mtu"}]]
     assert sum(num_read) < 1 << 20
@@ -243,7 +243,7 @@ def test_a_large_group_is_known_by_its_first_ranks() -> None:
     Starts(store).write(StartRecord(6, "000006-bb", 100))
     for rank in range(100):
         store.write(f"events/000006-bb-r{rank:05d}.jsonl", b'{"event": "failure", "exit_code": 71}\n')
-    assert PastStarts(store, number=7).exit_codes() == [71] * 64
+    assert EarlierStarts(store, number=7).exit_codes() == [71] * 64
 
 
 def test_findings_among_other_records() -> None:
@@ -341,10 +341,10 @@ def test_what_nccl_writes_is_looked_at_and_taken_away(
         monkeypatch.delenv(name)
     monkeypatch.setattr(module, "temporary_folder", lambda: str(tmp_path))
     for nobody in (make(backend="nccl"), make(backend="gloo", hosts="ab")):
-        nobody[0].listen_to_nccl()
+        nobody[0].enable_nccl_log()
         assert "NCCL_DEBUG_FILE" not in os.environ, "there is nothing to look at in a world of one, or under gloo"
     preflight, _, _ = make(backend="nccl", hosts="ab")
-    preflight.listen_to_nccl()
+    preflight.enable_nccl_log()
     assert Path(os.environ["NCCL_DEBUG_FILE"]).parent == tmp_path
     log = tmp_path / f"nccl-a-{os.getpid()}.txt"
     log.write_text("")
@@ -352,7 +352,7 @@ def test_what_nccl_writes_is_looked_at_and_taken_away(
     assert not [name for name in os.environ if name.startswith("NCCL_DEBUG")]
     assert not log.exists()
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    preflight.listen_to_nccl()
+    preflight.enable_nccl_log()
     assert "NCCL_DEBUG_FILE" not in os.environ, "a person reads it on the terminal"
 
 

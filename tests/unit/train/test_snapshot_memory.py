@@ -99,7 +99,7 @@ def synchronous(scene: Scene, **parts: object) -> SynchronousSaving:
 
 
 def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
-    recall = MemoryRestore(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(folder), run="a-run", host=0, lists_host_memory=True, group=None, remote=None)
     memory = SnapshotMemory(cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
     return make_saving(memory, synchronous(scene), in_storage=in_storage)
 
@@ -132,7 +132,7 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     put(tmp_path, facts_of(STEP, incarnation="000001-aa"), index=0)
     put(tmp_path, facts_of(STEP, incarnation="000002-bb"), index=1)
     put(tmp_path, facts_of(STEP - 1, incarnation="000002-bb"), index=2)
-    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, lists_host_memory=True, group=None, remote=None)
     recall.look()
     memory = SnapshotMemory(cast(SaverLink, Scene()), recall, None)
 
@@ -217,7 +217,7 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
 
     monkeypatch.setattr(module, "gather_json", gather)
     monkeypatch.setattr(module, "memory_of", memory_of)
-    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, lists_host_memory=True, group=None, remote=None)
     memory = SnapshotMemory(None, recall, cast(OtherHosts, Scene()), kept=(1,))
     context = context_of(config=config(steps=100), identity=Identity(0, 3, 0, 1, "here", launched=True))
     found = _agree_on_buffers(memory, layout, context)
@@ -226,7 +226,7 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
 
 
 def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, lists_host_memory=True, group=None, remote=None)
     memory = SnapshotMemory(None, recall, None)
     for index in range(10):
         put(tmp_path, facts_of(STEP - index), index=index)

@@ -8,12 +8,12 @@ import pytest
 
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
 from elastictrain.distributed.group import leave
-from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, point_at
+from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, write_newest_hint
 from elastictrain.storage.store import ObjectInfo
 from elastictrain.train import checks
 from elastictrain.train.build import make_checkpointer
 from elastictrain.train.checks import store_config
-from elastictrain.train.preflight import PastStarts
+from elastictrain.train.preflight import EarlierStarts
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.checkpoint.test_checkpointer import state_of
 from tests.unit.train.test_bringup import Life, of, own_environment
@@ -56,7 +56,7 @@ def run_with(num_starts: int) -> Counted:
     for number in range(max(1, num_starts - LINEAGE_KEPT + 1), num_starts + 1):
         Lineage(store).write(ResumeOrigin(number, f"{number:06d}-aa", min(number, 2) - 1, f"{number - 1:06d}-aa"))
     store.objects |= {f"events/{number:06d}-aa-r00000.jsonl": b"{}\n" for number in range(1, num_starts + 1)}
-    point_at(store, num_starts)
+    write_newest_hint(store, num_starts)
     Bench(store).checkpointer(f"{num_starts:06d}-aa").save(SAVED, tensors=state_of(SAVED), state={"step": SAVED}, reason="step")
     return store
 
@@ -67,7 +67,7 @@ def start_once(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     store.watch()
     life = Life(of(store.url))
     started = life.begin()
-    past = PastStarts(store, number=number_of(started.generation.name))
+    past = EarlierStarts(store, number=number_of(started.generation.name))
     past.exit_codes()
     past.findings()
     checkpointer = make_checkpointer(started)

@@ -115,4 +115,4 @@ def test_files_lie_on_pages_and_do_not_overlap() -> None:
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(OSError, match="too large"):
-        read_file(f"{tmp_path}/file", most_bytes=2)
+        read_file(f"{tmp_path}/file", max_bytes=2)

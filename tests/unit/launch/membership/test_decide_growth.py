@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.config.composed import LaunchGroup
-from elastictrain.launch.membership.decide import decide, worth_growing
+from elastictrain.launch.membership.decide import decide, should_grow
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import EndKind, Finish, Generation, HostState, Wait
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, cluster, end, generation, member, observed, record
@@ -22,7 +22,7 @@ def training(
 
 def grows(looked: ClusterState, options: LaunchGroup = OPTIONS) -> bool:
     assert looked.running is not None
-    return worth_growing(looked, looked.running, options) is not None
+    return should_grow(looked, looked.running, options) is not None
 
 
 def test_the_first_member_ends_the_generation_for_a_host_that_came() -> None:
@@ -72,7 +72,7 @@ def test_workers_for_which_there_is_nothing_to_do_are_no_gain() -> None:
     assert grows(replace(training(HERE_LONG), most_processes=3))
     wide = observed(record("y", processes=8))
     looked = replace(training(wide, HERE_LONG), most_processes=3)
-    assert worth_growing(looked, generation(5, "ab"), OPTIONS) == WORTH
+    assert should_grow(looked, generation(5, "ab"), OPTIONS) == WORTH
 
 
 def test_one_host_among_many_must_stay_for_long_to_be_worth_it() -> None:
@@ -86,7 +86,7 @@ def test_one_host_among_many_must_stay_for_long_to_be_worth_it() -> None:
 
 def test_a_cost_that_is_not_known_is_guessed() -> None:
     looked = training(HERE_LONG, restart_cost_s=0.0)
-    assert "(30 s)" in str(worth_growing(looked, generation(5, "ab"), OPTIONS))
+    assert "(30 s)" in str(should_grow(looked, generation(5, "ab"), OPTIONS))
 
 
 def test_what_does_not_pay_before_the_run_ends_is_left() -> None:
@@ -113,6 +113,6 @@ def test_a_host_that_not_all_members_hear_is_not_taken_in() -> None:
 
 def test_of_hosts_that_do_not_hear_each_other_the_first_is_taken_in() -> None:
     lines = [observed(record(host, hears="ab"), since_s=since_s) for host, since_s in (("y", 2.0), ("z", 1.0))]
-    reason = worth_growing(training(*lines), generation(5, "ab"), OPTIONS)
+    reason = should_grow(training(*lines), generation(5, "ab"), OPTIONS)
     assert reason is not None
     assert reason.startswith("z came")

@@ -12,7 +12,7 @@ from elastictrain.preflight.group.judge import (
     judge_results,
     stragglers,
 )
-from elastictrain.preflight.group.measurements import Point, Reach
+from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
 from elastictrain.preflight.policy import decide
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.group.ranks import H200, members
@@ -65,7 +65,7 @@ def test_a_sum_that_is_wrong_everywhere_is_the_groups() -> None:
 
 def bandwidth(seconds: float, *, device: str = H200, nccl: bool = True, num_bytes: int = GB) -> Verdict:
     group = members("h1", "h1", device=device)
-    return judge_bandwidth(Point(num_bytes, seconds, 2), group, nccl=nccl, least_ratio=0.7)
+    return judge_bandwidth(BandwidthPoint(num_bytes, seconds, 2), group, nccl=nccl, least_ratio=0.7)
 
 
 def test_bus_bandwidth_against_the_link() -> None:
@@ -128,9 +128,9 @@ def test_slow_once_is_not() -> None:
 
 def pairs(*, slow: float = 370.0, access: bool | None = True) -> list[Verdict]:
     reached = {
-        0: [Reach(1, 370.0, True), Reach(2, 365.0, True)],
-        1: [Reach(0, 371.0, True), Reach(2, slow, access)],
-        2: [Reach(0, 370.0, None), Reach(1, 370.0, True)],
+        0: [PairBandwidth(1, 370.0, True), PairBandwidth(2, 365.0, True)],
+        1: [PairBandwidth(0, 371.0, True), PairBandwidth(2, slow, access)],
+        2: [PairBandwidth(0, 370.0, None), PairBandwidth(1, 370.0, True)],
     }
     return judge_pairs(reached, members("h1", "h1", "h1", device=H200))
 
@@ -144,7 +144,12 @@ def test_pairs_of_gpus() -> None:
 
 
 def test_hosts_are_judged_apart_and_single_gpus_skipped() -> None:
-    reached = {0: [Reach(1, 300.0, True)], 1: [Reach(0, 300.0, True)], 2: [Reach(3, 20.0, True)], 3: [Reach(2, 20.0, True)]}
+    reached = {
+        0: [PairBandwidth(1, 300.0, True)],
+        1: [PairBandwidth(0, 300.0, True)],
+        2: [PairBandwidth(3, 20.0, True)],
+        3: [PairBandwidth(2, 20.0, True)],
+    }
     found = judge_pairs(reached, members("h1", "h1", "h2", "h2", device=H200))
     assert subjects(found, Status.PASS) == ["h1", "h2"]
     alone = judge_pairs({0: [], 1: []}, members("h1", "h2", device=H200))

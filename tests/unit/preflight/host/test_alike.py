@@ -6,10 +6,10 @@ import pytest
 
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.preflight.host import alike
-from elastictrain.preflight.host.alike import Likeness, compare, describe, digest_code
+from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe, digest_code
 from elastictrain.preflight.verdict import Status, Verdict
 
-A = Likeness(
+A = SoftwareDigest(
     code={"elastictrain/train": "t1", "elastictrain/run.py": "r1", "my_task.py": "m1"},
     folders={"elastictrain": "/opt/app/elastictrain", "my_task": "/opt/app/my_task.py"},
     versions={"python": "3.11.7", "torch": "2.11.0+cu130", "numpy": "2.0.0"},
@@ -96,7 +96,7 @@ def test_describing_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "own_task_module" in found.checkouts
     assert set(found.folders) == {"elastictrain", "own_task_module"}
     assert {"python", "torch", "numpy"} <= set(found.versions)
-    assert parse_record(encode_record(found), Likeness) == found
+    assert parse_record(encode_record(found), SoftwareDigest) == found
 
 
 def test_all_alike() -> None:

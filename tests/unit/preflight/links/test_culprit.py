@@ -2,7 +2,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastictrain.preflight.links.culprit import Broken, Culprit, LinkBlame, Way, best_of, find_broken
+from elastictrain.preflight.links.culprit import BrokenLinks, Culprit, Direction, LinkBlame, best_of, find_broken
 from elastictrain.preflight.links.culprit import blame as blame_figures
 from elastictrain.preflight.links.messages import Link
 from tests.unit.preflight.links.made import all_links
@@ -29,9 +29,11 @@ RECEIVED = {(0, 2), (1, 2)}
 
 
 @pytest.mark.parametrize(
-    ("slow", "way"), [(SENT | RECEIVED, Way.BOTH), (SENT, Way.OUT), (RECEIVED, Way.IN)], ids=["both", "sent", "received"]
+    ("slow", "way"),
+    [(SENT | RECEIVED, Direction.BOTH), (SENT, Direction.OUT), (RECEIVED, Direction.IN)],
+    ids=["both", "sent", "received"],
 )
-def test_a_slow_host_is_named_with_its_direction(slow: set[Link], way: Way) -> None:
+def test_a_slow_host_is_named_with_its_direction(slow: set[Link], way: Direction) -> None:
     found = blame(values(3, slow))
     assert found.hosts == (Culprit(2, 1.0, way),)
     assert found.links == ()
@@ -57,7 +59,7 @@ def test_nobody_is_to_blame_among_equals() -> None:
 
 def test_without_directions_a_host_is_only_to_blame_if_nothing_of_it_is_good() -> None:
     assert blame(values(3, SENT), directed=False).hosts == ()
-    assert blame(values(3, SENT | RECEIVED), directed=False).hosts == (Culprit(2, 1.0, Way.BOTH),)
+    assert blame(values(3, SENT | RECEIVED), directed=False).hosts == (Culprit(2, 1.0, Direction.BOTH),)
 
 
 def test_two_hosts_cannot_outvote_each_other() -> None:
@@ -77,7 +79,7 @@ def test_a_second_figure_clears_and_a_missing_one_leaves_unconfirmed() -> None:
 def test_a_host_is_confirmed_when_it_was_measured_again() -> None:
     first = values(3, SENT)
     assert not blame_twice(first, {}, excused={}).hosts[0].confirmed
-    assert blame_twice(first, {(2, 0): 1.0, (0, 2): 10.0}, excused={(2, 0): 1.0}).hosts == (Culprit(2, 1.0, Way.OUT),)
+    assert blame_twice(first, {(2, 0): 1.0, (0, 2): 10.0}, excused={(2, 0): 1.0}).hosts == (Culprit(2, 1.0, Direction.OUT),)
     assert blame_twice(first, {(2, 0): 9.0}, excused={(2, 0): 9.0}).hosts == ()
 
 
@@ -87,13 +89,13 @@ def test_a_host_is_confirmed_when_it_was_measured_again() -> None:
 def test_one_direction_does_not_confirm_the_other(again: list[Link], confirmed: bool) -> None:
     second = dict.fromkeys(again, 1.0)
     found = blame_twice(values(3, SENT | RECEIVED), second, excused=second)
-    assert found.hosts == (Culprit(2, 1.0, Way.BOTH, confirmed=confirmed),)
+    assert found.hosts == (Culprit(2, 1.0, Direction.BOTH, confirmed=confirmed),)
 
 
 @pytest.mark.parametrize(
-    ("slow", "way", "again"), [(SENT, Way.OUT, (0, 2)), (RECEIVED, Way.IN, (2, 0))], ids=["sent", "received"]
+    ("slow", "way", "again"), [(SENT, Direction.OUT, (0, 2)), (RECEIVED, Direction.IN, (2, 0))], ids=["sent", "received"]
 )
-def test_a_slow_direction_is_confirmed_by_itself_alone(slow: set[Link], way: Way, again: Link) -> None:
+def test_a_slow_direction_is_confirmed_by_itself_alone(slow: set[Link], way: Direction, again: Link) -> None:
     """The second figure is of the direction that was good, and bad now."""
     found = blame_twice(values(3, slow), {again: 1.0}, excused={again: 1.0})
     assert found.hosts == (Culprit(2, 1.0, way, confirmed=False),)
@@ -102,7 +104,7 @@ def test_a_slow_direction_is_confirmed_by_itself_alone(slow: set[Link], way: Way
 def test_who_has_an_excuse_stays_unconfirmed() -> None:
     first = values(3, SENT)
     found = blame_twice(first, {(2, 0): 1.0}, excused={(2, 0): 6.0})
-    assert found.hosts == (Culprit(2, 1.0, Way.OUT, confirmed=False),)
+    assert found.hosts == (Culprit(2, 1.0, Direction.OUT, confirmed=False),)
     slow_link = blame_twice(values(3, {(0, 1)}), {(0, 1): 1.0}, excused={(0, 1): 6.0})
     assert slow_link.links == (Culprit((0, 1), 1.0, confirmed=False),)
 
@@ -114,13 +116,13 @@ def test_best_of_keeps_the_best() -> None:
 def test_what_is_broken_is_named_once() -> None:
     tried, both = all_links(3), ((0, 2), (1, 2), (2, 0), (2, 1))
     assert find_broken([], tried=tried) == find_broken([], tried=[]) == []
-    assert find_broken(tried, tried=tried) == [Broken(None, tuple(tried))]
-    assert find_broken(SENT, tried=tried) == [Broken(2, ((2, 0), (2, 1)), Way.OUT)]
-    assert find_broken(RECEIVED, tried=tried) == [Broken(2, ((0, 2), (1, 2)), Way.IN)]
-    assert find_broken(SENT | RECEIVED, tried=tried) == [Broken(2, both, Way.BOTH)]
-    assert find_broken({(2, 0)}, tried=tried) == [Broken((2, 0), ((2, 0),))]
+    assert find_broken(tried, tried=tried) == [BrokenLinks(None, tuple(tried))]
+    assert find_broken(SENT, tried=tried) == [BrokenLinks(2, ((2, 0), (2, 1)), Direction.OUT)]
+    assert find_broken(RECEIVED, tried=tried) == [BrokenLinks(2, ((0, 2), (1, 2)), Direction.IN)]
+    assert find_broken(SENT | RECEIVED, tried=tried) == [BrokenLinks(2, both, Direction.BOTH)]
+    assert find_broken({(2, 0)}, tried=tried) == [BrokenLinks((2, 0), ((2, 0),))]
     more = {(2, 0), (2, 1), (2, 3), (0, 1)}
-    named = [Broken(2, ((2, 0), (2, 1), (2, 3)), Way.OUT), Broken((0, 1), ((0, 1),))]
+    named = [BrokenLinks(2, ((2, 0), (2, 1), (2, 3)), Direction.OUT), BrokenLinks((0, 1), ((0, 1),))]
     assert find_broken(more, tried=all_links(4)) == named
 
 

@@ -3,7 +3,7 @@ from typing import Any
 
 from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.judge import judge_links
-from elastictrain.preflight.links.judge_contacts import Silence
+from elastictrain.preflight.links.judge_contacts import SilentHost
 from elastictrain.preflight.links.messages import Roster
 from elastictrain.preflight.verdict import Status, Verdict, failures
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster
@@ -25,7 +25,7 @@ def test_each_check_says_something() -> None:
 def test_what_silence_explains_is_not_held_against_links() -> None:
     found = contacts(3, lambda link: {"blocked": ((1, "no answer"),), "largest": 0} if 2 in link else {})
     slow = tuple(flows(all_links(3), lambda link: 0.0 if 2 in link else 10.0))
-    found_bad = judged(contacts=found, flows=(slow, slow), silences=(Silence(2, measured=False, waited_s=5.0),))
+    found_bad = judged(contacts=found, flows=(slow, slow), silences=(SilentHost(2, measured=False, waited_s=5.0),))
     bad = [verdict for verdict in found_bad if verdict.status is not Status.PASS]
     assert [(verdict.check, verdict.subject) for verdict in bad] == [("roster", "h3")]
     (verdict,) = bad

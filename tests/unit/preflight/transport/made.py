@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, find_route
-from elastictrain.preflight.transport.plan import Facts, read_facts
+from elastictrain.preflight.transport.plan import TransportFacts, read_facts
 from elastictrain.preflight.transport.settings import Setting
 
 MELLANOX, AWS, GOOGLE = "0x15b3", "0x1d0f", "0x1ae0"
@@ -115,7 +115,9 @@ class MadeHost:
         """The kernel reaches `target` from its own address `local`."""
         self.routes[target] = (remote or target, local)
 
-    def facts(self, *, rendezvous: str | None = None, peers: Mapping[str, str] | None = None, alone: bool = False) -> Facts:
+    def facts(
+        self, *, rendezvous: str | None = None, peers: Mapping[str, str] | None = None, alone: bool = False
+    ) -> TransportFacts:
         surroundings = self.surroundings()
         facts = read_facts(surroundings, rendezvous=rendezvous, alone=alone)
         find = partial(find_route, interfaces=facts.interfaces, surroundings=surroundings)

@@ -4,7 +4,7 @@ import pytest
 
 from elastictrain.preflight.transport.interfaces import Kind
 from elastictrain.preflight.transport.judge import RENDEZVOUS, judge_interface
-from elastictrain.preflight.transport.plan import Facts
+from elastictrain.preflight.transport.plan import TransportFacts
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.made import link
 from tests.unit.preflight.transport.made import MadeHost, set_by_hand
@@ -154,5 +154,5 @@ def test_unknown_things_are_no_failures(host: MadeHost) -> None:
     (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "h4"}))
     assert (verdict.status, verdict.scope) == (Status.WARN, Scope.LINK)
     settings = set_by_hand(NCCL_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0")
-    (verdict,) = judge_interface(Facts("h1", settings=settings))
+    (verdict,) = judge_interface(TransportFacts("h1", settings=settings))
     assert verdict.status is Status.SKIP

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.plan import (
-    Facts,
     PlannedVariable,
+    TransportFacts,
     TransportPlan,
     apply_plan,
     decide_transport,
@@ -29,7 +29,7 @@ def plain(root: Path, *, speed: str = "10000", vendor: str = "0x15b3") -> MadeHo
     return host
 
 
-def decide(facts: Facts, *, after_failure: bool = False) -> TransportPlan:
+def decide(facts: TransportFacts, *, after_failure: bool = False) -> TransportPlan:
     """The plan of a host among its like."""
     agreed = common({"h1": kinds_here(facts.ports, settings=facts.settings)})
     return decide_transport(facts, agreed=agreed, after_failure=after_failure)

@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from elastictrain.errors import TransientStorageError
-from elastictrain.storage.bounded_read import read_all, side_by_side
+from elastictrain.storage.bounded_read import read_all, run_concurrently
 from tests.unit.checkpoint.fakes import FakeStore
 
 
@@ -14,8 +14,8 @@ def test_calls_run_at_once_and_answer_in_their_order() -> None:
         together.wait(10)
         return number
 
-    assert side_by_side([lambda number=number: call(number) for number in range(5)]) == list(range(5))
-    assert side_by_side([]) == []
+    assert run_concurrently([lambda number=number: call(number) for number in range(5)]) == list(range(5))
+    assert run_concurrently([]) == []
 
 
 def test_the_first_error_is_raised_when_all_have_ended() -> None:
@@ -27,7 +27,7 @@ def test_the_first_error_is_raised_when_all_have_ended() -> None:
             raise TransientStorageError(str(number))
 
     with pytest.raises(TransientStorageError, match="3"):
-        side_by_side([lambda number=number: call(number) for number in range(100)])
+        run_concurrently([lambda number=number: call(number) for number in range(100)])
     assert sorted(ended) == list(range(100))
 
 
