@@ -37,6 +37,13 @@ def test_the_first_generation_is_fenced_off_too() -> None:
         Fence(scene.store).check("000001-aa", step=5)
 
 
+@pytest.mark.parametrize("incarnation", ["run7", "000000-aa"])
+def test_what_has_no_number_of_a_generation_is_not_fenced_off(incarnation: str) -> None:
+    scene = Scene()
+    scene.hold(number=1)
+    Fence(scene.store).check(incarnation, step=5)
+
+
 def test_a_newer_generation_of_the_same_owner_refuses_what_it_left_out() -> None:
     scene = Scene()
     scene.hold(number=3)

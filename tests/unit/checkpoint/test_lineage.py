@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.folders import FolderFacts, folder_name
-from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_in_lineage
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_in_lineage, number_of
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 
@@ -68,6 +68,11 @@ def test_the_generation_is_what_makes_a_record_the_newest() -> None:
     assert in_lineage(successor.incarnation, 15, first, frozen, successor)
     assert not in_lineage(frozen.incarnation, 15, first, frozen, successor)
     assert in_lineage(FIRST, 12, first, frozen, successor)
+
+
+@pytest.mark.parametrize(("incarnation", "number"), [(FIRST, 1), ("000012", 12), ("run7", -1), ("-1", -1), ("", -1)])
+def test_an_incarnation_without_a_number_is_before_all_others(incarnation: str, number: int) -> None:
+    assert number_of(incarnation) == number
 
 
 def test_records_that_go_round_in_circles_end() -> None:

@@ -100,6 +100,18 @@ def test_the_lineage_is_read_only_where_something_would_go() -> None:
     assert 1 <= lineage_reads(bench, 26, keep_last=2) <= 3
 
 
+def test_each_manifest_is_read_once() -> None:
+    bench = Bench()
+    save(bench, 10, FIRST)
+    read: list[str] = []
+    bench.store.before = lambda operation, key: read.append(key) if operation == "read" else None
+    checkpointer = bench.checkpointer(FIRST, keep_last=9)
+    for step in (20, 30):
+        checkpointer.save(step, tensors={"w": torch.zeros(4)}, state={}, reason="step")
+    # Its own ones after they were written, so not again to prune.
+    assert [key.split("/")[1] for key in read if key.endswith("manifest.json")] == [f"step-0000000{n}" for n in (20, 10, 30)]
+
+
 def test_a_run_without_a_launcher_has_no_line() -> None:
     bench = Bench()
     names: Iterable[str] = (FIRST, SECOND, THIRD)

@@ -40,6 +40,21 @@ def test_a_slow_host_is_named_with_its_direction(slow: set[Link], way: Direction
     assert found.typical == 10.0
 
 
+def test_the_figure_of_a_slow_host_is_that_of_its_better_direction() -> None:
+    assert blame({**values(3, SENT | RECEIVED), **dict.fromkeys(RECEIVED, 2.0)}).hosts == (Culprit(2, 2.0, Direction.BOTH),)
+    assert blame({**values(3, SENT | RECEIVED), **dict.fromkeys(SENT, 2.0)}).hosts == (Culprit(2, 2.0, Direction.BOTH),)
+
+
+def test_typical_is_the_median_of_what_hosts_send_and_receive() -> None:
+    # Sent: 2, 4 and 9. Received: 9.
+    assert blame({(0, 3): 2.0, (1, 3): 4.0, (2, 3): 9.0}).typical == 6.5
+
+
+def test_hosts_count_that_only_send_or_only_receive() -> None:
+    assert blame({(0, 3): 10.0, (1, 3): 10.0, (2, 3): 1.0}).hosts == (Culprit(2, 1.0, Direction.OUT),)
+    assert blame({(3, 0): 10.0, (3, 1): 10.0, (3, 2): 1.0}).hosts == (Culprit(2, 1.0, Direction.IN),)
+
+
 def test_several_slow_hosts_are_named_in_order() -> None:
     hosts, slow = (64, 2, 5, *range(10, 24)), {2, 5, 64}
     figures = {(a, b): 0.1 if slow & {a, b} else 1.0 for a in hosts for b in hosts if a != b}
@@ -58,7 +73,7 @@ def test_nobody_is_to_blame_among_equals() -> None:
 
 
 def test_without_directions_a_host_is_only_to_blame_if_nothing_of_it_is_good() -> None:
-    assert blame(values(3, SENT), directed=False).hosts == ()
+    assert blame(values(3, SENT), directed=False).hosts == blame(values(3, RECEIVED), directed=False).hosts == ()
     assert blame(values(3, SENT | RECEIVED), directed=False).hosts == (Culprit(2, 1.0, Direction.BOTH),)
 
 
