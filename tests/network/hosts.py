@@ -16,6 +16,7 @@ from typing import Self
 
 from namespaces import Namespaces, run_tool
 from torchruns import Run, environment, events, last_step, last_wins, wait_until
+from warm import WarmProcess, can_be_warm, warm_host
 
 INTERFACE = "eth0"
 """Every host's only interface beside loopback."""
@@ -66,15 +67,19 @@ class Host:
         extra_environment: Mapping[str, str] = {},
         cwd: Path | None = None,
     ) -> Run:
-        """Start a process on this host; it ends with the host at the latest. Without `cwd` it runs in the folder of its log."""
+        """Start a process on this host, warm if it can be; it ends with the host at the latest.
+        Without `cwd` it runs in the folder of its log."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                self.namespaces.entered(["env", f"--chdir={cwd or log.parent}", *last_wins(command)]),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment({"GLOO_SOCKET_IFNAME": INTERFACE, **extra_environment}),
-            )
+        words, folder = last_wins(command), cwd or log.parent
+        variables = environment({"GLOO_SOCKET_IFNAME": INTERFACE, **extra_environment})
+        process: subprocess.Popen[bytes] | WarmProcess
+        if can_be_warm(words):
+            files = self.namespaces.files
+            process = warm_host().start(words[1:], environment=variables, log=log, cwd=folder, namespaces=files)
+        else:
+            with log.open("ab") as output:
+                entered = self.namespaces.entered(["env", f"--chdir={folder}", *words])
+                process = subprocess.Popen(entered, stdout=output, stderr=subprocess.STDOUT, env=variables)
         self.runs.append(Run(process, log))
         return self.runs[-1]
 

@@ -68,6 +68,11 @@ class Namespaces:
         # nsenter becomes the command, so signals to it reach the command.
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--", *map(str, command)]
 
+    @property
+    def files(self) -> list[str]:
+        """What a process enters to be in here; mounts come last."""
+        return [f"/proc/{self.pid}/ns/{kind}" for kind in ("net", "uts", "mnt")]
+
     def ip(self, *words: str) -> None:
         """`ip ...` in here. Raises: RuntimeError with what it complains about."""
         run_tool(*self.entered(["ip", *words]))

@@ -176,7 +176,7 @@ def test_every_resume_continues_and_not_only_the_first(trained: Path, tmp_path: 
     command = [sys.executable, "-m", "elastictrain.run", *ARGUMENTS, f"run.dir={run_dir}", "task.pause_s=0.02"]
     for number, sent in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGTERM)):
         goal = last_step(run_dir) + 6
-        with started(command, log=tmp_path / f"{number}.txt", warm=True) as run:
+        with started(command, log=tmp_path / f"{number}.txt") as run:
             wait_until(lambda goal=goal: last_step(run_dir) >= goal, what=f"step {goal}")
             run.process.send_signal(sent)
             assert run.wait(60) == (75 if sent is signal.SIGTERM else -signal.SIGKILL)

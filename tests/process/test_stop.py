@@ -122,7 +122,7 @@ def test_no_worker_outlives_its_agent(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     mark = uuid.uuid4().hex
     arguments = [*ARGUMENTS, "data.workers=1", f"run.dir={run_dir}"]
-    with torchrun(arguments, world_size=2, folder=tmp_path, extra_environment={"MARK": mark}) as run:
+    with torchrun(arguments, world_size=2, folder=tmp_path, extra_environment={"MARK": mark}, warm=False) as run:
         wait_for_steps(run_dir)
         family = marked(mark)
         assert len(family) >= 5
@@ -171,7 +171,7 @@ def test_the_end_is_clean(attempt: int, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     more = ((), ("parallel=fsdp",), ("data.workers=1",))[attempt % 3]
     arguments = [*TINY, "train.steps=2", "train.eval_every_steps=0", *more, f"run.dir={tmp_path}/run"]
-    output = train(arguments, world_size=2, folder=tmp_path, extra_environment={"MARK": mark})
+    output = train(arguments, world_size=2, folder=tmp_path, extra_environment={"MARK": mark}, warm=False)
     assert not marked(mark)
     assert not re.search(r"warn|error|abort|terminate|traceback|leaked", output, re.IGNORECASE), output
     (stop,) = events(tmp_path / "run", "stop")

@@ -44,7 +44,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 def lone(arguments: Sequence[str], *, folder: Path) -> Iterator[Run]:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "elastictrain.run", *arguments, *memory_arguments(arguments, folder)]
-    with started(command, log=folder / "log.txt", warm=True) as run:
+    with started(command, log=folder / "log.txt") as run:
         yield run
 
 

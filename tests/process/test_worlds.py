@@ -95,7 +95,7 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torchrun(arguments, world_size=2, folder=folder / "ddp2") as run:
         stop_after_a_while(run, run_dir)
 
-    with started([sys.executable, "-m", "elastictrain.run", *arguments], log=folder / "alone.txt", warm=True) as run:
+    with started([sys.executable, "-m", "elastictrain.run", *arguments], log=folder / "alone.txt") as run:
         stop_after_a_while(run, run_dir)
 
     with torchrun(arguments, world_size=3, folder=folder / "ddp3", max_restarts=1) as run:

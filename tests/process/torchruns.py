@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-from warm import WarmProcess, warm_host
+from warm import WarmProcess, can_be_warm, warm_host
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -162,15 +162,13 @@ def started(
     log: Path,
     extra_environment: Mapping[str, str] = {},
     cwd: Path | None = None,
-    warm: bool = False,
+    warm: bool = True,
 ) -> Iterator[Run]:
-    """A process that does not outlive the block; `warm` makes it a fork of one that has imported torch (see warm.py)."""
+    """A process that does not outlive the block. If `warm`, a Python program is a fork of one that has imported torch."""
     variables, folder = environment(extra_environment), cwd or log.parent
     command = last_wins(command)
     process: subprocess.Popen[bytes] | WarmProcess
-    # torchrun counts GPUs through the driver, which does not survive a fork.
-    if warm and not Path("/dev/nvidiactl").exists():
-        assert command[0] == sys.executable, command
+    if warm and can_be_warm(command):
         process = warm_host().start(command[1:], environment=variables, log=log, cwd=folder)
     else:
         with log.open("ab") as output:
@@ -193,12 +191,9 @@ def torchrun(
     max_restarts: int = 0,
     extra_environment: Mapping[str, str] = {},
     module: Sequence[str] = ("-m", "elastictrain.run"),
+    warm: bool = True,
 ) -> Iterator[Run]:
-    """torchrun of a training run, its log in `folder`.
-
-    The agent is a warm fork, its workers start cold. With an environment of its own it starts cold, too: it may be looked for
-    by that.
-    """
+    """torchrun of a training run, its log in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     if "elastictrain.run" in module:
         arguments = [*arguments, *memory_arguments(arguments, folder)]
@@ -218,7 +213,7 @@ def torchrun(
         *module,
         *arguments,
     ]
-    with started(command, log=folder / "log.txt", extra_environment=extra_environment, warm=not extra_environment) as run:
+    with started(command, log=folder / "log.txt", extra_environment=extra_environment, warm=warm) as run:
         yield run
 
 
@@ -231,12 +226,10 @@ def train(arguments: Sequence[str], *, world_size: int, folder: Path, timeout_s:
 
 
 def alone(arguments: Sequence[str], *, folder: Path, timeout_s: float = 240, **options: Any) -> tuple[int, str]:
-    """`python -m elastictrain.run` without torchrun, a warm fork unless faults are to be put into it; returns exit code and
-    output."""
+    """`python -m elastictrain.run` without torchrun; returns exit code and output."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "elastictrain.run", *arguments, *memory_arguments(arguments, folder)]
-    warm = "FAULTS" not in options.get("extra_environment", {})
-    with started(command, log=folder / f"alone-{time.monotonic_ns()}.txt", warm=warm, **options) as run:
+    with started(command, log=folder / f"alone-{time.monotonic_ns()}.txt", **options) as run:
         return run.wait(timeout_s), run.output()
 
 

@@ -1,8 +1,8 @@
 """Starts Python programs as forks of a process that has imported torch: a worker is there in 0.3 s of CPU time and not in 5 s.
 
 What a fork does is what the program does, in an environment, a folder and a process of its own, which ends by itself or by a
-signal. It differs where the kernel or the interpreter shows how it began: `/proc/PID/cmdline` and `/proc/PID/environ` are those
-of the host of forks, its parent is that host, and nothing that happens while Python starts (`sitecustomize`) happens in it.
+signal. The workers that a torchrun starts, and a launcher's fork server, are forks, too. A fork differs where the kernel shows
+how it began: `/proc/PID/environ` is that of the host of forks, and its parent is that host.
 Tests of how processes begin and end, or which find them by what they were started with, start them cold.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 60.0
+_COMMAND_BYTES = 1 << 15
 
 
 @dataclass(slots=True)
@@ -33,11 +34,18 @@ class WarmHost:
     _text: bytes = b""
 
     def start(
-        self, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path, cwd: Path, errors: Sequence[str] = ()
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        cwd: Path,
+        errors: Sequence[str] = (),
+        namespaces: Sequence[str] = (),
     ) -> "WarmProcess":
-        """`python ARGUMENTS`, where they begin with `-m` or the path of a script; `errors` are warnings that raise.
+        """`python ARGUMENTS`, where they begin with `-m` or the path of a script; what it prints is appended to `log`.
 
-        What it prints is appended to `log`.
+        `errors` are warnings that raise, `namespaces` the files of those that it enters first.
         """
         order = {
             "arguments": list(arguments),
@@ -45,6 +53,7 @@ class WarmHost:
             "log": str(log),
             "cwd": str(cwd),
             "errors": list(errors),
+            "namespaces": list(namespaces),
         }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -131,12 +140,18 @@ class WarmProcess:
         return self.returncode
 
 
+def can_be_warm(command: Sequence[str]) -> bool:
+    """Whether a fork can become this command. torchrun counts GPUs through the driver, which does not survive a fork."""
+    return list(command[:2]) == [sys.executable, "-m"] and not Path("/dev/nvidiactl").exists()
+
+
 @cache
 def warm_host() -> WarmHost:
     """The one of this test process, started when it is first asked for."""
     from torchruns import environment
 
-    command = [sys.executable, str(Path(__file__).with_name("warm_host.py"))]
+    # The last word makes room for the command lines of forks.
+    command = [sys.executable, str(Path(__file__).with_name("warm_host.py")), _COMMAND_BYTES * "-"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
     host = WarmHost(process)
     atexit.register(host.close)

@@ -5,8 +5,11 @@ One order a line of JSON comes in on standard input; who was started, and who ha
 
 import atexit
 import builtins
+import ctypes
 import gc
+import importlib
 import json
+import logging
 import os
 import runpy
 import selectors
@@ -14,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 from pathlib import Path
@@ -22,6 +26,12 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import tests.process.paced  # noqa: F401
+from elastictrain.launch import fork_server
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
+REPLACED: list[object] = []
+"""Modules that were imported anew; what they hold open must not be closed."""
 
 
 def print_line(word: dict[str, Any]) -> None:
@@ -30,7 +40,12 @@ def print_line(word: dict[str, Any]) -> None:
 
 
 def become(order: dict[str, Any]) -> None:
-    """The program that is asked for, in its environment, folder and streams; an exception that leaves here ends it as usual."""
+    """The program that is asked for, on its host and in its environment, folder and streams; an exception that leaves here ends
+    it as usual."""
+    for path in order["namespaces"]:
+        with Path(path).open("rb") as namespace:
+            if LIBC.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
     for descriptor, path, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT),
@@ -45,7 +60,9 @@ def become(order: dict[str, Any]) -> None:
     for category in order["errors"]:
         warnings.simplefilter("error", getattr(builtins, category))
     if "torch.distributed.run" in order["arguments"][:2]:
-        subprocess_handler.Popen = ForkedWorker  # type: ignore[misc]
+        subprocess_handler.Popen = Forked  # type: ignore[misc]
+    if "elastictrain.launch" in order["arguments"][:2]:
+        subprocess.Popen = ForkedServer  # type: ignore[misc]
     start_program(order["arguments"])
 
 
@@ -53,6 +70,9 @@ def start_program(arguments: list[str]) -> None:
     """`python ARGUMENTS`."""
     first, *rest = arguments
     sys.orig_argv = [sys.executable, *arguments]
+    show_command_line(sys.orig_argv)
+    tempfile.tempdir = None  # TMPDIR may be another one
+    customize()
     if first == "-m":
         sys.path[0] = str(Path.cwd())
         sys.argv = rest
@@ -65,26 +85,56 @@ def start_program(arguments: list[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
-class ForkedWorker(subprocess.Popen[bytes]):
-    """A worker of torchrun: its child as ever and in a session of its own, but a fork, named by its rank."""
+def customize() -> None:
+    """What Python does at its start with a `sitecustomize` on the path; it may change our modules while they are imported."""
+    for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder not in sys.path:
+            sys.path.insert(1, folder)
+        if (Path(folder) / "sitecustomize.py").is_file():
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("elastictrain", "sitecustomize", "tests")]:
+                REPLACED.append(sys.modules.pop(name))
+            importlib.import_module("sitecustomize")
+
+
+def show_command_line(words: list[str]) -> None:
+    """In /proc, where others look for it; the host of forks has a long command line of its own to make room."""
+    text = b"".join(word.encode() + b"\0" for word in words)
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    if len(text) > end - begin:
+        raise RuntimeError(f"the command line must have at most {end - begin} bytes, but has {len(text)}")
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text, len(text))
+    # Only root may; otherwise there are empty words at its end.
+    LIBC.prctl(PR_SET_MM, PR_SET_MM_ARG_END, begin + len(text), 0, 0)
+
+
+class Forked(subprocess.Popen[bytes]):
+    """A Python program that torchrun or a launcher starts: their child as ever, but a fork; a worker is named by its rank."""
 
     def _execute_child(self, *given: Any) -> None:
         # args, executable, preexec_fn, close_fds, pass_fds, cwd, env, ..., and the ends of pipes.
-        command, environment, stdout, stderr = given[0], given[6], given[13], given[15]
+        command, environment, stdin, stdout, stderr, new_session = (given[place] for place in (0, 6, 10, 13, 15, 21))
         self.pid = os.fork()
         if self.pid:
             self._child_created = True
             return
         code = 1
         try:
-            os.setsid()
+            signal.set_wakeup_fd(-1)
+            if new_session or "RANK" in environment:
+                os.setsid()
             for number in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}:
                 signal.signal(number, signal.SIG_IGN if number in (signal.SIGPIPE, signal.SIGXFSZ) else signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            for descriptor, opened in ((1, stdout), (2, stderr)):
+            for descriptor, opened in ((0, stdin), (1, stdout), (2, stderr)):
                 if opened != -1:
                     os.dup2(opened, descriptor)
-            Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
+            # Locks on files, too. Nothing closes these numbers once more: the frames that use them never end.
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            atexit._clear()
+            logging.root.handlers.clear()
+            if "RANK" in environment:
+                Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
             os.environ.clear()
             os.environ.update(environment)
             start_program([one for one in command[1:] if one != "-u"])
@@ -98,6 +148,16 @@ class ForkedWorker(subprocess.Popen[bytes]):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+class ForkedServer(Forked):
+    """The fork server of a launcher; every other program is started."""
+
+    def _execute_child(self, *given: Any) -> None:
+        if "elastictrain.launch.fork_server" in given[0]:
+            super()._execute_child(*given)
+        else:
+            super(Forked, self)._execute_child(*given)
 
 
 def serve() -> dict[str, Any] | None:
@@ -138,6 +198,7 @@ def serve() -> dict[str, Any] | None:
 
 
 # A fork has the thread that forked only: there must be no other.
+fork_server.import_ahead()
 assert len(list(Path("/proc/self/task").iterdir())) == 1
 gc.freeze()
 if asked := serve():

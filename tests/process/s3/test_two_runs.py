@@ -34,7 +34,7 @@ def lone(store: Store, *arguments: str, endpoint: str, folder: Path) -> Iterator
     folder.mkdir(parents=True)
     given = [*ARGUMENTS, *arguments, f"run.dir={store.url}"]
     command = last_wins([sys.executable, "-m", "elastictrain.run", *given, *memory_arguments(given, folder)])
-    with started(command, log=folder / "log.txt", warm=True, extra_environment=environment_for(endpoint)) as run:
+    with started(command, log=folder / "log.txt", extra_environment=environment_for(endpoint)) as run:
         yield run
 
 

@@ -84,15 +84,14 @@ def check_resumed_from_newest(run_dir: Path, folder: Path) -> list[dict[str, Any
 
 @contextmanager
 def launched(arguments: Sequence[str], *, world_size: int, folder: Path, **options: Any) -> Iterator[Run]:
-    """A run of one rank without torchrun, warm unless faults are to be put into it, or of several ranks with torchrun."""
+    """A run of one rank without torchrun, or of several ranks with torchrun."""
     if world_size > 1:
         with torchrun(arguments, world_size=world_size, folder=folder, **options) as run:
             yield run
         return
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "elastictrain.run", *arguments, *memory_arguments(arguments, folder)]
-    warm = "FAULTS" not in options.get("extra_environment", {})
-    with started(command, log=folder / "log.txt", warm=warm, **options) as run:
+    with started(command, log=folder / "log.txt", **options) as run:
         yield run
 
 
