@@ -113,7 +113,8 @@ def test_full_disk(full_disk: Path, host: RefusingHost, tmp_path: Path) -> None:
 
 def test_disk_that_fills_up_during_the_run(full_disk: Path, host: RefusingHost, tmp_path: Path) -> None:
     os.truncate(full_disk / "filler", 32 << 10)
-    refusal = host.start(f"run.dir={full_disk}/run", "checkpoint.every_steps=1", folder=tmp_path)
+    memory = f"checkpoint.memory_dir={tmp_path}/host-memory"
+    refusal = host.start(f"run.dir={full_disk}/run", "checkpoint.every_steps=1", memory, folder=tmp_path)
     refusal.check(74, "checkpoint failed (1 in a row)", "3 checkpoints in a row could not be saved", "free space")
     assert not [name for name in files_in(full_disk) if "safetensors" in name]
 
