@@ -740,10 +740,10 @@ def test_its_line_tells_whom_it_hears_and_while_it_waits_it_speaks_to_all_that_l
 
 def test_an_outage_of_the_network_between_two_decisions_is_known_to_the_next_one(host: SupervisedHost) -> None:
     lines = {"b": observed(record("b", ended=1), changed_s=host.diary.now_s)}
-    host.heartbeat.heard = (frozenset(), host.diary.now_s)
+    host.heartbeat.heard = (frozenset(), host.diary.now_s + 2.0)
     host.run_workers(generation(1, "ab"))
     host.learn(ends=[end("b", EndKind.LOST, lost="a")], observed=lines)
-    assert host.go(2.0) is None
+    assert host.go(3.0) is None
     assert not [post for post in host.registry.posts if isinstance(post, Generation)]
 
 
