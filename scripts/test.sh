@@ -51,6 +51,6 @@ run() {
 # Cheap tests first. More at a time than there are cores: those with processes wait more than they compute. Those that measure
 # rates and delays run alone.
 alone=(tests/network/test_links.py tests/network/test_preflight.py tests/network/test_rendezvous.py)
-run tests/unit tests/integration tests/process tests/network "${alone[@]/#/--ignore=}" -n "${ELASTICTRAIN_TEST_JOBS:-3}" --no-loadscope-reorder "$@"
+run tests/unit tests/integration tests/process tests/network "${alone[@]/#/--ignore=}" -n "${ELASTICTRAIN_TEST_JOBS:-4}" --no-loadscope-reorder "$@"
 run "${alone[@]}" tests/gpu "$@"
 exit "$status"

@@ -26,15 +26,18 @@ APART = ("tests/process/test_scripts.py",)
 
 LONGEST_FIRST = (
     "tests/process/s3/",
-    "tests/process/test_launch.py",
-    "tests/process/test_scripts.py",
-    "tests/network/test_launch.py",
-    "tests/process/saver/",
-    "tests/process/test_stop.py",
     "tests/process/test_two_runs.py",
-    "tests/process/clouds/",
+    "tests/process/test_launch.py",
     "tests/network/test_partitions.py",
-    "tests/process/test_worlds.py",
+    "tests/network/test_launch.py",
+    "tests/process/clouds/",
+    "tests/process/test_hangs.py",
+    "tests/process/test_scripts.py",
+    "tests/process/saver/",
+    "tests/process/test_data_workers.py",
+    "tests/process/test_frozen_store.py",
+    "tests/process/test_deadlines.py",
+    "tests/process/test_stop.py",
 )
 """After the unit tests: what is begun last should end soon, or one process works while the others have nothing left to do."""
 
