@@ -18,8 +18,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-TOGETHER = ("tests/process/s3/",)
-"""Folders whose files share what takes long to set up."""
+TOGETHER = ("tests/process/s3/", "tests/unit/test_")
+"""Beginnings of files that share what takes long to set up: a server, our sources as syntax trees."""
 
 APART = ("tests/process/test_scripts.py",)
 """Files whose tests share nothing and take long."""

@@ -1,5 +1,5 @@
 """What a person meets who starts a run that cannot work: one message that says what to do, the right exit code, and nothing
-left behind. Mistakes that configuration alone shows are in tests/unit/test_run.py."""
+left behind. Mistakes that configuration alone shows are in tests/integration/test_run.py."""
 
 import os
 import shutil

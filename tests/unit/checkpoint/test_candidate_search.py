@@ -20,8 +20,8 @@ from elastictrain.checkpoint.manifest import FileRecord, Manifest, digest_of
 from elastictrain.checkpoint.verified_read import find_missing
 from elastictrain.events import CheckpointRejected
 from elastictrain.storage.store import ObjectInfo
+from tests.integration.checkpoint.test_checkpointer import restored_step, save
 from tests.unit.checkpoint.fakes import Bench, FakeStore
-from tests.unit.checkpoint.test_checkpointer import restored_step, save
 
 
 def listing(*keys: str) -> Listing:

@@ -10,8 +10,8 @@ from elastictrain.checkpoint.retention import read_manifest
 from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, verify_headers
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.storage.store import ObjectInfo
+from tests.integration.checkpoint.test_checkpointer import key_ending, rejects, restored_step, save
 from tests.unit.checkpoint.fakes import Bench, FakeStore
-from tests.unit.checkpoint.test_checkpointer import key_ending, rejects, restored_step, save
 
 Garble = Callable[[bytes], bytes]
 

@@ -236,7 +236,7 @@ def test_a_watchdog_that_was_stopped_with_its_process_takes_that_for_no_silence(
     assert not ended.happened.wait(0.1)
     for _ in range(50):
         now_s[0] += 1.0
-        ended.happened.wait(0.02)
+        ended.happened.wait(0.01)
     assert ended.happened.wait(5.0)
     assert now_s[0] > 1030.0
     watchdog.close()

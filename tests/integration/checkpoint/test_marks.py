@@ -15,8 +15,8 @@ from elastictrain.checkpoint.manifest import digest_of
 from elastictrain.errors import CheckpointError, NoValidCheckpointError, StorageFullError, UnknownFormatError
 from elastictrain.events import CheckpointSaved
 from elastictrain.storage.store import ObjectInfo
+from tests.integration.checkpoint.test_checkpointer import FOLDER, key_ending, rejects, restored_step, save, state_of
 from tests.unit.checkpoint.fakes import Bench, KilledError, nothing
-from tests.unit.checkpoint.test_checkpointer import FOLDER, key_ending, rejects, restored_step, save, state_of
 
 
 def empty(bench: Bench) -> None:

@@ -14,9 +14,9 @@ from elastictrain.train import checks
 from elastictrain.train.build import make_checkpointer
 from elastictrain.train.checks import store_config
 from elastictrain.train.preflight import EarlierStarts
+from tests.integration.checkpoint.test_checkpointer import state_of
+from tests.integration.train.test_bringup import Life, of, own_environment
 from tests.unit.checkpoint.fakes import Bench, FakeStore
-from tests.unit.checkpoint.test_checkpointer import state_of
-from tests.unit.train.test_bringup import Life, of, own_environment
 
 __all__ = ["own_environment"]
 

@@ -13,8 +13,8 @@ from elastictrain.errors import NoValidCheckpointError
 from elastictrain.identity import Identity, Launcher
 from elastictrain.lease.merge import FINISHED_S, merge_finished
 from elastictrain.train.job_notes import JobNotes
+from tests.integration.checkpoint.test_checkpointer import restored_step, save
 from tests.unit.checkpoint.fakes import Bench, FakeStore
-from tests.unit.checkpoint.test_checkpointer import restored_step, save
 
 RESUMED_0 = {"event": "resume", "step": 0}
 RESUMED_40 = {"event": "resume", "step": 40}
