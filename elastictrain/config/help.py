@@ -12,7 +12,7 @@ from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, GROUPS, Key, keys_of
 from elastictrain.config.task_signature import task_keys
 from elastictrain.config.validate import suggest_choice
-from elastictrain.errors import UsageError
+from elastictrain.errors import ConfigError, UsageError
 
 Choices = Mapping[str, Mapping[str, Path]]
 
@@ -44,7 +44,10 @@ def requested_help(arguments: Sequence[str], *, program: str, purpose: str) -> s
         return None
     choices = read_choices(line.config_dirs)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    task = compose(arguments).tree.get("task") if line.overrides else None
+    composed = compose(arguments) if line.overrides else None
+    if composed is not None and composed.partial:
+        raise ConfigError(composed.problems)
+    task = composed.tree.get("task") if composed is not None else None
     target = task.get("_target_") if isinstance(task, dict) else None
     declared = task_keys(target) if isinstance(target, str) else []
     own = [key for group, cls in DATACLASSES.items() for key in keys_of(cls, path=group)]

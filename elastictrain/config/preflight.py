@@ -106,7 +106,7 @@ class PreflightLimits:
 
 @dataclass(frozen=True, slots=True)
 class PreflightGroup:
-    """What is checked before the first step of every start. `preflight=off|quick|full|auto` chooses the level."""
+    """What is checked before the first step of every start. `preflight=off|quick|full` chooses the level."""
 
     level: Literal["auto", "off", "quick", "full"] = "auto"
     """How much is checked; auto: everything on a first start and after a transport failure, else what takes a second."""

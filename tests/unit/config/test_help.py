@@ -4,7 +4,7 @@ import pytest
 
 from elastictrain.config.help import requested_help
 from elastictrain.config.schema import all_keys
-from elastictrain.errors import UsageError
+from elastictrain.errors import ConfigError, UsageError
 
 
 def text(*arguments: str) -> str:
@@ -43,6 +43,13 @@ def test_help_on_a_topic(arguments: tuple[str, ...], shown: str) -> None:
 def test_a_topic_that_there_is_not_suggests_another() -> None:
     with pytest.raises(UsageError, match=r"checkpoint\?"):
         text("--help", "chekpoint")
+
+
+@pytest.mark.parametrize("wrong", ["recipe=llama_tin", "parallel=nosuch"])
+def test_help_on_a_choice_that_there_is_not_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        text("--help", wrong)
+    assert [problem.key for problem in raised.value.problems] == [wrong.partition("=")[0]]
 
 
 def test_show_prints_the_resolved_configuration() -> None:
