@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from elastictrain.config.help import requested_help
         from elastictrain.config.load import load
 
-        text = requested_help(arguments, program="python -m elastictrain.run", purpose="Train, or go on training.")
+        text = requested_help(arguments, program="python -m elastictrain.run", purpose="Train, or continue training.")
         if text is not None:
             if identity.is_log_rank:
                 sys.stdout.write(f"{text}\n")

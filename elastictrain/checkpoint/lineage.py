@@ -139,7 +139,7 @@ class Fence:
             if other.owner and (mine is None or mine.owner not in ("", other.owner)):
                 raise LeaseLostError(f"step {step} of {incarnation} is not committed: {other} has taken over the run")
         if not Lineage(self._store).has(incarnation, step):
-            raise LeaseLostError(f"step {step} of {incarnation} is not committed: generation {newest} went on without it")
+            raise LeaseLostError(f"step {step} of {incarnation} is not committed: generation {newest} continued without it")
 
     def _find(self, number: int) -> LeaseClaim | None:
         if number not in self._known and (found := self._chain.read(number)) is not None:

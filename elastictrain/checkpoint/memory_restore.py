@@ -181,7 +181,7 @@ def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
     """The slot with this snapshot; waits until a dying writer unlocks it. Raises: OSError; InvalidCheckpointError."""
     slot = Slot.hold(path, wait_s=_LETTING_GO_S)
     if slot is None:
-        raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")
+        raise InvalidCheckpointError(f"{path} is held by a worker that has not ended yet")
     with ExitStack() as undo:
         undo.callback(slot.close)
         if slot.facts != facts:

@@ -178,7 +178,7 @@ class CheckpointGroup:
     """Minutes between checkpoints, in addition; 0 for none by time."""
 
     snapshot_every_steps: Annotated[int, Range(0)] = 10
-    """Optimizer steps between snapshots in host memory, from which a restarted worker goes on; 0 for none but those that
+    """Optimizer steps between snapshots in host memory, from which a restarted worker continues; 0 for none but those that
     are on their way to storage."""
 
     buffers: Annotated[int, Range(0, 3)] = 2
@@ -213,7 +213,7 @@ class CheckpointGroup:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryGroup:
-    """What a person sees while the run goes on. Events are always written, for every step."""
+    """What a person sees while the run continues. Events are always written, for every step."""
 
     log_every_steps: Annotated[int, Range(1)] = 10
     """Optimizer steps between lines on the terminal and points in TensorBoard."""
@@ -304,7 +304,7 @@ class LaunchGroup:
     """How long to wait for `min_hosts` before giving up; 0 for ever."""
 
     lost_s: Annotated[float, Range(0.5)] = 4.0
-    """How long a host may be silent before the others go on without it."""
+    """How long a host may be silent before the others continue without it."""
 
     poll_s: Annotated[float, Range(0.1)] = 1.0
     """Interval at which the roster is read; a host that waits shows a sign of life there as often."""

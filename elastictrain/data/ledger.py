@@ -102,5 +102,5 @@ def check_exactly_once(
             if list(row.samples) != right:
                 problems.append(f"step {step}, rank {row.rank} must consume samples {right}, but consumed {list(row.samples)}")
     if later := [step for step in kept if step > steps]:
-        problems.append(f"the run must have {steps} steps, but the ledger goes on to step {max(later)}")
+        problems.append(f"the run must have {steps} steps, but the ledger continues to step {max(later)}")
     return tuple(problems)

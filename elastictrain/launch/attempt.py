@@ -124,13 +124,13 @@ def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[in
         rank, code = dead
         if code < 0:
             return _SIGNAL_BASE - code, f"local rank {rank} was ended by {_signal_name(-code)}"
-        return errors.EXIT_BUG, f"local rank {rank} ended with exit code {code} without a word"
+        return errors.EXIT_BUG, f"local rank {rank} ended with exit code {code} and left no reason"
     if ended.code < 0:
         return _SIGNAL_BASE - ended.code, f"the fork server was ended by {_signal_name(-ended.code)}"
     known = [code for code in (*_EXPLAINS_MOST, errors.EXIT_TRANSPORT, errors.EXIT_STOPPED) if code in ended.codes.values()]
     if known:
-        return known[0], f"workers ended without a word (exit code {known[0]})"
-    return errors.EXIT_BUG, f"workers ended without a word (fork server: {ended.code})"
+        return known[0], f"workers ended and left no reason (exit code {known[0]})"
+    return errors.EXIT_BUG, f"workers ended and left no reason (fork server: {ended.code})"
 
 
 def _choose(ended: WorkersEnd, reasons: Sequence[Reason], dead: tuple[int, int] | None) -> Reason | None:

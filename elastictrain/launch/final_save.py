@@ -147,11 +147,11 @@ def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> s
     elif final.committed_step:
         saved = f"step {final.committed_step} is saved in {run_dir}"
     else:
-        saved = f"{run_dir} holds no step to go on from"
+        saved = f"{run_dir} holds no step to continue from"
     if final.unsaved_step:
         how = "nobody writes it to storage"
         if final.saver:
-            how = f"the saver (process {final.saver}) goes on writing it to storage as long as this host or container lives"
+            how = f"the saver (process {final.saver}) continues writing it to storage as long as this host or container lives"
         saved += f"; step {final.unsaved_step} is in the memory of this host only, and {how}"
     if code == EXIT_OK:
         return f"done: {reason}; {saved}."
@@ -160,10 +160,10 @@ def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> s
 
 _NO_USE = "Trying again cannot help: change what the message names, then give the same command."
 _ADVICE = {
-    EXIT_STOPPED: "The same command goes on from there.",
+    EXIT_STOPPED: "The same command continues from there.",
     EXIT_CONFIG: _NO_USE,
     EXIT_USAGE: _NO_USE,
-    EXIT_UNFIT: "Mend or replace this host; the same command on another one goes on from there.",
+    EXIT_UNFIT: "Mend or replace this host; the same command on another one continues from there.",
     EXIT_STORAGE: "Mend what the messages name, and give the same command again.",
 }
 _OTHER_ADVICE = "The events of the run and the output above tell more; the same command tries again from there."

@@ -124,7 +124,7 @@ def watch_notices(
         if notice.leave:
             listener.ask(notice.reason, deadline=notice.deadline)
         else:
-            print_line(f"this host may be taken away soon ({notice.reason}); training goes on")
+            print_line(f"this host may be taken away soon ({notice.reason}); training continues")
 
     lead_s = max(config.fault.notice_s, _LEAD_S)
     limit = LimitSource(started=time.time(), max_hours=config.launch.max_hours, job_end=place.deadline, lead_s=lead_s)

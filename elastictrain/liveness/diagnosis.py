@@ -150,7 +150,7 @@ def paragraph(found: HangDiagnosis) -> str:
             f"hang: all {len(found.waiting)} ranks that are heard wait at the same place ({where}): none can be singled "
             "out: look at the links between the hosts, and for a collective that ranks do not call alike"
         )
-    sentences = [_accuse(one, reason=found.reason) for one in found.guilty[:_NAMED_AT_MOST]]
+    sentences = [_name_culprits(one, reason=found.reason) for one in found.guilty[:_NAMED_AT_MOST]]
     if len(found.guilty) > _NAMED_AT_MOST:
         sentences.append(f"so do {len(found.guilty) - _NAMED_AT_MOST} more ranks")
     text = "hang: " + "; ".join(sentences)
@@ -167,7 +167,7 @@ def _lags(one: RankStatus, other: RankStatus) -> bool:
     return any(other.entered.sequences.get(group, last) > last for group, last in one.entered.sequences.items())
 
 
-def _accuse(one: RankStatus, *, reason: str) -> str:
+def _name_culprits(one: RankStatus, *, reason: str) -> str:
     text = f"{one.name} has been in {one.mark} for {one.silent_s:.1f} s (bound {one.bound_s:g} s)"
     if reason == "frozen":
         text += (

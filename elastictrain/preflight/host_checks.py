@@ -71,7 +71,7 @@ def run_checks(checks: Sequence[Check], *, subject: str) -> list[Verdict]:
     for check, answer in zip(checks, answers, strict=True):
         if answer is None:
             report, limit = Reporter(check.name, subject, seconds=check.limit_s), f"{check.limit_s:g} s"
-            remedy = f"look at what the check waits for on {subject}; to go on without it: preflight.checks.{check.name}=off"
+            remedy = f"look at what the check waits for on {subject}; to continue without it: preflight.checks.{check.name}=off"
             found.append(report.failed(f"no answer in {limit}", expected="an answer", remedy=remedy, may_pass=True))
         found += answer or []
     return found
@@ -85,7 +85,7 @@ def _run(check: Check, *, subject: str) -> Sequence[Verdict]:
     except Exception as error:
         # A check that raises knows nothing about its subject: this must be a finding, not the end of the thread.
         logger.exception("check %s broke", check.name)
-        remedy = f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off"
+        remedy = f"report it as a bug; to continue without this check: preflight.checks.{check.name}=off"
         measured = f"{type(error).__name__}: {error}"
         verdicts = [Reporter(check.name, subject).failed(measured, expected="an answer", remedy=remedy)]
     seconds = round(time.monotonic() - began, 4)

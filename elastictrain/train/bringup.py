@@ -119,7 +119,7 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
         # The rank names the missing ranks while the store still answers.
         timeout_s=rendezvous.left_s - margin_s,
         poll=context.leave_if_asked,
-        extend_deadline=lambda seconds: _put_off(context, seconds + margin_s),
+        extend_deadline=lambda seconds: _extend_deadline(context, seconds + margin_s),
         tell=_tell,
     )
     if identity.rank == 0:
@@ -146,7 +146,7 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
 
     def wait_on() -> None:
         signal_waiting(rendezvous)
-        _put_off(context, context.config.fault.rendezvous_timeout_s)
+        _extend_deadline(context, context.config.fault.rendezvous_timeout_s)
         context.leave_if_asked()
 
     # Numbers keep rising even where the run folder was deleted during the job.
@@ -164,7 +164,7 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
     return take(Chain(context.store), draft, waiting, writers=writers, on_lost=on_lost, used=used)
 
 
-def _put_off(context: TrainContext, seconds: float) -> None:
+def _extend_deadline(context: TrainContext, seconds: float) -> None:
     # While another run trains here, this one makes no progress.
     context.tracker.set_phase(Phase.RENDEZVOUS)
     context.rendezvous.extend_deadline(seconds)

@@ -338,8 +338,8 @@ class SnapshotSaving:
             host = f"host {identity.host}" if identity.only_host else "the hosts"
             kept = (
                 f"step {kept_step} is in the memory of {host} ({folder}), "
-                f"where the saver keeps it for up to {KEPT_S / 3600:g} h and goes on trying to write it; the same command on "
-                "the same hosts goes on from there"
+                f"where the saver keeps it for up to {KEPT_S / 3600:g} h and continues trying to write it; the same command on "
+                "the same hosts continues from there"
             )
         self._synchronous.check_failures(self._failed_saves, cause=cause, kept=kept)
 

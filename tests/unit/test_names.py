@@ -10,14 +10,16 @@ from tests.unit.sources import nodes
 PACKAGE = Path(__file__).parents[2] / "elastictrain"
 
 CLASSES = """
-    Aftermath Answer Asked Beat Blame Board Built Claim Desk Entry Flush Incarnation KeptObjects Keeper Lane Lookout
-    LoopParts Mark Met Offer Outpost Outstanding Parts Past Patience Pets Pins Recall Refusals Registry Rest
-    SavingParts Seat Seen Sentence Standing Started Station Together View Walk Watcher Whereabouts Word
+    Aftermath Answer Asked Beat Blame Board Broken Built Claim Desk Entry Flush Incarnation KeptObjects Keeper Lane Lookout
+    Likeness LoopParts Mark Met Offer Outpost Outstanding Parts Past Patience Pets Pins Reach Recall Recalled Refusals
+    Registry Rest SavingParts Seat Seen Sentence Silence Standing Started Station Together View Walk Watcher Way
+    Whereabouts Word
 """.split()  # noqa: SIM905
 
 FUNCTIONS_AND_FIELDS = """
-    buddy_of bury carried deserted fall fallen fleeting form hear hurry last_words mute needs_settled owes predecessors say
-    second_look see settled speaker speaks votes wards_of
+    accuse buddy_of bury carried deserted fall fallen fleeting form gather_no_more hear hurry knock last_words mute
+    needs_settled no_stacks_any_more off_line on_line owes predecessors put_off say second_look see settled side_by_side
+    speaker speaks tell_others votes wards_of
 """.split()  # noqa: SIM905
 
 FILES = ["guilty", "kept", "meaning", "meeting", "pets", "predecessors", "sight", "sole", "turns", "words"]

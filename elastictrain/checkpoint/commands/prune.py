@@ -119,7 +119,7 @@ def _text(plan: PrunePlan, *, url: str) -> str:
     for name in (deletion.folder for deletion in plan.deletions):
         state = plan.folders[name].state
         names = {CheckpointState.VALID: "checkpoint", CheckpointState.UNCOMMITTED: "remnant of a save"}
-        what = "others went on without it" if name in plan.off_lineage else names.get(state, state.value)
+        what = "others continued without it" if name in plan.off_lineage else names.get(state, state.value)
         rows.append((name, size_text(plan.bytes_of(name)), what))
     left = plural(len(plan.folders) - len(rows), "folder")
     total = size_text(sum(plan.bytes_of(deletion.folder) for deletion in plan.deletions))

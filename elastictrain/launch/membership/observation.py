@@ -144,7 +144,7 @@ def missing_member(cluster: ClusterState, running: Generation, options: LaunchGr
         if observed.record.ended >= running.number:
             # It publishes the reason before it reports its end: after a moment the reason has arrived, or was lost.
             if cluster.read_s - observed.since_s > options.lost_s:
-                return member, "has ended its part without a word"
+                return member, "has ended its part and left no reason"
         # States from before this generation are outdated: its proposer has read a newer record.
         elif observed.since_s > cluster.newest_since_s:
             if observed.record.state is HostState.GONE:

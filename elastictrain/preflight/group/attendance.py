@@ -138,7 +138,7 @@ def judge_attendance(check: str, attendance: Attendance, members: Sequence[Group
 
 
 def _remedy(member: GroupMember, *, was_there: bool) -> str:
-    without = f"to go on without {member.host}, start the others with a smaller --nnodes"
+    without = f"to continue without {member.host}, start the others with a smaller --nnodes"
     if member.pid is None:
         return f"on {member.host} look for rank {member.rank} (`pgrep -af elastictrain`) and at what it printed; {without}"
     dump = f"`py-spy dump --pid {member.pid}`"

@@ -116,4 +116,4 @@ def _remedy(codes: set[int], bus: str) -> str:
         return f"{reset}; if it comes back replace the host. {again}"
     if 63 in codes:
         return f"{reset}, so that spare memory is used. {again}"
-    return f"look: dmesg | grep 'Xid.*{bus[:-2]}'; https://docs.nvidia.com/deploy/xid-errors; reboot if it goes on. {again}"
+    return f"look: dmesg | grep 'Xid.*{bus[:-2]}'; https://docs.nvidia.com/deploy/xid-errors; reboot if it continues. {again}"

@@ -26,10 +26,10 @@ def test_the_end_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("code", "advice"),
     [
-        (75, "The same command goes on from there."),
+        (75, "The same command continues from there."),
         (78, "Trying again cannot help: change what the message names, then give the same command."),
         (64, "Trying again cannot help: change what the message names, then give the same command."),
-        (69, "Mend or replace this host; the same command on another one goes on from there."),
+        (69, "Mend or replace this host; the same command on another one continues from there."),
         (70, "The events of the run and the output above tell more; the same command tries again from there."),
         (74, "Mend what the messages name, and give the same command again."),
     ],
@@ -40,7 +40,7 @@ def test_what_to_type_next(code: int, advice: str) -> None:
 
 
 def test_nothing_is_saved_yet() -> None:
-    assert "; runs/x holds no step to go on from. " in exit_message(75, "why", run_dir="runs/x", final=FinalSave(0))
+    assert "; runs/x holds no step to continue from. " in exit_message(75, "why", run_dir="runs/x", final=FinalSave(0))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_nothing_is_saved_yet() -> None:
         ),
         (
             FinalSave(0, 40),
-            "; runs/x holds no step to go on from; step 40 is in the memory of this host only, and nobody writes it",
+            "; runs/x holds no step to continue from; step 40 is in the memory of this host only, and nobody writes it",
         ),
     ],
 )

@@ -217,7 +217,7 @@ def test_what_nobody_went_on_from_goes_when_it_is_oldest_and_says_so(
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == [name(step) for step in (10, 20, 30)]
     assert prune(overlapping, "--keep-last", "1", "--yes") == EXIT_OK
     assert folders(overlapping) == [name(60)]
-    rows = [line for line in capsys.readouterr().out.splitlines() if "others went on without it" in line]
+    rows = [line for line in capsys.readouterr().out.splitlines() if "others continued without it" in line]
     assert [row.split()[0] for row in rows] == [name(40), name(50)]
 
 
