@@ -11,8 +11,17 @@ from elastictrain.config.load import check_tree, load
 from elastictrain.config.task_signature import build_task
 from elastictrain.errors import EXIT_CONFIG, ConfigError
 
+RECIPES = sorted(file.stem for file in (own_conf() / "recipe").glob("*.yaml"))
 
-@pytest.mark.parametrize("recipe", sorted(file.stem for file in (own_conf() / "recipe").glob("*.yaml")))
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("choice", "minutes"), [("minutes", 10.0), ("end", 0.0)])
+def test_checkpoints_are_made_as_the_command_line_chooses(recipe: str, choice: str, minutes: float) -> None:
+    checkpoint = load([f"recipe={recipe}", f"checkpoint={choice}"]).checkpoint
+    assert (checkpoint.every_steps, checkpoint.every_minutes) == (0, minutes)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_loads_and_round_trips(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Compiling imports a compiler, which takes seconds, and deprecated parts of torch.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -25,7 +34,7 @@ def test_every_recipe_loads_and_round_trips(recipe: str, monkeypatch: pytest.Mon
     assert type(build_task(config)).__name__ in config.task.target
 
 
-@pytest.mark.parametrize("recipe", sorted(file.stem for file in (own_conf() / "recipe").glob("*.yaml")))
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_three_steps_long(recipe: str) -> None:
     assert load([f"recipe={recipe}", "train.steps=3"], with_task=False).train.steps == 3
 
