@@ -13,8 +13,8 @@ export RES_OPTIONS="timeout:1 attempts:1" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 bash scripts/check.sh --static
 
-# Tests with threads and processes have bounds in seconds, which another load on the machine can break. A few that fail are tried once
-# more, alone; both results are shown. Unit tests have no second chance, and neither has what fails in more than three files.
+# Tests with real processes have bounds in seconds, which another load on the machine can break. A few that fail are tried once
+# more, alone; both results are shown. Other tests have no second chance, and neither has what fails in more than three files.
 most_again=3
 
 tried_again() {
@@ -23,7 +23,7 @@ import json, sys
 failed = list(json.load(open(".pytest_cache/v/cache/lastfailed")))
 print("== failed, and tried once more alone:", *failed, sep="\n     ", file=sys.stderr)
 files = {name.partition("::")[0] for name in failed}
-sys.exit(len(files) > int(sys.argv[1]) or any(not name.startswith(("tests/integration", "tests/process", "tests/network")) for name in files))
+sys.exit(len(files) > int(sys.argv[1]) or any(not name.startswith(("tests/process", "tests/network")) for name in files))
 END
     "$python" -m pytest "$@" -n 0 --last-failed --last-failed-no-failures none
 }

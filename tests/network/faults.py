@@ -138,7 +138,7 @@ def block(source: Host, target: Host, *, port: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransportFacts:
+class LinkFacts:
     """What `link_member.py` is told."""
 
     name: str
@@ -191,7 +191,7 @@ def check_links(
     for rank, host in enumerate(hosts):
         if host.name in absent:
             continue
-        told = TransportFacts(
+        told = LinkFacts(
             name=host.name,
             node_rank=rank,
             num_hosts=len(hosts),

@@ -1,6 +1,6 @@
 """One host's part in the link checks, for the network tests: words are files in a folder that all hosts see.
 
-python link_member.py FACTS     (JSON: see `TransportFacts` in faults.py; prints its verdicts as JSON in its last line)
+python link_member.py FACTS     (JSON: see `LinkFacts` in faults.py; prints its verdicts as JSON in its last line)
 """
 
 import json

@@ -2,8 +2,8 @@
 
 What a fork does is what the program does, in an environment, a folder and a process of its own, which ends by itself or by a
 signal. The workers that a torchrun starts, and a launcher's fork server, are forks, too. A fork differs where the kernel shows
-how it began: `/proc/PID/environ` is that of the host of forks, and its parent is that host.
-Tests of how processes begin and end, or which find them by what they were started with, start them cold.
+how it began: `/proc/PID/environ` is that of the host of forks, and its parent is that host. Tests of how processes begin, or
+which find them by their environment, start them cold.
 """
 
 import atexit

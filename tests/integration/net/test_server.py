@@ -177,7 +177,7 @@ def test_2000_half_open_connections_keep_no_friend_out(source: str) -> None:
     held: deque[socket.socket] = deque()
     done = threading.Event()
 
-    def connect_saver() -> None:
+    def dial_again_and_again() -> None:
         while not done.wait(0.001):
             held.append(found.dial())
             held.popleft().close()
@@ -185,7 +185,7 @@ def test_2000_half_open_connections_keep_no_friend_out(source: str) -> None:
     with door() as found:
         for _ in range(2000):
             held.append(found.dial())
-        stranger = threading.Thread(target=connect_saver)
+        stranger = threading.Thread(target=dial_again_and_again)
         stranger.start()
         try:
             through = sum(found.lets_in(source=source) for _ in range(100))
