@@ -21,6 +21,7 @@
     │   ├── NoValidCheckpointError       74  remnants exist and none is valid
     │   └── SavesFailingError            74  too many failed saves in a row
     ├── TransportError                   71  a peer is gone, or a collective failed or hung
+    │   └── DetachedError                71  the launcher has ended the generation; the process may go on in the next one
     ├── PreflightError                   71  another host, a link or the group fails a check
     ├── NonFiniteError                   70  too many non-finite steps in a row
     ├── ReplicasDivergedError            70  replicas hold different state
@@ -165,6 +166,10 @@ class TransportError(ElasticTrainError):
         """`missing`: ranks that did not join when the group was formed."""
         super().__init__(message)
         self.missing = missing
+
+
+class DetachedError(TransportError):
+    """The launcher has ended this generation: what a collective returns since then counts for nothing."""
 
 
 class PreflightError(ElasticTrainError):

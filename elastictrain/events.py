@@ -41,6 +41,21 @@ class Start(Event, tag="start", frozen=True):
     config_digest: str
     versions: Mapping[str, str]
     seconds: Mapping[str, float]  # duration of each phase of the start, by name
+    pids: Mapping[str, int] = {}  # the processes by rank
+
+
+class Recovery(Event, tag="recovery", frozen=True):
+    """Training goes on after a failure: the first step of the next generation is done. `seconds` has the time since the
+    launcher noticed the failure (`total`) and its parts."""
+
+    rung: str  # `in_place`, `restart` or `regroup`
+    reason: str
+    lost: tuple[str, ...]  # what has died
+    seconds: Mapping[str, float]
+    resumed_step: int
+    steps_repeated: int  # steps that were done before the failure and are done again
+    world_size: int
+    pids: Mapping[str, int]  # the processes by rank
 
 
 class Preflight(Event, tag="preflight", frozen=True):

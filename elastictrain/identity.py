@@ -2,14 +2,29 @@
 
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
+from elastictrain.bounded_json import parse_record
 from elastictrain.errors import ConfigError, Problem
 
-LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST = (
+LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST, RECOVERY = (
     f"ELASTICTRAIN_{name}"
-    for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREVIOUS_WORKERS", "STORE_HOST")
+    for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREVIOUS_WORKERS", "STORE_HOST", "RECOVERY")
 )
+
+Rung = Literal["in_place", "restart", "regroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPlan:
+    """How a generation follows one that has failed, as the launcher of a host sees it."""
+
+    rung: Rung
+    lost: tuple[str, ...]  # what has died: `rank 1 on hosta`, or the name of a host
+    reason: str
+    since: float  # unix time at which the launcher noticed the failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +38,7 @@ class Launcher:
     previous_workers: str = (
         ""  # processes of the previous generation that held devices and memory, as `fault.exits` writes them
     )
+    recovery: RecoveryPlan | None = None  # None where no generation of this launch has failed before this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +103,10 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
     launcher = None
     if pid.isdecimal() and generation.isdecimal() and folder:
         previous_workers = environment.get(PREVIOUS_WORKERS, "")
-        launcher = Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder, previous_workers)
+        recovery = None
+        with suppress(ValueError):
+            recovery = parse_record(environment.get(RECOVERY, ""), RecoveryPlan)
+        launcher = Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder, previous_workers, recovery)
     return Identity(**ranks, host=host, launched=True, launcher=launcher)
 
 

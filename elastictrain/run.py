@@ -34,12 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticTrainError as error:
         return complain(error, identity)
     from elastictrain.distributed.device import start_device
+    from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, open_channel
     from elastictrain.fault.exits import wait_for_previous_workers
 
     start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import run_worker
 
-    return run_worker(config, identity, parent=parent)
+    channel, standby = open_channel(os.environ), os.environ.get(STANDBY_VARIABLE) == "1"
+    return run_worker(config, identity, parent=parent, channel=channel, standby=standby)
 
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:

@@ -44,7 +44,13 @@ class Arena:
         self._thread = threading.Thread(target=self._run, name="arena", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Make the slots; without effect after the first call."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def fits(self, layout: RankLayout, names: Sequence[SlotName]) -> bool:
+        """Whether these are its slots, all of them in working order."""
+        return not self.broken and (self._layout.digest, self.names) == (layout.digest, tuple(names)) and not self._stopped
 
     def close(self) -> None:
         """Unregister and unmap, after the last copy; the content of the slots stays."""

@@ -136,7 +136,18 @@ class Snapshots:
                 raise CheckpointError(f"the snapshot of step {step} could not be copied")
 
     def close(self) -> None:
-        """Take no more snapshots, and wait for those that are being copied."""
+        """Take no more snapshots, wait for those that are being copied, and give the slots up."""
+        try:
+            self.stop()
+        except CheckpointError as error:
+            # The slots must stay mapped.
+            logger.warning("%s; it is left to the end of this process", error)
+            return
+        self.arena.close()
+
+    def stop(self) -> None:
+        """Take no more snapshots, wait for those that are being copied, and unlock the slots. Raises: CheckpointError if a copy
+        still writes to a slot."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -144,10 +155,9 @@ class Snapshots:
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            # The copies still write to the slots, which must stay mapped.
-            logger.warning("a snapshot is still being copied; it is left to the end of this process")
-            return
-        self.arena.close()
+            raise CheckpointError("a snapshot is still being copied")
+        self._taking.clear()
+        self.let_go()
 
     def _seize(self, place: int) -> bool:
         slot = self.arena.slots[place]

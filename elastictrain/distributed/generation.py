@@ -46,6 +46,8 @@ class Introduction:
     local_world_size: int
     backend: str
     digest: str  # of configuration and data: ranks that differ must not train together
+    pid: int = 0
+    step: int = 0  # the newest step that the process finished in an earlier generation; 0: none, or it is a new process
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,16 @@ class AgreedGeneration:
     @property
     def hosts(self) -> tuple[str, ...]:
         return tuple(rank.host for rank in self.ranks)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The processes by rank."""
+        return {str(rank): introduction.pid for rank, introduction in enumerate(self.ranks)}
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that a rank's process finished in an earlier generation; 0 if all processes are new."""
+        return max(introduction.step for introduction in self.ranks)
 
     @property
     def shared_local_size(self) -> int:

@@ -126,6 +126,11 @@ class StopListener:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._thread.start()
 
+    def renew(self, stop_file: str | None, *, quiet: bool) -> None:
+        """Forget the requests of a generation that has ended: a worker gets those of the next one anew."""
+        with self._lock:
+            self.request, self.stop_file, self.quiet = None, stop_file, quiet
+
     def close(self) -> None:
         """Restore the previous handlers and end the thread; call from the main thread."""
         signal.set_wakeup_fd(self._previous_wakeup)

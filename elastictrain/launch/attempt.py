@@ -3,8 +3,8 @@
 import logging
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from elastictrain.launch.worker_group import STOP_NAME, WorkersEnd
 
 logger = logging.getLogger(__name__)
 
-_BY_THEMSELVES_S = 0.5  # grace period after a worker's death: the survivors notice it and report their last phase
+_BY_THEMSELVES_S = 0.5  # grace period after a worker has reported an error: the others find and report it, too
 _ASKED_S = 30.0  # after SIGTERM, before SIGKILL; the same as torchrun
-_DEAD_GROUP_S = 1.5  # grace period of workers whose group has lost a member: they have nothing to save
+_DETACHED_S = 2.5  # after it was told to detach, a worker that still takes part is killed: it hangs, or has not begun to listen
 # Exit codes that name a cause, the clearest first. After them come a worker's death and a transport failure, often its effect.
 _EXPLAINS_MOST = (errors.EXIT_CONFIG, errors.EXIT_USAGE, errors.EXIT_UNFIT, errors.EXIT_BUG, errors.EXIT_STORAGE)
 
@@ -39,20 +39,34 @@ class Attempt:
     begun: bool = False  # whether a worker of this host has reported its first step
     asked: End | None = None  # why this host ends it, None while it does not; another host's end if that came first
     asked_s: float = inf
+    detach_s: float = inf  # when to have the workers detach
     ask_s: float = inf  # next SIGTERM to the workers: some may not have existed at the last one
     kill_s: float = inf
+    codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of its workers that failed first, by local rank
+    broken_off: bool = False
+    broken_at: float = 0.0  # unix time of that
 
-    def lose_worker(self, *, now_s: float) -> None:
-        """Schedule the end of the other workers after one has failed; may be called repeatedly."""
-        self.ask_s = min(self.ask_s, now_s + _BY_THEMSELVES_S)
-        self.kill_s = min(self.kill_s, now_s + _BY_THEMSELVES_S + _ASKED_S)
+    def lose_worker(self, codes: Mapping[int, int], *, now_s: float) -> None:
+        """Schedule the end of the generation on this host after workers have ended, with `codes` by local rank; may be called
+        repeatedly."""
+        if all(code in _OWN_CODES and code != errors.EXIT_TRANSPORT for code in codes.values()):
+            self.ask_s = min(self.ask_s, now_s + _BY_THEMSELVES_S)
+            self.kill_s = min(self.kill_s, now_s + _BY_THEMSELVES_S + _ASKED_S)
+        else:
+            self.break_off(now_s=now_s)
+
+    def break_off(self, *, now_s: float) -> None:
+        """The group is broken, and its workers have nothing to save: have them detach at once."""
+        if not self.broken_off:
+            self.broken_off, self.broken_at, self.detach_s = True, time.time(), now_s
+            self.kill_s = min(self.kill_s, now_s + _DETACHED_S)
 
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, deadline_s: float | None) -> bool:
         """End the generation here; returns whether this is the first request.
         `stop_limit_s` limits an orderly end; `deadline_s` is when this host is taken away, None if it is not."""
         if at_once:
             # Also during an orderly end: without the group it cannot complete.
-            self.kill_s = min(self.kill_s, now_s + _DEAD_GROUP_S)
+            self.break_off(now_s=now_s)
         if self.asked is not None:
             if deadline_s is not None and deadline_s < self.kill_s:
                 # The host is taken away, or sooner than announced: an end for another reason gets less time.
@@ -117,6 +131,14 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
         lost=lost,
         blames=(host,) if any(reason.guilty for reason in reasons) else tuple(missing),
     )
+
+
+def what_died(generation: Generation, end: End, *, ended_workers: Mapping[int, int]) -> tuple[str, ...]:
+    """The ranks of host `end.host` that died, by the exit codes of `ended_workers`; else the host that failed or was lost."""
+    names = {member.host: member.name for member in generation.members}
+    name, first = names.get(end.host, end.host), generation.first_rank(end.host)
+    dead = [rank for rank, code in sorted(ended_workers.items()) if code not in _OWN_CODES]
+    return tuple(f"rank {first + rank} on {name}" for rank in dead) or (names.get(end.lost or end.host, name),)
 
 
 def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[int, str]:

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
+from elastictrain.fault.launcher_channel import CHANNEL_VARIABLE, STANDBY_VARIABLE
 from elastictrain.fault.reasons import NO_RANK, Reason, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
-from elastictrain.identity import FOLDER
 from elastictrain.liveness.progress import Phase
 from elastictrain.torch_private import COMPILER
 
@@ -42,19 +42,21 @@ _MODULE = "elastictrain.run"
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _EXIT_FAILED = 1
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.02
 _LONGEST = 400
 _LOOPBACK = "127.0.0.1"
 _READY = b"ready"
+_MOST_WORKERS = 253  # descriptors that one message can carry. Source: SCM_MAX_FD of the kernel's net/scm.h
 STORE_LIMIT_S = 60.0  # a store opens within milliseconds
 
 
 @dataclass(slots=True)
 class _Worker:
     order: int
-    local_rank: int
+    index: int  # its place in the order
     pid: int
     process: Process | None
+    descriptor: int  # of its pidfd, which wakes this process when the worker has ended; -1 if the kernel has none
     told: bool = False
 
 
@@ -71,17 +73,24 @@ class ForkServer:
 
     def serve(self) -> int:
         """Serve until the launcher closes the socket; returns the exit code. Running workers end with this process."""
-        received = b""
+        received, channels = b"", list[int]()
         while True:
-            if select.select([self._launcher], [], [], _LOOK_EVERY_S if self._workers else None)[0]:
-                data = self._launcher.recv(1 << 16)
+            ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
+            if self._launcher.fileno() in select.select([self._launcher.fileno(), *ended], [], [], _LOOK_EVERY_S if self._workers else None)[0]:
+                # The launcher sends with each order the workers' ends of their channels.
+                data, descriptors, _, _ = socket.recv_fds(self._launcher, 1 << 16, _MOST_WORKERS)
                 if not data:
                     return EXIT_OK
-                received += data
-                if received.endswith(b"\n"):
-                    order, received = json.loads(received), b""
-                    self._folder = order["environments"][0][FOLDER]
-                    if (reason := self._start(**order)) is not None:
+                received, channels = received + data, channels + descriptors
+                *orders, received = received.split(b"\n")
+                for text in orders:
+                    order = json.loads(text)
+                    self._folder = order.pop("folder")
+                    own, channels = channels[: len(order["environments"])], channels[len(order["environments"]) :]
+                    reason = self._start(**order, channels=own)
+                    for descriptor in own:
+                        os.close(descriptor)
+                    if reason is not None:
                         return self._complain(reason)
             if self._workers:
                 self._look_after_workers()
@@ -90,13 +99,20 @@ class ForkServer:
                 return self._complain(_reason(EXIT_BUG, "the store that the workers meet through has ended"))
 
     def _start(
-        self, *, order: int, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], store_port: int
+        self,
+        *,
+        order: int,
+        arguments: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        channels: Sequence[int],
+        store_port: int | None,
     ) -> Reason | None:
-        """Start the workers; returns why that failed, None if it did not. `store_port`: 0 where another host has the store."""
+        """Start the workers; returns why that failed, None if it did not. `channels`: descriptors of their ends. `store_port`:
+        0 where another host has the store, None where the present store stays."""
         if self._unfit:
             return _reason(EXIT_UNFIT, self._unfit)
         # Also where another host is the first one now: the end of a store that serves nobody must not end these workers.
-        if self._store_pid:
+        if self._store_pid and store_port is not None:
             os.kill(self._store_pid, signal.SIGKILL)
             os.waitpid(self._store_pid, 0)
             self._store_pid = 0
@@ -107,14 +123,19 @@ class ForkServer:
             if store_port and (problem := self._start_store(store_port)):
                 where = f"the store that the workers meet through cannot be opened at port {store_port}"
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
-            started = []
-            for local_rank, environment in enumerate(environments):
+            started: list[_Worker] = []
+            for index, (variables, channel) in enumerate(zip(environments, channels, strict=True)):
+                environment = {**variables, CHANNEL_VARIABLE: str(channel)}
                 if unforked:
+                    os.set_inheritable(channel, True)
                     command = [sys.executable, "-u", "-m", _MODULE, *arguments]
                     pid = os.posix_spawn(sys.executable, command, {**os.environ, **environment}, setsid=True)
+                    os.set_inheritable(channel, False)
                 else:
-                    pid = self._fork(partial(_become_worker, arguments, environment))
-                started.append(_Worker(order, local_rank, pid, identify(pid)))
+                    others = [one for one in channels if one != channel]
+                    others += [one.descriptor for one in (*self._workers, *started) if one.descriptor >= 0]
+                    pid = self._fork(partial(_become_worker, arguments, environment, others))
+                started.append(_Worker(order, index, pid, identify(pid), _descriptor_of(pid)))
         except OSError as error:
             return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
         self._workers += started
@@ -164,11 +185,13 @@ class ForkServer:
             code = os.waitstatus_to_exitcode(status) if pid else None
             if pid:
                 self._workers.remove(worker)
+                if worker.descriptor >= 0:
+                    os.close(worker.descriptor)
             elif worker.process is not None:
                 code = early_exit_code(worker.process, parent=os.getpid())
             if code is not None and not worker.told:
                 worker.told = True
-                codes[worker.order].append((worker.local_rank, code))
+                codes[worker.order].append((worker.index, code))
         for order, ended in codes.items():
             self._tell({"order": order, "codes": ended})
 
@@ -183,10 +206,21 @@ class ForkServer:
             self._launcher.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _become_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _descriptor_of(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def _become_worker(arguments: Sequence[str], environment: Mapping[str, str], others: Sequence[int]) -> NoReturn:
+    """`others`: descriptors that are for other workers."""
+    for descriptor in others:
+        os.close(descriptor)
     os.environ.update(environment)
     with suppress(OSError):
-        Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
+        name = "standby" if STANDBY_VARIABLE in environment else f"rank {environment['RANK']}"
+        Path("/proc/self/comm").write_text(name)
     # Forks would draw the same numbers from numpy's global generator; separate interpreters would not.
     import numpy as np
 

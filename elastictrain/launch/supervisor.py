@@ -12,7 +12,7 @@ from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, RunHeldError
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.fault.reasons import read_begun, read_noted_step, read_reasons
 from elastictrain.fault.stop import StopRequest
-from elastictrain.launch.attempt import Attempt, judge_end
+from elastictrain.launch.attempt import Attempt, judge_end, what_died
 from elastictrain.launch.final_save import FinalSave, SaverConnection, await_final_save, exit_message, waiting_message
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
@@ -33,6 +33,7 @@ from elastictrain.launch.membership.records import (
     LeaveOut,
     Wait,
 )
+from elastictrain.launch.recovering import Recovering
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, free_port, plan_workers
 from elastictrain.liveness.progress import Phase
@@ -74,6 +75,7 @@ class Supervisor:
         self._began_s = self.clock()
         self._stop_limit_s = self.config.fault.save_timeout_s + self.config.fault.shutdown_grace_s
         self._attempt: Attempt | None = None
+        self._recovery: Recovering | None = None  # from the failure of a generation until a step of a later one is done
         self._stop_cost_s: float | None = None  # duration of the last end; waiting for hosts after it is no restart cost
         self._reached_last_step = False
         self._restart_cost_s = 0.0
@@ -170,7 +172,10 @@ class Supervisor:
             self._over(attempt, End(generation.number, host, EndKind.FAILED, EXIT_UNFIT, str(Phase.START), 0, 0, reason))
             return
         restarted = self.registry.known.follows_another
-        environments = plan_workers(generation, host, folder=str(folder), pid=os.getpid(), restarted=restarted)
+        recovery = self._recovery.plan(generation) if self._recovery is not None else None
+        environments = plan_workers(
+            generation, host, folder=str(folder), pid=os.getpid(), restarted=restarted, recovery=recovery
+        )
         store_port = generation.master_port if generation.members[0].host == host else 0
         self.workers.start(self.run_arguments, environments, store_port=store_port)
         attempt.started = True
@@ -195,6 +200,9 @@ class Supervisor:
             elif now_s >= attempt.joined_s + attempt.generation.pause_s:
                 self._start(attempt)
             return
+        if now_s >= attempt.detach_s:
+            attempt.detach_s = float("inf")
+            self.workers.detach(attempt.asked.reason if attempt.asked is not None else "a worker of this host has failed")
         if now_s >= attempt.ask_s:
             attempt.ask_s = now_s + _ASK_EVERY_S
             self.workers.ask_to_stop()
@@ -203,7 +211,7 @@ class Supervisor:
         ended = self.workers.poll()
         if ended is None:
             if self.workers.failed:
-                attempt.lose_worker(now_s=now_s)
+                attempt.lose_worker(self.workers.failed, now_s=now_s)
             self._note_begin(attempt)
         else:
             self._over(attempt, self._judge(attempt, ended))
@@ -212,7 +220,7 @@ class Supervisor:
         # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.
         known = (read_noted_step(str(self.folder)), self.remembered_step(), read_begun(str(attempt.folder)) or 0)
         self._known_step = max(self._known_step, *known)
-        reasons = read_reasons(str(attempt.folder))
+        attempt.codes, reasons = ended.codes, read_reasons(str(attempt.folder))
         self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
         host = self.registry.record.host
         end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=self._known_step)
@@ -222,6 +230,7 @@ class Supervisor:
     def _over(self, attempt: Attempt, end: End) -> None:
         """Close the generation here: nothing of it runs on this host any more."""
         number = attempt.generation.number
+        self._note_failure(attempt, end)
         self._hurried_until_s = self.clock() + _HURRIED_S
         self._attempt, self._reached_last_step = None, end.kind is EndKind.DONE
         # The fork server may have ended, too; prepare() starts it again before the next generation.
@@ -244,7 +253,33 @@ class Supervisor:
             self.registry.update(HostState.READY, ended=number, master_port=free_port(), committed_step=self._known_step)
         self.heartbeat.send_end(self.registry.record)
 
+    def _note_failure(self, attempt: Attempt, end: End) -> None:
+        """Prepare the recovery. Workers keep what they have built if a process has died, and not if the network may have failed:
+        then everything is checked, and new processes are started."""
+        before = self._recovery
+        if not end.loses_state:
+            self._recovery = None
+        else:
+            self._recovery = Recovering(
+                attempt.generation,
+                end,
+                since=before.since if before is not None else attempt.broken_at or time.time(),
+                times=before.times + 1 if before is not None else 1,
+                lost=what_died(attempt.generation, end, ended_workers=attempt.codes),
+            )
+        if self._recovery is None or not self._recovery.in_place:
+            self.workers.release()
+
+    def _keep_standby(self, attempt: Attempt) -> None:
+        if self.config.launch.standbys == 0:
+            return
+        generation, host = attempt.generation, self.registry.record.host
+        environments = plan_workers(generation, host, folder=str(attempt.folder), pid=os.getpid(), restarted=True)
+        # A rank whose worker dies is not known before; on CPUs any rank will do.
+        self.workers.keep_standby(self.run_arguments, environments[-1])
+
     def _leave_out(self, reason: str, *, ended: int) -> None:
+        self.workers.release()
         before = self.registry.record
         if before.state is not HostState.UNFIT:
             self._retry_s = self.clock() + self.config.launch.retry_unfit_s
@@ -254,7 +289,8 @@ class Supervisor:
         """After the first step: measure the restart cost, and report what makes restarts slow."""
         if attempt.begun or read_begun(str(attempt.folder)) is None:
             return
-        attempt.begun = True
+        attempt.begun, self._recovery = True, None
+        self._keep_standby(attempt)
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
         unforked = self.workers.unforked

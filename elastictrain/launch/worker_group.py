@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,10 +15,14 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
+from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
-from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, PREVIOUS_WORKERS, RESTARTED, STORE_HOST
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, PREVIOUS_WORKERS, RECOVERY, RESTARTED, STORE_HOST, RecoveryPlan
 from elastictrain.launch.membership.records import Generation
+from elastictrain.launch.worker_process import WorkerProcess
+from elastictrain.preflight.transport.settings import OWN_VARIABLES as TRANSPORT
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +48,9 @@ _PAUSE_S = 0.02
 _EXIT_FAILED = 1
 
 
-def plan_workers(generation: Generation, host: str, *, folder: str, pid: int, restarted: bool) -> list[dict[str, str]]:
+def plan_workers(
+    generation: Generation, host: str, *, folder: str, pid: int, restarted: bool, recovery: RecoveryPlan | None = None
+) -> list[dict[str, str]]:
     """The environments of a member's workers, as torchrun would set them, to add to the launcher's own.
     `folder` is for messages between the launcher and the workers of one generation; `pid` is the launcher's."""
     members = generation.members
@@ -69,6 +76,7 @@ def plan_workers(generation: Generation, host: str, *, folder: str, pid: int, re
         FOLDER: folder,
         STORE_HOST: members[0].name,
         STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
+        RECOVERY: encode_record(recovery).decode() if recovery is not None else "",
     }
     ranks = [(str(first_rank + local_rank), str(local_rank)) for local_rank in range(count)]
     return [{**common, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local} for rank, local in ranks]
@@ -82,19 +90,25 @@ class WorkersEnd:
 
 @dataclass(slots=True)
 class _Run:
-    num_workers: int | None = None  # None until the server has started them
-    workers: dict[int, psutil.Process] = field(default_factory=dict)  # by local rank, if it lived when looked up
-    codes: dict[int, int] = field(default_factory=dict)
+    """The workers of the present generation."""
+
+    num_workers: int
+    order: int
+    workers: list[WorkerProcess] = field(default_factory=list)  # by local rank
+    started: bool = False  # whether the fork server has carried out the order
+    failed: dict[int, int] = field(default_factory=dict)  # exit codes of the workers that failed first, by local rank
     killed: list[psutil.Process] = field(default_factory=list)
     killed_s: float | None = None
 
     @property
-    def living(self) -> list[psutil.Process]:
-        return [one for rank, one in self.workers.items() if rank not in self.codes and one.is_running()]
+    def codes(self) -> dict[int, int]:
+        """Exit codes that explain the end; where no process failed by itself, those with which workers left their groups."""
+        left = {rank: one.waiting for rank, one in enumerate(self.workers) if one.waiting}
+        return self.failed or left
 
 
 class WorkerGroup:
-    """Runs the workers of at most one generation. The fork server waits for the next order."""
+    """Runs the workers of at most one generation, and keeps those that wait for a rank in the next one."""
 
     def __init__(self, *, program: Sequence[str] = _SERVER, clock: Callable[[], float] = time.monotonic) -> None:
         self._program = program
@@ -102,11 +116,34 @@ class WorkerGroup:
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._received = b""
-        self._order = 0  # number of the newest order: the server may report killed workers of an earlier one
+        self._order = 0  # number of the newest order
         self._run: _Run | None = None
+        self._workers: list[WorkerProcess] = []  # all that have been started and are not known to have ended
+        self._attaching: list[WorkerProcess] = []  # chosen workers that have not been told yet
         self.unforked = ""  # why the running workers are no forks; empty if they are
-        self.failed: Mapping[int, int] = {}  # exit codes, by local rank, of the workers that failed first
         self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
+
+    @property
+    def failed(self) -> Mapping[int, int]:
+        """Exit codes, by local rank, of the workers that failed first."""
+        return self._run.codes if self._run is not None else {}
+
+    @property
+    def waiting(self) -> list[WorkerProcess]:
+        """Workers that have left the last generation, and wait for a rank."""
+        return [one for one in self._workers if one.waiting is not None and not one.standby and one.lives]
+
+    @property
+    def attached(self) -> bool:
+        """Whether the groups of the present generation are made on this host."""
+        run = self._run
+        return run is not None and len(run.workers) == run.num_workers and all(one.attached for one in run.workers)
+
+    @property
+    def silent(self) -> list[int]:
+        """Local ranks that have not yet gone to meet the other ranks."""
+        run = self._run
+        return [rank for rank, one in enumerate(run.workers) if not one.introduced] if run is not None else []
 
     def prepare(self) -> None:
         """Start the fork server, unless it runs already."""
@@ -125,25 +162,37 @@ class WorkerGroup:
         self._channel, self._received = ours, b""
 
     def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
-        """Start workers; the previous ones must have ended. Before they need devices they wait for what is left of those.
-        `store_port`: of the store where the workers of all hosts meet; 0 if another host has it."""
+        """Fill the ranks of a generation with waiting workers that fit, with standbys and with new workers. Before new ones
+        need devices they wait for what is left of the previous ones. `store_port`: of the store where the workers of all hosts
+        meet; 0 if another host has it."""
         assert self._run is None  # noqa: S101
         self.prepare()
-        assert self._channel is not None  # noqa: S101
-        self._run, self._order, self.unforked, self.failed = _Run(), self._order + 1, "", {}
+        self._receive()
         previous_workers = {PREVIOUS_WORKERS: encode(self._still_there())}
-        message = {
-            "order": self._order,
-            "arguments": arguments,
-            "environments": [{**environment, **previous_workers} for environment in environments],
-            "store_port": store_port,
-        }
-        with suppress(OSError):
-            # If the server has died meanwhile, `poll` reports it.
-            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        places = [{**environment, **previous_workers} for environment in environments]
+        chosen = self._choose(places)
+        self.release([one for one in self.waiting if one not in chosen.values()])
+        transport = next((one.transport for one in chosen.values() if one.transport), "")
+        new = [{**_variables(transport), **place} for rank, place in enumerate(places) if rank not in chosen]
+        forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
+        members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
+        self._run = _Run(len(places), self._order, members)
+        for rank, one in chosen.items():
+            one.choose({**_variables(transport), **places[rank]})
+        # Once the fork server has made the store of the new generation.
+        self._attaching = [*chosen.values()]
+        self.unforked = ""
+
+    def keep_standby(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Have one worker prepared beside the present generation. `environment`: of the rank that it is likely to get."""
+        if any(one.standby and one.code is None for one in self._workers):
+            return
+        variables = {**environment, STANDBY_VARIABLE: "1"}
+        (standby,) = self._send_order(arguments, [variables], folder=environment.get(FOLDER, ""), store_port=None)
+        standby.standby = True
 
     def poll(self) -> WorkersEnd | None:
-        """Return how the workers ended; None while they may still run anything. Not to be called after that."""
+        """Return how the generation ended; None while its workers may still take part. Not to be called after that."""
         run, server = self._run, self._server
         assert run is not None  # noqa: S101
         assert server is not None  # noqa: S101
@@ -151,7 +200,7 @@ class WorkerGroup:
         server_code = server.poll()
         self._receive()
         self._reap()
-        if run.killed_s is None and len(run.codes) != run.num_workers:
+        if run.killed_s is None and not (run.started and all(one.over for one in run.workers)):
             if server_code is None:
                 return None
             # Workers would save first, and hold their devices meanwhile.
@@ -159,33 +208,55 @@ class WorkerGroup:
         left = self._left(run)
         if left and run.killed_s is not None and self._clock() < run.killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
-        code = server_code or -signal.SIGKILL if run.killed_s is not None else 0
+        codes, code = run.codes, server_code or -signal.SIGKILL if run.killed_s is not None else 0
         self._give_up(run, left)
-        return WorkersEnd(_EXIT_FAILED if self.failed else code, self.failed)
+        return WorkersEnd(_EXIT_FAILED if codes else code, codes)
+
+    def detach(self, reason: str) -> None:
+        """Have the workers leave their groups, and wait for their ranks in the next generation."""
+        if self._run is not None:
+            for one in self._run.workers:
+                if not one.over:
+                    one.detach(reason)
 
     def ask_to_stop(self) -> None:
         if self._run is not None:
             self._receive()
-            for process in self._run.living:
-                with suppress(psutil.Error):
-                    process.send_signal(signal.SIGTERM)
+            for one in self._run.workers:
+                if one.process is not None and one.lives and one.waiting is None:
+                    with suppress(psutil.Error):
+                        one.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the workers and their children, except saver and monitor; `poll` then returns how they ended."""
+        """Kill the workers that take part, and their children, except saver and monitor; `poll` then returns how they ended."""
         run, server = self._run, self._server
         if run is None or server is None or run.killed_s is not None:
             return
         self._receive()
-        if run.num_workers is None:
+        if not run.started:
             # A stopped server starts no worker between this look and its end.
             server.send_signal(signal.SIGSTOP)
             with suppress(psutil.Error):
-                run.workers = dict(enumerate(psutil.Process(server.pid).children()))
+                for one, process in zip(run.workers, psutil.Process(server.pid).children(), strict=False):
+                    one.process = one.process or process
             server.kill()
         self._kill(run)
 
+    def release(self, workers: Sequence[WorkerProcess] | None = None) -> None:
+        """Kill workers that wait for a rank, by default all: they hold memory and devices, and nothing that could be saved."""
+        chosen = self.waiting if workers is None else workers
+        for one in _with_children([one.process for one in chosen if one.process is not None]):
+            if not _outlives(one):
+                if (known := identify(one.pid)) is not None:
+                    self._leaving.add(known)
+                with suppress(psutil.Error):
+                    one.kill()
+        for worker in chosen:
+            worker.killed, worker.waiting, worker.code = True, None, -signal.SIGKILL
+
     def close(self) -> None:
         """Kill all that was started here, and wait up to 5 s until none of it runs."""
+        self.release([one for one in self._workers if one.waiting is not None or one.standby])
         self.kill()
         until_s = self._clock() + _CLOSE_WITHIN_S
         while self._run is not None and self.poll() is None:
@@ -200,6 +271,55 @@ class WorkerGroup:
         wait_until_gone(self._still_there(), limit_s=limit_s, clock=self._clock)
         self._reap()
 
+    def wait(self, limit_s: float) -> None:
+        """Wait until a worker or the fork server has something to report, at most for `limit_s`."""
+        sockets = [one.connection for one in self._workers if one.code is None and one.connection.fileno() >= 0]
+        sockets += [self._channel] if self._channel is not None else []
+        ready = select.select(sockets, [], [], limit_s)[0]
+        if any(not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) for one in ready if one is not self._channel):
+            # A worker has closed its end, and its exit code comes soon.
+            time.sleep(min(limit_s, _PAUSE_S))
+
+    def _choose(self, places: Sequence[Mapping[str, str]]) -> dict[int, WorkerProcess]:
+        """The workers that exist already, by the local rank that each of them gets."""
+        waiting, standbys = self.waiting, [one for one in self._workers if one.standby and one.lives]
+        chosen = {}
+        for rank, place in enumerate(places):
+            if (fitting := next((one for one in waiting if one.fits(place)), None)) is not None:
+                chosen[rank] = fitting
+                waiting.remove(fitting)
+        for rank, place in enumerate(places):
+            if rank not in chosen and standbys:
+                chosen[rank] = standbys.pop()
+        return chosen
+
+    def _send_order(
+        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, folder: str, store_port: int | None
+    ) -> list[WorkerProcess]:
+        assert self._channel is not None  # noqa: S101
+        self._order += 1
+        pairs = [socket.socketpair() for _ in environments]
+        message = {
+            "order": self._order,
+            "arguments": arguments,
+            "environments": environments,
+            "store_port": store_port,
+            "folder": folder,
+        }
+        data = json.dumps(message).encode() + b"\n"
+        with suppress(OSError):
+            # If the server has died meanwhile, `poll` reports it.
+            sent = socket.send_fds(self._channel, [data], [theirs.fileno() for _, theirs in pairs])
+            self._channel.sendall(data[sent:])
+        for _, theirs in pairs:
+            theirs.close()
+        started = [
+            WorkerProcess(self._order, index, ours, environment)
+            for index, ((ours, _), environment) in enumerate(zip(pairs, environments, strict=True))
+        ]
+        self._workers += started
+        return started
+
     def _receive(self) -> None:
         assert self._channel is not None  # noqa: S101
         with suppress(OSError):
@@ -208,6 +328,8 @@ class WorkerGroup:
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             self._note(**json.loads(line))
+        for one in self._workers:
+            one.receive()
 
     def _note(
         self,
@@ -218,24 +340,41 @@ class WorkerGroup:
         unforked: str = "",
         codes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        run = self._run
-        if run is None or order != self._order:
-            return
+        """Take note of a report of the fork server."""
+        run, of_order = self._run, {one.index: one for one in self._workers if one.order == order}
         if pids is not None:
-            run.num_workers, self.unforked = len(pids), unforked
             # The store is reaped with them, should its server end first.
             self._leaving.update(known for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None)
-            for local_rank, pid in enumerate(pids):
+            for index, pid in enumerate(pids):
                 with suppress(psutil.Error):
-                    run.workers[local_rank] = psutil.Process(pid)
-        run.codes |= dict(codes)
-        # Later failures may be effects of the first.
-        self.failed = self.failed or {local_rank: code for local_rank, code in codes if code}
+                    of_order[index].process = psutil.Process(pid)
+        if pids is not None and run is not None and run.order == order:
+            run.started, self.unforked = True, unforked
+            for worker in self._attaching:
+                worker.attach()
+            self._attaching = []
+        failed = {}
+        for index, code in codes:
+            if (one := of_order.get(index)) is not None and one.code is None:
+                one.code, one.waiting = code, None
+                if run is not None and one in run.workers and code and not one.killed:
+                    failed[run.workers.index(one)] = code
+        if run is not None:
+            # Later failures may be effects of the first.
+            run.failed = run.failed or failed
+        ended = [one for one in self._workers if one.code is not None and (run is None or one not in run.workers)]
+        for one in ended:
+            one.close()
+            self._workers.remove(one)
 
     def _kill(self, run: _Run) -> None:
-        """SIGKILL the living workers and all that they have started."""
+        """SIGKILL the living workers that take part, and all that they have started."""
         run.killed_s = self._clock()
-        run.killed = [one for one in _with_children(run.living) if not _outlives(one)]
+        taking_part = [one for one in run.workers if one.lives and one.waiting is None]
+        for one in taking_part:
+            one.killed = True
+        family = [one.process for one in taking_part if one.process is not None]
+        run.killed = [one for one in _with_children(family) if not _outlives(one)]
         self._leaving.update(known for one in run.killed if (known := identify(one.pid)) is not None and one.is_running())
         for one in run.killed:
             with suppress(psutil.Error):
@@ -243,7 +382,7 @@ class WorkerGroup:
 
     def _left(self, run: _Run) -> list[int]:
         """Killed processes that may still run: one that waits for a device dies only when the device has answered."""
-        server = self._server if run.num_workers is None else None
+        server = self._server if not run.started else None
         left = [server.pid] if server is not None and server.poll() is None else []
         return left + [one.pid for one in run.killed if one.is_running() and runs(one.pid)]
 
@@ -266,16 +405,31 @@ class WorkerGroup:
                 self._clock() - run.killed_s,
                 ", ".join(map(str, left)),
             )
-        self._run = None
+        self._run, self._attaching = None, []
+        for one in [one for one in run.workers if one.waiting is None]:
+            one.close()
+            self._workers.remove(one)
 
     def _drop_server(self) -> None:
         """Without workers the server holds nothing that is needed."""
         server, self._server = self._server, None
+        for one in self._workers:
+            one.close()
+        self._workers = []
         if server is not None and self._channel is not None:
             self._channel.close()
             server.kill()
             with suppress(subprocess.TimeoutExpired):
                 server.wait(_CLOSE_WITHIN_S)
+
+
+def _variables(transport: str) -> dict[str, str]:
+    """What the preflight of a worker has set for NCCL and gloo, for one that takes part without such a preflight."""
+    if not transport:
+        return {}
+    with suppress(MalformedJsonError):
+        return {**parse_record(transport, dict[str, str]), TRANSPORT: transport}
+    return {}
 
 
 def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -13,6 +13,7 @@ WINDOW_STEPS = 64  # newest steps that count: older ones may have been another k
 class Phase(StrEnum):
     """What a rank is doing, in the order of a run's life."""
 
+    STANDBY = "standby"
     START = "start"
     RENDEZVOUS = "rendezvous"
     PREFLIGHT = "preflight"
@@ -26,6 +27,7 @@ class Phase(StrEnum):
     UPDATE = "update"
     SAVE = "save"
     EVAL = "eval"
+    DETACH = "detach"
     END = "end"
 
 
@@ -49,7 +51,7 @@ class ProgressMark:
     @property
     def in_collective(self) -> bool:
         """Whether ranks call collectives in this phase."""
-        return self.phase not in (Phase.START, Phase.DATA)
+        return self.phase not in (Phase.STANDBY, Phase.START, Phase.DATA)
 
     def __str__(self) -> str:
         where = f"{self.phase} of step {self.step}" if self.step else f"{self.phase}"
@@ -82,6 +84,12 @@ class ProgressTracker:
 
     def first_step_done(self) -> None:
         self._first_step_done = True
+
+    def begin_generation(self) -> None:
+        """A process begins another generation: limits are generous until its first step is done."""
+        self._first_step_done, self._step_s = False, None
+        self._on_mark = None
+        self.set_phase(Phase.START)
 
     def compiling(self, *, begins: bool) -> None:
         """A compiler begins or ends its work within the current phase: that takes minutes and is no part of a step."""

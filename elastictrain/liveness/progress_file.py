@@ -20,6 +20,7 @@ _MARK_AT = 64
 _PULSE = struct.Struct("<Q")
 _PULSE_AT = 192
 _ENDING_AT = 200
+_CLOSED_AT = 201
 _SIZE = 4096
 _TRIES = 100
 
@@ -38,6 +39,7 @@ class RankProgress:
     sequence: int
     pulse: int
     ending: bool  # whether it has begun to end, and reports why
+    closed: bool = False  # whether it has left this generation: nothing waits for it any more
 
 
 def progress_path(folder: str, rank: int) -> str:
@@ -87,6 +89,8 @@ class ProgressFile:
             self._map[_ENDING_AT] = 1
 
     def close(self) -> None:
+        with suppress(ValueError):
+            self._map[_CLOSED_AT] = 1
         with suppress(OSError):
             os.unlink(self.path)  # noqa: PTH108
         self._map.close()
@@ -117,8 +121,8 @@ class ProgressFileReader:
             mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling))
             (pulse,) = _PULSE.unpack_from(self._map, _PULSE_AT)
             allowed_s = (self._stopped_s, self._grace_s)
-            ending = self._map[_ENDING_AT] != 0
-            self._last = RankProgress(self.pid, self.rank, *allowed_s, mark, bound_s, limit_s, sequence, pulse, ending)
+            ending, closed = self._map[_ENDING_AT] != 0, self._map[_CLOSED_AT] != 0
+            self._last = RankProgress(self.pid, self.rank, *allowed_s, mark, bound_s, limit_s, sequence, pulse, ending, closed)
             break
         return self._last
 

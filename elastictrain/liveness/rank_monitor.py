@@ -76,6 +76,7 @@ class KillDecision:
 
 
 def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
+    seen = [one for one in seen if not one.marks.closed]
     longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
     decisions = []
     for one in seen:
@@ -174,7 +175,7 @@ class RankMonitor:
             self._carry_out(decisions, seen)
         if not self._workers:
             return now_s - self._began_s < _NOBODY_S
-        return any(one is None or one.gone_s is None for one in looks)
+        return any(one is None or (one.gone_s is None and not one.marks.closed) for one in looks)
 
     def _look(self, awake_s: float) -> list[ObservedRank | None]:
         looks = []

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from math import inf
 
 from elastictrain.config.composed import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
@@ -11,6 +12,7 @@ from elastictrain.fault.stop import StopRequest
 from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
 
 LOST_PATIENCE_S = 0.5  # how long a collective may take to notice by itself that a peer has ended
+LAUNCHER_PATIENCE_S = 5.0  # how long a launcher may take to have this process detach
 _AGREEMENT_MARGIN_S = 5.0  # the agreement on a generation has its own limit and names the missing ranks: it must end first
 _OVERSLEPT_S = 2.0  # a watchdog that has not run for so long was stopped with its process: that time is no silence
 
@@ -31,7 +33,7 @@ class LostPeer:
 
     name: str
     since_s: float
-    noticed: bool = True  # whether collectives may notice it by themselves, with more detail
+    patience_s: float = LOST_PATIENCE_S  # how long something else may take to free this process from its wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +45,18 @@ class Others:
 
 
 NOTHING_HEARD = Others()
+_OUTSIDE = (Phase.STANDBY, Phase.DETACH, Phase.END)  # where a process waits for no other rank
 
 
 def limit_s(mark: ProgressMark, options: FaultGroup) -> float:
     """How long the phase of `mark` may last at most."""
+    if mark.phase is Phase.STANDBY:
+        return inf
     if mark.phase is Phase.RENDEZVOUS:
         return options.rendezvous_timeout_s + _AGREEMENT_MARGIN_S
     if mark.phase is Phase.SAVE:
         return options.save_timeout_s
-    if mark.phase is Phase.END:
+    if mark.phase in (Phase.DETACH, Phase.END):
         return options.shutdown_grace_s
     return options.step_timeout_s if _is_short(mark) else options.init_timeout_s
 
@@ -82,10 +87,9 @@ def judge(
     if silent_s > most_s:
         reason = f"no progress for {silent_s:.1f} s in {mark} (limit {most_s:g} s)"
         return Overdue(EXIT_TRANSPORT, reason, hangs=True)
-    left_to_others_s = LOST_PATIENCE_S if lost is not None and lost.noticed else 0.0
-    if lost is not None and mark.phase is not Phase.END and now_s - lost.since_s > left_to_others_s:
+    if lost is not None and mark.phase not in _OUTSIDE and now_s - lost.since_s > lost.patience_s:
         return Overdue(EXIT_TRANSPORT, f"{lost.name} is gone, and {mark} cannot end without it", show_stacks=False)
-    if stop is None or mark.phase in (Phase.SAVE, Phase.END):
+    if stop is None or mark.phase in (Phase.SAVE, *_OUTSIDE):
         return None
     # A survivor of a dead group hangs in a collective that no rank will join, and torchrun waits half a minute for it.
     # But a phase that takes long in a healthy run gets the time that it is known to take.

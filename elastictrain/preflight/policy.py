@@ -11,6 +11,7 @@ from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, fai
 
 class Level(StrEnum):
     OFF = "off"
+    GROUP = "group"  # the new group alone: a recovery in place on hosts that have not changed
     QUICK = "quick"
     FULL = "full"
 

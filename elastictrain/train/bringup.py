@@ -1,4 +1,4 @@
-"""Bring-up of one generation: each rank checks alone, the ranks agree, and the process group is made."""
+"""Begins a generation: each rank checks alone, the ranks agree, and the process group is made."""
 
 import hashlib
 import logging
@@ -54,6 +54,14 @@ def meet_ranks(
     began = time.monotonic()
     context = check_alone(config, identity, tracker=tracker, stop_request=stop_request)
     context.seconds["checks"] = round(time.monotonic() - began, 4)
+    claim_memory(context)
+    meet(context, parent=parent, on_lost=on_lost)
+    return context
+
+
+def claim_memory(context: TrainContext) -> None:
+    """Wait until the previous workers have released their memory, and check that there is room for the state."""
+    identity = context.identity
     with context.timed("predecessors", Phase.RENDEZVOUS):
         # Before the ranks meet: from then on, the other ranks wait for this one.
         left = wait_for_previous_workers(identity, poll=context.leave_if_asked)
@@ -64,10 +72,15 @@ def meet_ranks(
         # Only now: the workers of the previous generation have released their memory.
         if identity.local_rank == 0:
             check_memory(context)
+
+
+def meet(
+    context: TrainContext, *, finished_step: int = 0, parent: int = 0, on_lost: Callable[[str], None] = lambda _: None
+) -> None:
+    """Agree with the other ranks. Collective: yes. `finished_step`: the newest step that this process finished before."""
     # The limit of this phase starts with the first request to the store: the agreement itself names the missing ranks.
     with context.timed("rendezvous", Phase.RENDEZVOUS):
-        _meet(context, parent=parent, on_lost=on_lost)
-    return context
+        _meet(context, finished_step=finished_step, parent=parent, on_lost=on_lost)
 
 
 def form_group(context: TrainContext) -> None:
@@ -99,7 +112,7 @@ def form_group(context: TrainContext) -> None:
         preflight.check_group(on_part=begin_part)
 
 
-def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> None:
+def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Callable[[str], None]) -> None:
     """Collective: yes. Raises: RunHeldError, StopRequestedError, StorageError, TransportError."""
     config, identity, limit_s = context.config, context.identity, context.config.fault.rendezvous_timeout_s
     rendezvous = context.rendezvous = BoundedStore(
@@ -114,7 +127,7 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
     generation = context.generation = agree(
         rendezvous,
         identity,
-        Introduction(identity.host, identity.local_world_size, context.backend, digest),
+        Introduction(identity.host, identity.local_world_size, context.backend, digest, os.getpid(), finished_step),
         number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
         # The rank names the missing ranks while the store still answers.
         timeout_s=rendezvous.left_s - margin_s,

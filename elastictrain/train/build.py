@@ -19,6 +19,7 @@ from elastictrain.data.assignment import Share, passes
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
+from elastictrain.distributed.reattach import reattach
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape, share_copies
 from elastictrain.errors import ConfigError, DataError, Problem
 from elastictrain.events import Resume, Start
@@ -42,15 +43,16 @@ from elastictrain.version import __version__
 _MUCH_FOR_A_CPU = 200_000_000
 
 
-def build(context: TrainContext, link: SaverLink | None) -> Loop:
-    """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver. Collective: yes."""
+def build(context: TrainContext, link: SaverLink | None, before: Loop | None = None) -> Loop:
+    """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver; `before` is the loop of
+    the generation before in this process: its model and slots are used again, with the new groups. Collective: yes."""
     config, identity = context.config, context.identity
     with context.timed("build", Phase.BUILD):
-        wrapped, state = _build_state(context)
+        wrapped, state = _build_state(context, before)
     with context.timed("keeper"):
         memory = connect_savers(context, link)
     checkpointer = make_checkpointer(context)
-    resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory)
+    resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory, before=before)
     tokens_per_sample, flops_per_token = 1, None
     if isinstance(context.task, CountsFlops):
         sample = context.samples.train[0]
@@ -66,7 +68,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
     comparison = ReplicaComparison(context, state, wrapped.shape)
     in_storage = resume.tier in ("storage", "none")
     synchronous = SynchronousSaving(context, checkpointer, state, comparison, ledger, observer)
-    saving = make_saving(memory, synchronous, in_storage=in_storage)
+    saving = make_saving(memory, synchronous, in_storage=in_storage, arena=before.saving.arena if before is not None else None)
     evaluator = None
     if context.samples.held_out is not None and config.train.eval_every_steps:
         evaluator = Evaluator(context, wrapped, context.samples.held_out)
@@ -111,7 +113,13 @@ def make_checkpointer(context: TrainContext) -> Checkpointer:
 
 
 def _restore(
-    context: TrainContext, checkpointer: Checkpointer, state: TrainState, *, wrapped: Wrapped, memory: SnapshotMemory | None
+    context: TrainContext,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    *,
+    wrapped: Wrapped,
+    memory: SnapshotMemory | None,
+    before: Loop | None,
 ) -> Resume:
     """Load the newest state of any tier, and record it. Collective: yes. Raises: CheckpointError, ConfigError, StorageError;
     with run.on_change=stop, DataError if it was trained on other data."""
@@ -133,6 +141,7 @@ def _restore(
             config_digest=config_digest(config),
             versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
             seconds=context.seconds,
+            pids=context.generation.pids,
         )
         context.journal.record(start)
     context.tracker.set_phase(Phase.RESTORE)
@@ -140,16 +149,19 @@ def _restore(
     recall = memory.restore if memory is not None else None
     result = checkpointer.restore(tensors=state.tensors(), reset=begin_again, recall=recall)
     if result is None:
+        # Nothing was loaded over the state of a generation that has ended before its first snapshot.
+        if identity.launcher is not None and any(gather_json(before is not None, group=context.group.control)):
+            begin_again()
         seconds = {"total": round(time.monotonic() - began, 4)}
         resume = Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
     else:
         # The restore has refused states whose counters are not sound.
         counters = counters_of(result.state, step=result.step)
         state.adopt(counters)
-        before, now = counters.data_digest, state.counters.data_digest
-        if before is not None and before != now and config.run.on_change == "stop":
+        trained, now = counters.data_digest, state.counters.data_digest
+        if trained is not None and trained != now and config.run.on_change == "stop":
             message = (
-                f"holds other data (digest {now}) than {result.checkpoint} was trained on ({before}); put it "
+                f"holds other data (digest {now}) than {result.checkpoint} was trained on ({trained}); put it "
                 "back, or set run.on_change=continue"
             )
             raise DataError([Problem("data.path", message)])
@@ -163,16 +175,21 @@ def _restore(
     return resume
 
 
-def _build_state(context: TrainContext) -> tuple[Wrapped, TrainState]:
+def _build_state(context: TrainContext, before: Loop | None) -> tuple[Wrapped, TrainState]:
     config, identity = context.config, context.identity
     task, device = context.task, context.group.device
+    local_world_size = context.generation.shared_local_size
+    shape = mesh_shape(config.parallel, world_size=identity.world_size, local_world_size=local_world_size)
+    wrapping = Wrapping(shape, config.parallel, config.train, device)
+    if before is not None:
+        wrapped = reattach(wrapping, before.stepper.wrapped)
+        limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
+        counters = StateCounters(0, data_digest=context.samples.digest)
+        return wrapped, TrainState(before.state.model, before.state.optimizer, counters)
     model = build_model(task, seed=config.run.seed, device=device)
     if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
         sys.stderr.write(f"elastictrain: {warning}\n")
         sys.stderr.flush()
-    local_world_size = context.generation.shared_local_size
-    shape = mesh_shape(config.parallel, world_size=identity.world_size, local_world_size=local_world_size)
-    wrapping = Wrapping(shape, config.parallel, config.train, device)
     wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else ())
     fill(model, task, seed=config.run.seed, device=device)
     wrapped = wrapping.finish(model)

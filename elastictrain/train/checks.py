@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -43,7 +44,12 @@ _TIGHT = 0.8
 
 
 def check_alone(
-    config: RunConfig, identity: Identity, *, tracker: ProgressTracker, stop_request: StopRequested
+    config: RunConfig,
+    identity: Identity,
+    *,
+    tracker: ProgressTracker,
+    stop_request: StopRequested,
+    check_attached: Callable[[], None] = lambda: None,
 ) -> TrainContext:
     """Check what needs no other rank, and set torch's environment. Raises: ElasticTrainError."""
     signing_key(config)
@@ -63,7 +69,7 @@ def check_alone(
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
     samples = open_samples(task, config)
-    return TrainContext(config, identity, tracker, stop_request, backend, task, samples, store)
+    return TrainContext(config, identity, tracker, stop_request, check_attached, backend, task, samples, store)
 
 
 def signing_key(config: RunConfig) -> SigningKey | None:

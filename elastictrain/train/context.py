@@ -1,4 +1,4 @@
-"""What all parts of one start share."""
+"""What all parts of one generation share."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -48,12 +48,14 @@ def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> floa
 
 @dataclass(slots=True)
 class TrainContext:
-    """The state of one start: made by the checks of a rank alone, completed when the ranks meet and when the group is made."""
+    """The state of one generation: made by the checks of a rank alone, completed when the ranks meet and when the group is
+    made."""
 
     config: RunConfig
     identity: Identity
     tracker: ProgressTracker
     stop_request: StopRequested
+    check_attached: Callable[[], None]  # raises DetachedError once the launcher has ended the generation
     backend: Backend
     task: Task
     samples: Samples
@@ -70,6 +72,20 @@ class TrainContext:
     unwritable: StorageError | None = field(default=None, init=False)
     group: Group = field(init=False)
 
+    def for_next(self, identity: Identity) -> "TrainContext":
+        """The state in which the next generation begins in this process: checked alone, with another rank perhaps."""
+        return TrainContext(
+            self.config,
+            identity,
+            self.tracker,
+            self.stop_request,
+            self.check_attached,
+            self.backend,
+            self.task,
+            self.samples,
+            self.store,
+        )
+
     @contextmanager
     def timed(self, name: str, phase: Phase | None = None) -> Iterator[None]:
         """Enter `phase`, and note in `seconds` how long the block takes."""
@@ -80,7 +96,8 @@ class TrainContext:
         self.seconds[name] = round(time.monotonic() - began, 4)
 
     def leave_if_asked(self) -> None:
-        """Raises: StopRequestedError."""
+        """Raises: StopRequestedError, DetachedError."""
+        self.check_attached()
         if (request := self.stop_request()) is not None:
             raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
 

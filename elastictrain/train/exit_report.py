@@ -8,8 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
@@ -81,16 +80,40 @@ class ExitReport:
 
     def failed(self, error: BaseException, *, bounded: Callable[[], None] = lambda: None) -> int:
         """Report an exception; returns the exit code. Calls `bounded` once the report has a limit that keeps this code."""
-        mark = self.tracker.mark
-        classify = partial(classify_exit, error, where=str(mark), in_collective=mark.in_collective)
-        self._begin(classify(last_heard={}).exit_code)
+        self._begin(self.classify(error).exit_code)
         bounded()
         heard = self._last_heard()
-        what = classify(last_heard=heard)
+        what = self.classify(error, heard)
         if what.alone:
             self.hangs.notify_others()
         self.write(what, heard=heard, stack="".join(traceback.format_exception(error)) if what.show_stack else "")
         return what.exit_code
+
+    def classify(self, error: BaseException, heard: Mapping[str, str] | None = None) -> ExitClassification:
+        """What an error means for this process; `heard`: where the other ranks were last."""
+        mark = self.tracker.mark
+        return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=heard or {})
+
+    def detached(self, error: Exception) -> int:
+        """Report that this generation has failed, in a process that goes on; returns the exit code that it would have had.
+        Storage is not waited for."""
+        mark, what = self.tracker.mark, self.classify(error)
+        code = what.exit_code if what.exit_code == EXIT_TRANSPORT else EXIT_TRANSPORT
+        self._tell_launcher(replace(what, exit_code=code), step=mark.step)
+        if (context := self.context) is not None:
+            failure = Failure(
+                exit_code=code, error=what.sentence, phase=str(mark.phase), step=mark.step, last_heard={}, flight_recorder=None
+            )
+
+            def close() -> None:
+                context.journal.record(failure)
+                context.journal.close()
+                context.heartbeats.close()
+                if self.loop is not None:
+                    self.loop.abandon()
+
+            threading.Thread(target=close, name="close-generation", daemon=True).start()
+        return code
 
     def overdue(self, overdue: Overdue) -> None:
         """Called by the watchdog's thread while the main thread is stuck: report, and end the process."""

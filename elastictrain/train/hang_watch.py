@@ -14,7 +14,7 @@ from elastictrain.liveness.diagnosis import Entered, RankStatus, diagnose, last_
 from elastictrain.liveness.heartbeats import PeerMonitor
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
-from elastictrain.liveness.watchdog import LostPeer, Others, Overdue, bound_s
+from elastictrain.liveness.watchdog import LAUNCHER_PATIENCE_S, LostPeer, Others, Overdue, bound_s
 from elastictrain.storage.opening import absolute_url
 from elastictrain.torch_private import flight_recorder, follow_compilations
 from elastictrain.train.context import TrainContext
@@ -87,8 +87,12 @@ class HangWatch:
             rank, since_s = self._link.lost
             lost = LostPeer(f"rank {rank} of this host", since_s)
         if lost is not None:
-            # NCCL never notices a lost rank.
-            lost = replace(lost, noticed=self._grouped_by != "nccl")
+            if self._identity.launcher is not None:
+                # It knows of the loss, too, and this process goes on in the next generation.
+                lost = replace(lost, patience_s=LAUNCHER_PATIENCE_S)
+            elif self._grouped_by == "nccl":
+                # NCCL never notices a lost rank.
+                lost = replace(lost, patience_s=0.0)
         return Others(lost, in_vain=peers is not None and peers.in_vain)
 
     @property

@@ -40,6 +40,7 @@ class Loop:
     in_storage: bool  # whether storage has the restored state, or nothing was restored
     clock: Callable[[], float] = time.monotonic
     reached: Reached = field(init=False)  # what the next start can resume from
+    finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
     _passes: int = field(init=False)
     _first_step: int = field(init=False)
     _last_save_s: float = field(init=False)
@@ -82,6 +83,11 @@ class Loop:
         if self.ledger is not None:
             self.ledger.log.close()
         self.observer.close()
+
+    def detach(self) -> None:
+        """End what this generation has begun in this process; model, optimizer and slots stay. Raises: CheckpointError."""
+        self.loader.close()
+        self.saving.detach()
 
     def _train(self) -> None:
         context, config, state, saving = self.context, self.context.config, self.state, self.saving
@@ -138,6 +144,9 @@ class Loop:
         config, record = self.context.config, self.context.journal.record
         is_log_rank = self.context.identity.is_log_rank
         result = pending.result()
+        # Aborting a group ends its collectives without a result.
+        self.context.check_attached()
+        self.finished_step = result.step
         now = self.clock()
         step_s, self._last_finished_s = now - self._last_finished_s, now
         batch = config.train.global_batch

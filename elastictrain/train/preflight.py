@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+
 from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.digest import group_digest
@@ -64,7 +67,7 @@ class RunPreflight:
         """Check each host and the links between them; then set the variables of NCCL and gloo. Collective: yes. Raises:
         HostUnfitError on a host that failed; ConfigError where all failed alike; PreflightError on the others."""
         level, reason = self.chosen.level, self.chosen.reason
-        if level is Level.OFF:
+        if level in (Level.OFF, Level.GROUP):
             return
         layout, config = self._layout, self._config
         own = OwnChecks(
@@ -120,6 +123,9 @@ class RunPreflight:
         if self.chosen.level is Level.OFF or self._identity.world_size == 1:
             return
         layout, began = self._layout, time.monotonic()
+        if self.chosen.level is Level.GROUP:
+            self._check_first_collective()
+            return
         plan, settings = self._plan, self._config.preflight
         planned: Planned | None = None
         if plan is not None and plan.rdma is not Rdma.UNKNOWN:
@@ -150,16 +156,35 @@ class RunPreflight:
             culprits = "; ".join(describe(one) for one in failures(found.verdicts))
             raise PreflightError(f"a collective hangs, and the group is of no use any more: {culprits}")
 
+    def _check_first_collective(self) -> None:
+        """All that a recovery in place has changed: the group, and a process in it. Raises: PreflightError."""
+        began, size = time.monotonic(), self._identity.world_size
+        ranks = torch.full((2,), self._identity.rank + 1, dtype=torch.int64, device=self._context.group.device)
+        dist.all_reduce(ranks)
+        if ranks.tolist() != [size * (size + 1) // 2] * 2:
+            raise PreflightError(f"the first collective of the new group returned {ranks.tolist()}, which is wrong")
+        if self._identity.is_log_rank:
+            seconds = round(time.monotonic() - began, 4)
+            level, reason = self.chosen.level.value, self.chosen.reason
+            self._record(
+                Preflight(stage="group", level=level, reason=reason, counts={"pass": 1}, findings=(), seconds=seconds)
+            )
+
     def _choose(self) -> Chosen:
         """The level that rank 0 chooses for all ranks."""
-        wanted, limit_s = self._config.preflight.level, self._config.preflight.limit_s
-        if wanted != "auto":
+        wanted, limit_s, launcher = self._config.preflight.level, self._config.preflight.limit_s, self._identity.launcher
+        if wanted == "off" or (wanted != "auto" and launcher is None):
             return Chosen(Level(wanted), f"preflight={wanted}")
         if self._identity.is_log_rank:
-            launcher = self._identity.launcher
-            first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            exit_codes = [] if first_start else within(_READ_S, self._past.exit_codes) or []
-            chosen = choose_level(first_start=first_start, exit_codes=exit_codes)
+            plan = launcher.recovery if launcher is not None else None
+            if plan is not None and plan.rung == "in_place":
+                chosen = Chosen(Level.GROUP, "the hosts are the same, and a process was replaced in place")
+            elif wanted != "auto":
+                chosen = Chosen(Level(wanted), f"preflight={wanted}")
+            else:
+                first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+                exit_codes = [] if first_start else within(_READ_S, self._past.exit_codes) or []
+                chosen = choose_level(first_start=first_start, exit_codes=exit_codes)
             self._exchange.put("level", encode_record(chosen))
             return chosen
         data = self._exchange.get("level", limit_s=limit_s)

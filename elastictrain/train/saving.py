@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.saver.final_save import KEPT_S
 from elastictrain.data.ledger import Ledger
@@ -103,6 +104,7 @@ class SynchronousSaving:
     observer: Observer
     requires_finished_step: ClassVar[bool] = True  # whether only a finished step can be saved
     save_pending: ClassVar[bool] = False  # whether an overdue save follows the next finished step; alike on all ranks
+    arena: ClassVar[Arena | None] = None  # slots that the next generation in this process can use
     _failed_saves: int = field(default=0, init=False)  # in a row
 
     def first_step_done(self) -> None:
@@ -138,6 +140,10 @@ class SynchronousSaving:
 
     def close(self, *, finished: bool) -> None:
         """End saving. `finished`: the run is complete and needs no host memory any more."""
+
+    def detach(self) -> None:
+        """End saving in this generation; the next one in this process uses the slots again. Raises: CheckpointError if a copy
+        still writes to them."""
 
     def flush_records(self) -> None:
         """Flush before a save: steps that a checkpoint covers never run again, so their records must not be lost."""

@@ -167,10 +167,13 @@ def _roster(rows: Sequence[tuple[str, str, str, int, int]]) -> tuple[Peer, ...]:
     )
 
 
-def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *, in_storage: bool) -> Saving:
+def make_saving(
+    memory: SnapshotMemory | None, synchronous: SynchronousSaving, *, in_storage: bool, arena: Arena | None = None
+) -> Saving:
     """Allocate snapshot slots where all hosts have room; else training waits for checkpoints. Collective: yes. `in_storage`:
-    storage has the restored state, or there is none. A state that only memory holds stays there until it is durable. Raises:
-    CheckpointError; StorageError if that state has to be written first, and cannot be."""
+    storage has the restored state, or there is none. A state that only memory holds stays there until it is durable. `arena`:
+    slots of the generation before, which are used again where they are the right ones. Raises: CheckpointError; StorageError if
+    that state has to be written first, and cannot be."""
     if memory is None:
         return synchronous
     context, state, link = synchronous.context, synchronous.state, memory.link
@@ -203,8 +206,12 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
     restored = None if in_storage else memory.restore.best()
     steps = _agree_on_steps(memory, indices, synchronous, restored=restored, layout=layout.digest)
     device = context.group.device
+    if arena is None or not arena.fits(layout, [SlotName("own", identity.rank, index) for index in indices]):
+        if arena is not None:
+            arena.close()
+        arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
     snapshots = Snapshots(
-        Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device),
+        arena,
         Copier(layout, changing=state.changed_by_forward(), device=device),
         link,
         facts=SnapshotFacts(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import from_first, gather_records
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
@@ -75,6 +76,10 @@ class SnapshotSaving:
     @property
     def save_pending(self) -> bool:
         return self._fallen_back and self._pending_reason is not None
+
+    @property
+    def arena(self) -> Arena:
+        return self._snapshots.arena
 
     def first_step_done(self) -> None:
         # Not before: until the first step is done the device has other things to do.
@@ -189,6 +194,10 @@ class SnapshotSaving:
             self._link.finish(self._context.config.fault.close_s)
         else:
             self._link.close()
+
+    def detach(self) -> None:
+        self._snapshots.stop()
+        self._link.close()
 
     def _begin(self, place: int, step: int, reason: SaveReason | None, *, awaited: bool = False) -> None:
         # The comparison ends with the step, and the snapshot is not whole before that.

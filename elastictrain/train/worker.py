@@ -1,29 +1,42 @@
-"""The life of one worker: start, agree, build, restore, train, end."""
+"""The life of one worker: it takes part in one generation after the other, each time with the state that it has built before."""
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.group import leave
-from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, StopRequestedError
+from elastictrain.distributed.reattach import detach, forget_step
+from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.fault.exits import follow_parent
+from elastictrain.fault.launcher_channel import Attached, Introduced, LauncherChannel, Waiting
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
-from elastictrain.identity import Identity
+from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Watchdog
+from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
-from elastictrain.train.bringup import form_group, meet_ranks
+from elastictrain.train.bringup import claim_memory, form_group, meet
 from elastictrain.train.build import build
+from elastictrain.train.checks import check_alone
+from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
 from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
+from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_memory import start_saver
 
+_DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker that takes longer
 
-def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
+
+def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: LauncherChannel | None, standby: bool) -> int:
     """Train to the end in this process; returns the exit code. Only this function and run.py touch process-wide settings.
-    `parent` is the process that started this one, read before anything else was done."""
+    `parent` is the process that started this one, read before anything else was done. A `standby` waits for its rank, and
+    `identity` is a likely one."""
     tracker = ProgressTracker()
     prefix = LogPrefix(identity.rank, step=lambda: tracker.mark.step)
     set_up_logging(prefix)
@@ -34,65 +47,167 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int) -> int:
         torch.use_deterministic_algorithms(True)
     # Never closed: a SIGTERM while this process ends must not change its exit code.
     stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
-    if identity.local_rank > 0:
-        stop.quiet = True
+    stop.quiet = standby or identity.local_rank > 0
     stop.start()
     if identity.launched and not follow_parent(parent):
         return EXIT_STOPPED
-    hangs = HangWatch(config, identity, tracker)
-    report = ExitReport(config, identity, tracker, hangs, lambda: stop.request)
+    worker = Worker(config, identity, tracker, prefix, stop, parent, channel)
     watchdog = Watchdog(
         config.fault,
         mark=lambda: tracker.mark,
         stop=lambda: stop.request,
-        end=report.overdue,
-        others=hangs.others,
-        beat=hangs.beat,
+        end=lambda overdue: worker.report.overdue(overdue),
+        others=lambda: worker.report.hangs.others(),
+        beat=lambda: worker.report.hangs.beat(),
     )
     watchdog.start()
     code = EXIT_BUG
     try:
-        code = _train(report, prefix, parent=parent)
+        code = worker.run(standby=standby)
     except BaseException as error:  # noqa: BLE001  the edge of the process: everything that ends it is accounted for
-        code = report.failed(error, bounded=watchdog.close)
+        code = worker.report.failed(error, bounded=watchdog.close)
     finally:
-        if report.context is not None and report.context.lease is not None:
+        context = worker.report.context
+        if context is not None and context.lease is not None:
             # A restart after a failure has the same owner, so the lease is kept.
-            report.context.lease.close(give_back=code in (EXIT_OK, EXIT_STOPPED))
+            context.lease.close(give_back=code in (EXIT_OK, EXIT_STOPPED))
         watchdog.close()
     return code
 
 
-def _train(report: ExitReport, prefix: LogPrefix, *, parent: int) -> int:
-    identity, tracker = report.identity, report.tracker
-    context = meet_ranks(
-        report.config,
-        identity,
-        tracker=tracker,
-        stop_request=report.stop_request,
-        parent=parent,
-        on_lost=report.lease_lost,
-    )
-    report.context = context
-    prefix.incarnation = context.generation.name
-    report.hangs.begin(context)
-    form_group(context)
-    # The process that would restart this worker; the launcher's process from which it forks may be replaced.
-    agent = parent if identity.launched else os.getpid()
-    report.hangs.group_formed(context.backend, None)
-    link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
-    report.hangs.group_formed(context.backend, link)
-    loop = report.loop = build(context, link)
-    code, reason = EXIT_OK, "done"
-    try:
-        loop.run()
-        tracker.set_phase(Phase.EVAL, step=loop.state.step)
-        show_sample(context, loop.stepper.wrapped, print_line=loop.observer.print_line)
-    except StopRequestedError as error:
-        code, reason = EXIT_STOPPED, str(error)
-    tracker.set_phase(Phase.END, step=loop.state.step)
-    report.in_order(context, loop, code=code, reason=reason)
-    leave(context.group)
-    report.hangs.close()
-    context.journal.close()
-    return code
+@dataclass(slots=True)
+class Worker:
+    config: RunConfig
+    identity: Identity
+    tracker: ProgressTracker
+    prefix: LogPrefix
+    stop: StopListener
+    parent: int
+    channel: LauncherChannel | None
+    report: ExitReport = field(init=False)  # of the present generation
+    checked: TrainContext | None = field(default=None, init=False)  # of the generation before, or of a standby
+    loop: Loop | None = field(default=None, init=False)  # of the last generation that has built one
+
+    def __post_init__(self) -> None:
+        self.report = self._begin_report()
+
+    def run(self, *, standby: bool) -> int:
+        """Take part in one generation after the other; returns the exit code. Raises: what ends this process."""
+        if standby and (code := self._stand_by()) is not None:
+            return code
+        while True:
+            try:
+                return self._take_part()
+            except Exception as error:
+                if not self._may_wait(error):
+                    raise
+                exit_code = self._detach(error)
+            if not self._wait(exit_code):
+                return exit_code
+
+    def _stand_by(self) -> int | None:
+        """Prepare what needs no rank, and wait for one; returns an exit code if the launcher needs no standby any more."""
+        self.checked = self._check_alone()
+        return None if self._wait(EXIT_OK) else EXIT_OK
+
+    def _check_alone(self) -> TrainContext:
+        channel = self.channel
+        return check_alone(
+            self.config,
+            self.identity,
+            tracker=self.tracker,
+            stop_request=lambda: self.stop.request,
+            check_attached=channel.check_attached if channel is not None else lambda: None,
+        )
+
+    def _take_part(self) -> int:
+        """Take part in a generation; returns the exit code if the run ends in order."""
+        report, identity, before = self.report, self.identity, self.loop
+        context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone()
+        if before is None:
+            claim_memory(context)
+        if self.channel is not None:
+            self.channel.send(Introduced())
+        finished = before.finished_step if before is not None else 0
+        meet(context, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
+        report.context = context
+        self.prefix.incarnation = context.generation.name
+        report.hangs.begin(context)
+        form_group(context)
+        if self.channel is not None:
+            self.channel.on_detach(self._abort)
+            self.channel.send(Attached(os.environ.get(OWN_VARIABLES, "")))
+        # The process that would restart this worker; the launcher's process from which it forks may be replaced.
+        agent = self.parent if identity.launched else os.getpid()
+        report.hangs.group_formed(context.backend, None)
+        link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
+        report.hangs.group_formed(context.backend, link)
+        loop = report.loop = self.loop = build(context, link, before)
+        code, reason = EXIT_OK, "done"
+        try:
+            loop.run()
+            self.tracker.set_phase(Phase.EVAL, step=loop.state.step)
+            show_sample(context, loop.stepper.wrapped, print_line=loop.observer.print_line)
+        except StopRequestedError as error:
+            code, reason = EXIT_STOPPED, str(error)
+        self.tracker.set_phase(Phase.END, step=loop.state.step)
+        report.in_order(context, loop, code=code, reason=reason)
+        leave(context.group)
+        report.hangs.close()
+        context.journal.close()
+        return code
+
+    def _abort(self) -> None:
+        """Called by the channel's thread when the launcher ends the generation: free the main thread from what it waits for."""
+        if self.loop is not None:
+            self.loop.loader.close()
+        with suppress(TimeoutError):
+            detach(_DETACH_S)
+
+    def _may_wait(self, error: Exception) -> bool:
+        """Whether this process can go on in the next generation, though the present one has failed."""
+        if self.channel is None or self.checked is None:
+            return False
+        return self.channel.detach_reason is not None or self.report.classify(error).exit_code == EXIT_TRANSPORT
+
+    def _detach(self, error: Exception) -> int:
+        """Leave the generation; returns the exit code with which this process would have ended. Raises: TimeoutError,
+        CheckpointError if something of the generation cannot be ended."""
+        report, loop = self.report, self.report.loop
+        exit_code = report.detached(error)
+        self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
+        if self.channel is not None:
+            self.channel.on_detach(None)
+        if loop is not None:
+            loop.detach()
+        detach(_DETACH_S)
+        if loop is not None:
+            forget_step(loop.stepper.wrapped)
+        report.hangs.close()
+        return exit_code
+
+    def _wait(self, exit_code: int) -> bool:
+        """Wait for a rank in the next generation; False if the launcher has ended."""
+        assert self.channel is not None  # noqa: S101
+        self.tracker.set_phase(Phase.STANDBY)
+        self.channel.send(Waiting(exit_code))
+        environment = self.channel.wait()
+        if environment is None:
+            return False
+        self._adopt(environment)
+        return True
+
+    def _adopt(self, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        identity = self.identity = read_identity(os.environ)
+        self.tracker.begin_generation()
+        self.stop.renew(os.environ.get(STOP_FILE_VARIABLE), quiet=identity.local_rank > 0)
+        self.prefix.rank = identity.rank
+        set_up_logging(self.prefix)
+        with suppress(OSError):
+            Path("/proc/self/comm").write_text(f"rank {identity.rank}")
+        self.report = self._begin_report()
+
+    def _begin_report(self) -> ExitReport:
+        hangs = HangWatch(self.config, self.identity, self.tracker)
+        return ExitReport(self.config, self.identity, self.tracker, hangs, lambda: self.stop.request)

@@ -185,7 +185,7 @@ def test_a_process_does_not_wait_for_one_that_is_gone(phase: Phase) -> None:
 
 
 def test_where_no_collective_notices_it_nobody_is_waited_for() -> None:
-    lost = LostPeer("rank 1 of this host", 5.0, noticed=False)
+    lost = LostPeer("rank 1 of this host", 5.0, patience_s=0.0)
     assert judge(mark_of(Phase.REDUCE), now_s=5.01, stop=None, options=OPTIONS, others=Others(lost)) is not None
 
 

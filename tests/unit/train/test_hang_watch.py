@@ -16,7 +16,7 @@ from elastictrain.liveness import monitor_client
 from elastictrain.liveness.monitor_client import RankMonitorClient
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.stacks import STACKS_SIGNAL
-from elastictrain.liveness.watchdog import Others, Overdue
+from elastictrain.liveness.watchdog import LOST_PATIENCE_S, Others, Overdue
 from elastictrain.train import hang_watch as module
 from elastictrain.train.hang_watch import HangWatch
 
@@ -90,13 +90,13 @@ def test_storage_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, j
     assert not journal.released.is_set()
 
 
-@pytest.mark.parametrize(("backend", "noticed"), [("nccl", False), ("gloo", True)])
-def test_a_lost_peer_is_noticed_by_the_collectives_of_some_backends(backend: str, noticed: bool) -> None:
+@pytest.mark.parametrize(("backend", "patience_s"), [("nccl", 0.0), ("gloo", LOST_PATIENCE_S)])
+def test_a_lost_peer_is_noticed_by_the_collectives_of_some_backends(backend: str, patience_s: float) -> None:
     hangs, _ = watch(ALONE)
     hangs.group_formed(backend, SimpleNamespace(lost=(0, 5.0)))  # type: ignore[arg-type]
     lost = hangs.others().lost
     assert lost is not None
-    assert (lost.since_s, lost.noticed, "0" in lost.name) == (5.0, noticed, True)
+    assert (lost.since_s, lost.patience_s, "0" in lost.name) == (5.0, patience_s, True)
 
 
 class NoPeerMonitor:

@@ -1,0 +1,37 @@
+"""Which rung of the recovery ladder follows a failure on this host. Pure."""
+
+from dataclasses import dataclass
+
+from elastictrain.errors import EXIT_TRANSPORT
+from elastictrain.identity import RecoveryPlan, Rung
+from elastictrain.launch.membership.records import End, EndKind, Generation
+
+_MOST_IN_PLACE = 2  # recoveries in place that fail before their first step; then all processes are started anew
+
+
+@dataclass(frozen=True, slots=True)
+class Recovering:
+    """A generation has failed, and no step has been done since."""
+
+    failed: Generation  # the last one that has failed
+    end: End  # how it ended on this host
+    since: float  # unix time at which this was known
+    times: int  # generations that have failed since the last step
+    lost: tuple[str, ...]  # what has died
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the surviving workers keep their processes. Not if only connections broke: that may be the network, which the
+        preflight of new processes checks; and not if recoveries in place fail again and again."""
+        died = self.end.exit_code != EXIT_TRANSPORT or self.end.kind is EndKind.LOST or bool(self.end.blames)
+        return died and self.times <= _MOST_IN_PLACE
+
+    def plan(self, following: Generation) -> RecoveryPlan:
+        """The recovery by the generation `following`."""
+        return RecoveryPlan(self.rung(following), self.lost, self.end.reason, self.since)
+
+    def rung(self, following: Generation) -> Rung:
+        members = [(member.host, member.processes) for member in following.members]
+        if members != [(member.host, member.processes) for member in self.failed.members]:
+            return "regroup"
+        return "in_place" if self.in_place else "restart"
