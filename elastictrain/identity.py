@@ -25,6 +25,7 @@ class RecoveryPlan:
     lost: tuple[str, ...]  # what has died: `rank 1 on hosta`, or the name of a host
     reason: str
     since: float  # unix time at which the launcher noticed the failure
+    step: int = 0  # the newest step that is known to have been finished before it; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_OK, ElasticTrainError
@@ -13,9 +14,13 @@ from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase
 
+if TYPE_CHECKING:
+    from elastictrain.config.compose import Composed
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run to the end; returns the exit code. A process that trained must end with `leave_process`."""
+
+def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" = None) -> int:
+    """Run to the end; returns the exit code. A process that trained must end with `leave_process`. `composed`: see
+    `config.load`."""
     # Imports take seconds, in which the agent that started this worker may die: its pid must be read before.
     parent = os.getppid()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -30,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if identity.is_log_rank:
                 sys.stdout.write(f"{text}\n")
             return EXIT_OK
-        config = load(arguments)
+        config = load(arguments, composed=composed)
     except ElasticTrainError as error:
         return complain(error, identity)
     from elastictrain.distributed.device import start_device
-    from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, open_channel
     from elastictrain.fault.exits import wait_for_previous_workers
+    from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, open_channel
 
     start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import run_worker
@@ -58,4 +63,5 @@ def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
 if __name__ == "__main__":
     # Until the worker listens, Ctrl-C has nothing to save and nothing to report.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    leave_process(main())
+    # The fork server has composed the configuration for all workers that it forks.
+    leave_process(main(composed=globals().get("COMPOSED")))

@@ -13,10 +13,11 @@ from elastictrain.config.validate import NOT_GIVEN, check_dataclass, unknown_key
 from elastictrain.errors import ConfigError, Problem
 
 
-def load(arguments: Sequence[str], *, with_task: bool = True) -> RunConfig:
+def load(arguments: Sequence[str], *, with_task: bool = True, composed: Composed | None = None) -> RunConfig:
     """The configuration of a command line. Raises: UsageError; ConfigError with every problem. Without `with_task` nothing
-    imports the task's module, or torch: `task.*` and `model.*` stay as written."""
-    composed = compose(arguments)
+    imports the task's module, or torch: `task.*` and `model.*` stay as written. `composed`: what `compose` has returned for
+    these arguments before, which takes most of the time."""
+    composed = composed or compose(arguments)
     config, found = check_tree(composed.tree, with_task=with_task)
     problems = [*composed.problems, *_worth_telling(found, composed)]
     if problems or config is None:

@@ -119,7 +119,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         except OSError as error:
             raise errors.HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
         ending.callback(shutil.rmtree, folder, ignore_errors=True)
-        workers = WorkerGroup()
+        workers = WorkerGroup(arguments)
         ending.callback(workers.close)
         workers.prepare()
         agent = HostAgent(config, arguments, place, surroundings, lock, listener, folder, workers)
@@ -204,6 +204,7 @@ class HostAgent:
             remembered_step=partial(remembered_step, config),
             ask_to_flush=partial(ask_to_flush, config),
             print_line=print_line,
+            sleep=self.workers.wait,
         )
 
     def _first_answers(self, store: Store) -> tuple[bytes, int]:

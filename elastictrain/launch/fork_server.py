@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
@@ -30,6 +30,9 @@ from elastictrain.fault.reasons import NO_RANK, Reason, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.liveness.progress import Phase
 from elastictrain.torch_private import COMPILER
+
+if TYPE_CHECKING:
+    from elastictrain.config.compose import Composed
 
 _AHEAD = (
     COMPILER,
@@ -63,9 +66,13 @@ class _Worker:
 class ForkServer:
     """Runs the workers of one generation after another, and their rendezvous store if this host is the first."""
 
-    def __init__(self, launcher: socket.socket, *, unfit: str = "") -> None:
-        """`unfit`: why no worker can be started here."""
+    def __init__(
+        self, launcher: socket.socket, *, unfit: str = "", arguments: Sequence[str] = (), composed: "Composed | None" = None
+    ) -> None:
+        """`unfit`: why no worker can be started here. `composed`: the configuration of workers with these `arguments`."""
         self._launcher = launcher
+        self._arguments = list(arguments)
+        self._composed = composed
         self._unfit = unfit
         self._workers: list[_Worker] = []
         self._folder = ""  # folder of the generation, for this process's own reasons
@@ -76,7 +83,10 @@ class ForkServer:
         received, channels = b"", list[int]()
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
-            if self._launcher.fileno() in select.select([self._launcher.fileno(), *ended], [], [], _LOOK_EVERY_S if self._workers else None)[0]:
+            if (
+                self._launcher.fileno()
+                in select.select([self._launcher.fileno(), *ended], [], [], _LOOK_EVERY_S if self._workers else None)[0]
+            ):
                 # The launcher sends with each order the workers' ends of their channels.
                 data, descriptors, _, _ = socket.recv_fds(self._launcher, 1 << 16, _MOST_WORKERS)
                 if not data:
@@ -124,6 +134,7 @@ class ForkServer:
                 where = f"the store that the workers meet through cannot be opened at port {store_port}"
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
             started: list[_Worker] = []
+            composed = self._composed if arguments == self._arguments else None
             for index, (variables, channel) in enumerate(zip(environments, channels, strict=True)):
                 environment = {**variables, CHANNEL_VARIABLE: str(channel)}
                 if unforked:
@@ -134,7 +145,7 @@ class ForkServer:
                 else:
                     others = [one for one in channels if one != channel]
                     others += [one.descriptor for one in (*self._workers, *started) if one.descriptor >= 0]
-                    pid = self._fork(partial(_become_worker, arguments, environment, others))
+                    pid = self._fork(partial(_become_worker, arguments, environment, composed, others))
                 started.append(_Worker(order, index, pid, identify(pid), _descriptor_of(pid)))
         except OSError as error:
             return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
@@ -213,7 +224,9 @@ def _descriptor_of(pid: int) -> int:
         return -1
 
 
-def _become_worker(arguments: Sequence[str], environment: Mapping[str, str], others: Sequence[int]) -> NoReturn:
+def _become_worker(
+    arguments: Sequence[str], environment: Mapping[str, str], composed: "Composed | None", others: Sequence[int]
+) -> NoReturn:
     """`others`: descriptors that are for other workers."""
     for descriptor in others:
         os.close(descriptor)
@@ -226,7 +239,7 @@ def _become_worker(arguments: Sequence[str], environment: Mapping[str, str], oth
 
     np.random.seed()
     sys.argv = [_MODULE, *arguments]
-    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+    runpy.run_module(_MODULE, init_globals={"COMPOSED": composed}, run_name="__main__", alter_sys=True)
     os._exit(EXIT_OK)
 
 
@@ -263,6 +276,16 @@ def import_ahead(modules: Sequence[str] = _AHEAD) -> str:
     if ours:
         del os.environ[_NUMPY_THREADS]
     return ""
+
+
+def compose_ahead(arguments: Sequence[str]) -> "Composed | None":
+    """Compose the configuration of the workers, 0.3 s of work for each of them otherwise; None if it is wrong, which they report
+    themselves."""
+    with suppress(Exception):
+        from elastictrain.config.compose import compose
+
+        return compose(arguments)
+    return None
 
 
 def why_no_fork(process: Path = Path("/proc/self")) -> str:
@@ -306,7 +329,8 @@ def main() -> int:
     launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    return ForkServer(launcher, unfit=import_ahead()).serve()
+    unfit, arguments = import_ahead(), sys.argv[1:]
+    return ForkServer(launcher, unfit=unfit, arguments=arguments, composed=compose_ahead(arguments)).serve()
 
 
 if __name__ == "__main__":

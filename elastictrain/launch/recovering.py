@@ -28,7 +28,8 @@ class Recovering:
 
     def plan(self, following: Generation) -> RecoveryPlan:
         """The recovery by the generation `following`."""
-        return RecoveryPlan(self.rung(following), self.lost, self.end.reason, self.since)
+        # A worker reports the step that it was working on.
+        return RecoveryPlan(self.rung(following), self.lost, self.end.reason, self.since, max(0, self.end.step - 1))
 
     def rung(self, following: Generation) -> Rung:
         members = [(member.host, member.processes) for member in following.members]

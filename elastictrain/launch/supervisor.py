@@ -33,8 +33,8 @@ from elastictrain.launch.membership.records import (
     LeaveOut,
     Wait,
 )
-from elastictrain.launch.recovering import Recovering
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
+from elastictrain.launch.recovering import Recovering
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, free_port, plan_workers
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of

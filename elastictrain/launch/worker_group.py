@@ -110,8 +110,15 @@ class _Run:
 class WorkerGroup:
     """Runs the workers of at most one generation, and keeps those that wait for a rank in the next one."""
 
-    def __init__(self, *, program: Sequence[str] = _SERVER, clock: Callable[[], float] = time.monotonic) -> None:
-        self._program = program
+    def __init__(
+        self,
+        arguments: Sequence[str] = (),
+        *,
+        program: Sequence[str] = _SERVER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`arguments`: those of the workers, which the fork server prepares for."""
+        self._program = [*program, *arguments]
         self._clock = clock
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -273,12 +280,11 @@ class WorkerGroup:
 
     def wait(self, limit_s: float) -> None:
         """Wait until a worker or the fork server has something to report, at most for `limit_s`."""
-        sockets = [one.connection for one in self._workers if one.code is None and one.connection.fileno() >= 0]
-        sockets += [self._channel] if self._channel is not None else []
-        ready = select.select(sockets, [], [], limit_s)[0]
-        if any(not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) for one in ready if one is not self._channel):
-            # A worker has closed its end, and its exit code comes soon.
-            time.sleep(min(limit_s, _PAUSE_S))
+        sockets = [one.connection for one in self._workers if one.connection.fileno() >= 0]
+        if self._channel is not None and self._server is not None and self._server.poll() is None:
+            sockets.append(self._channel)
+        if select.select(sockets, [], [], limit_s)[0] and self._channel is not None:
+            self._receive()
 
     def _choose(self, places: Sequence[Mapping[str, str]]) -> dict[int, WorkerProcess]:
         """The workers that exist already, by the local rank that each of them gets."""

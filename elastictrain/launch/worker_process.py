@@ -57,7 +57,12 @@ class WorkerProcess:
     def receive(self) -> None:
         """Take note of what it has sent."""
         with suppress(OSError, msgspec.MsgspecError):
-            while data := self.connection.recv(1 << 16, socket.MSG_DONTWAIT):
+            while True:
+                data = self.connection.recv(1 << 16, socket.MSG_DONTWAIT)
+                if not data:
+                    # It ends, and the fork server will report how.
+                    self.close()
+                    return
                 for message in self._lines.feed(data):
                     match message:
                         case Introduced():

@@ -3,11 +3,13 @@
 import platform
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
@@ -43,12 +45,26 @@ from elastictrain.version import __version__
 _MUCH_FOR_A_CPU = 200_000_000
 
 
-def build(context: TrainContext, link: SaverLink | None, before: Loop | None = None) -> Loop:
-    """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver; `before` is the loop of
-    the generation before in this process: its model and slots are used again, with the new groups. Collective: yes."""
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a process keeps from one generation to the next; its tensors are given new values there."""
+
+    wrapped: Wrapped
+    state: TrainState
+    arena: Arena | None = None
+    finished_step: int = 0  # the newest step that the process has finished
+
+
+def kept(loop: Loop) -> Built:
+    return Built(loop.stepper.wrapped, loop.state, loop.saving.arena, loop.finished_step)
+
+
+def build(context: TrainContext, link: SaverLink | None, before: Built | None = None) -> Loop:
+    """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver; `before` gets the new
+    groups, and is not built anew. Collective: yes."""
     config, identity = context.config, context.identity
     with context.timed("build", Phase.BUILD):
-        wrapped, state = _build_state(context, before)
+        wrapped, state = build_state(context, before)
     with context.timed("keeper"):
         memory = connect_savers(context, link)
     checkpointer = make_checkpointer(context)
@@ -68,7 +84,8 @@ def build(context: TrainContext, link: SaverLink | None, before: Loop | None = N
     comparison = ReplicaComparison(context, state, wrapped.shape)
     in_storage = resume.tier in ("storage", "none")
     synchronous = SynchronousSaving(context, checkpointer, state, comparison, ledger, observer)
-    saving = make_saving(memory, synchronous, in_storage=in_storage, arena=before.saving.arena if before is not None else None)
+    with context.timed("slots"):
+        saving = make_saving(memory, synchronous, in_storage=in_storage, arena=before.arena if before is not None else None)
     evaluator = None
     if context.samples.held_out is not None and config.train.eval_every_steps:
         evaluator = Evaluator(context, wrapped, context.samples.held_out)
@@ -119,7 +136,7 @@ def _restore(
     *,
     wrapped: Wrapped,
     memory: SnapshotMemory | None,
-    before: Loop | None,
+    before: Built | None,
 ) -> Resume:
     """Load the newest state of any tier, and record it. Collective: yes. Raises: CheckpointError, ConfigError, StorageError;
     with run.on_change=stop, DataError if it was trained on other data."""
@@ -168,6 +185,7 @@ def _restore(
         resume = Resume(
             step=state.step, tier=result.tier, checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds
         )
+    context.seconds["restore"] = round(time.monotonic() - began, 4)
     if identity.is_log_rank:
         context.journal.record(resume)
     if identity.local_rank == 0:
@@ -175,14 +193,15 @@ def _restore(
     return resume
 
 
-def _build_state(context: TrainContext, before: Loop | None) -> tuple[Wrapped, TrainState]:
+def build_state(context: TrainContext, before: Built | None = None) -> tuple[Wrapped, TrainState]:
+    """The model and its state, not restored yet; `before` with new groups, if there is one. Collective: yes."""
     config, identity = context.config, context.identity
     task, device = context.task, context.group.device
     local_world_size = context.generation.shared_local_size
     shape = mesh_shape(config.parallel, world_size=identity.world_size, local_world_size=local_world_size)
     wrapping = Wrapping(shape, config.parallel, config.train, device)
     if before is not None:
-        wrapped = reattach(wrapping, before.stepper.wrapped)
+        wrapped = reattach(wrapping, before.wrapped)
         limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
         counters = StateCounters(0, data_digest=context.samples.digest)
         return wrapped, TrainState(before.state.model, before.state.optimizer, counters)

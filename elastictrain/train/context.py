@@ -60,6 +60,7 @@ class TrainContext:
     task: Task
     samples: Samples
     store: Store
+    began: float = field(default_factory=time.time, init=False)  # unix time
     seconds: dict[str, float] = field(default_factory=dict, init=False)  # of each part of the start, by name
     rendezvous: BoundedStore = field(init=False)  # the store that the ranks meet through
     job: JobNotes = field(init=False)

@@ -10,7 +10,7 @@ from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
-from elastictrain.events import Evaluated, Skip, Step
+from elastictrain.events import Evaluated, Recovery, Skip, Step
 from elastictrain.fault.reasons import leave_begun
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
@@ -43,6 +43,7 @@ class Loop:
     finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
     _passes: int = field(init=False)
     _first_step: int = field(init=False)
+    _began_s: float = field(init=False)
     _last_save_s: float = field(init=False)
     _last_save_step: int = field(default=0, init=False)
     _last_finished_s: float = field(init=False)
@@ -54,7 +55,7 @@ class Loop:
         share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
         self._passes = share.passes_per_step
         self._first_step = self.state.step + 1
-        self._last_save_s = self._last_finished_s = self.clock()
+        self._last_save_s = self._last_finished_s = self._began_s = self.clock()
 
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; any error that ends a run."""
@@ -116,11 +117,33 @@ class Loop:
                 limit_collectives(self.stepper.wrapped.groups, backend=context.backend, timeout_s=config.fault.step_timeout_s)
                 if context.identity.launcher is not None and context.identity.local_rank == 0:
                     leave_begun(context.identity.launcher.folder, resumed_step=step - 1)
+                self._record_recovery(resumed_step=step - 1)
                 saving.first_step_done()
                 if not actions.leave and context.any_stop_reason():
                     # No step is in flight after the first one, so stop here instead of two steps later.
                     actions = after_step(step, config, stop_agreed=True, save_agreed=False)
             self._follow(step, actions, saved=early)
+
+    def _record_recovery(self, *, resumed_step: int) -> None:
+        """As rank 0: after a failure, record how training has come to go on."""
+        context, launcher = self.context, self.context.identity.launcher
+        plan = launcher.recovery if launcher is not None else None
+        if plan is None or not context.identity.is_log_rank:
+            return
+        now, steps_s = time.time(), self.clock() - self._began_s
+        seconds = {"launcher": context.began - plan.since, **context.seconds, "first_step": steps_s, "total": now - plan.since}
+        context.journal.record(
+            Recovery(
+                rung=plan.rung,
+                reason=plan.reason,
+                lost=plan.lost,
+                seconds={name: round(value, 4) for name, value in seconds.items()},
+                resumed_step=resumed_step,
+                steps_repeated=max(0, plan.step - resumed_step, context.generation.newest_step - resumed_step),
+                world_size=context.identity.world_size,
+                pids=context.generation.pids,
+            )
+        )
 
     def _launch(self, step: int) -> PendingStep:
         config = self.context.config

@@ -166,9 +166,7 @@ class RunPreflight:
         if self._identity.is_log_rank:
             seconds = round(time.monotonic() - began, 4)
             level, reason = self.chosen.level.value, self.chosen.reason
-            self._record(
-                Preflight(stage="group", level=level, reason=reason, counts={"pass": 1}, findings=(), seconds=seconds)
-            )
+            self._record(Preflight(stage="group", level=level, reason=reason, counts={"pass": 1}, findings=(), seconds=seconds))
 
     def _choose(self) -> Chosen:
         """The level that rank 0 chooses for all ranks."""

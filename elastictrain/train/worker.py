@@ -21,13 +21,12 @@ from elastictrain.liveness.watchdog import Watchdog
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import claim_memory, form_group, meet
-from elastictrain.train.build import build
+from elastictrain.train.build import Built, build, kept
 from elastictrain.train.checks import check_alone
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
 from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
-from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_memory import start_saver
 
 _DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker that takes longer
@@ -56,9 +55,9 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: L
         config.fault,
         mark=lambda: tracker.mark,
         stop=lambda: stop.request,
-        end=lambda overdue: worker.report.overdue(overdue),
-        others=lambda: worker.report.hangs.others(),
-        beat=lambda: worker.report.hangs.beat(),
+        end=worker.report.overdue,
+        others=worker.report.hangs.others,
+        beat=worker.report.hangs.beat,
     )
     watchdog.start()
     code = EXIT_BUG
@@ -86,7 +85,7 @@ class Worker:
     channel: LauncherChannel | None
     report: ExitReport = field(init=False)  # of the present generation
     checked: TrainContext | None = field(default=None, init=False)  # of the generation before, or of a standby
-    loop: Loop | None = field(default=None, init=False)  # of the last generation that has built one
+    built: Built | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.report = self._begin_report()
@@ -122,7 +121,7 @@ class Worker:
 
     def _take_part(self) -> int:
         """Take part in a generation; returns the exit code if the run ends in order."""
-        report, identity, before = self.report, self.identity, self.loop
+        report, identity, before = self.report, self.identity, self.built
         context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone()
         if before is None:
             claim_memory(context)
@@ -142,7 +141,7 @@ class Worker:
         report.hangs.group_formed(context.backend, None)
         link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
         report.hangs.group_formed(context.backend, link)
-        loop = report.loop = self.loop = build(context, link, before)
+        loop = report.loop = build(context, link, before)
         code, reason = EXIT_OK, "done"
         try:
             loop.run()
@@ -159,8 +158,8 @@ class Worker:
 
     def _abort(self) -> None:
         """Called by the channel's thread when the launcher ends the generation: free the main thread from what it waits for."""
-        if self.loop is not None:
-            self.loop.loader.close()
+        if self.report.loop is not None:
+            self.report.loop.loader.close()
         with suppress(TimeoutError):
             detach(_DETACH_S)
 
@@ -182,7 +181,9 @@ class Worker:
             loop.detach()
         detach(_DETACH_S)
         if loop is not None:
-            forget_step(loop.stepper.wrapped)
+            self.built = kept(loop)
+        if self.built is not None:
+            forget_step(self.built.wrapped)
         report.hangs.close()
         return exit_code
 
