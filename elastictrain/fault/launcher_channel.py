@@ -41,14 +41,14 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
     transport: str  # the variables that the preflight has set for NCCL and gloo, as `preflight.transport.settings` keeps them
 
 
-class Waiting(msgspec.Struct, tag="waiting", frozen=True):
+class Detached(msgspec.Struct, tag="detached", frozen=True):
     """From a worker: it takes part in nothing, and waits for a rank."""
 
     exit_code: int  # with which the worker would have ended otherwise; 0 for a new standby
 
 
 ToWorker = Attach | Detach
-FromWorker = Introduced | Attached | Waiting
+FromWorker = Introduced | Attached | Detached
 
 
 class Lines:

@@ -254,7 +254,7 @@ class Supervisor:
         self.heartbeat.send_end(self.registry.record)
 
     def _note_failure(self, attempt: Attempt, end: End) -> None:
-        """Prepare the recovery. Workers keep what they have built if a process has died, and not if the network may have failed:
+        """Prepare the recovery. Workers keep what they have built if a process has died, but not if the network may have failed:
         then everything is checked, and new processes are started."""
         before = self._recovery
         if not end.loses_state:

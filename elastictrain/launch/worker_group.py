@@ -294,7 +294,7 @@ class WorkerGroup:
             if (fitting := next((one for one in waiting if one.fits(place)), None)) is not None:
                 chosen[rank] = fitting
                 waiting.remove(fitting)
-        for rank, place in enumerate(places):
+        for rank in range(len(places)):
             if rank not in chosen and standbys:
                 chosen[rank] = standbys.pop()
         return chosen

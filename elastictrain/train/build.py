@@ -46,7 +46,7 @@ _MUCH_FOR_A_CPU = 200_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltState:
     """What a process keeps from one generation to the next; its tensors are given new values there."""
 
     wrapped: Wrapped
@@ -55,11 +55,11 @@ class Built:
     finished_step: int = 0  # the newest step that the process has finished
 
 
-def kept(loop: Loop) -> Built:
-    return Built(loop.stepper.wrapped, loop.state, loop.saving.arena, loop.finished_step)
+def kept(loop: Loop) -> BuiltState:
+    return BuiltState(loop.stepper.wrapped, loop.state, loop.saving.arena, loop.finished_step)
 
 
-def build(context: TrainContext, link: SaverLink | None, before: Built | None = None) -> Loop:
+def build(context: TrainContext, link: SaverLink | None, before: BuiltState | None = None) -> Loop:
     """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver; `before` gets the new
     groups, and is not built anew. Collective: yes."""
     config, identity = context.config, context.identity
@@ -136,7 +136,7 @@ def _restore(
     *,
     wrapped: Wrapped,
     memory: SnapshotMemory | None,
-    before: Built | None,
+    before: BuiltState | None,
 ) -> Resume:
     """Load the newest state of any tier, and record it. Collective: yes. Raises: CheckpointError, ConfigError, StorageError;
     with run.on_change=stop, DataError if it was trained on other data."""
@@ -193,7 +193,7 @@ def _restore(
     return resume
 
 
-def build_state(context: TrainContext, before: Built | None = None) -> tuple[Wrapped, TrainState]:
+def build_state(context: TrainContext, before: BuiltState | None = None) -> tuple[Wrapped, TrainState]:
     """The model and its state, not restored yet; `before` with new groups, if there is one. Collective: yes."""
     config, identity = context.config, context.identity
     task, device = context.task, context.group.device

@@ -1,4 +1,4 @@
-"""The life of one worker: it takes part in one generation after the other, each time with the state that it has built before."""
+"""The life of one worker: it takes part in one generation after the other, with what it has built once."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from elastictrain.distributed.group import leave
 from elastictrain.distributed.reattach import detach, forget_step
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.fault.exits import follow_parent
-from elastictrain.fault.launcher_channel import Attached, Introduced, LauncherChannel, Waiting
+from elastictrain.fault.launcher_channel import Attached, Introduced, LauncherChannel, Detached
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
@@ -21,7 +21,7 @@ from elastictrain.liveness.watchdog import Watchdog
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import claim_memory, form_group, meet
-from elastictrain.train.build import Built, build, kept
+from elastictrain.train.build import BuiltState, build, kept
 from elastictrain.train.checks import check_alone
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
@@ -85,7 +85,7 @@ class Worker:
     channel: LauncherChannel | None
     report: ExitReport = field(init=False)  # of the present generation
     checked: TrainContext | None = field(default=None, init=False)  # of the generation before, or of a standby
-    built: Built | None = field(default=None, init=False)
+    built: BuiltState | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.report = self._begin_report()
@@ -191,7 +191,7 @@ class Worker:
         """Wait for a rank in the next generation; False if the launcher has ended."""
         assert self.channel is not None  # noqa: S101
         self.tracker.set_phase(Phase.STANDBY)
-        self.channel.send(Waiting(exit_code))
+        self.channel.send(Detached(exit_code))
         environment = self.channel.wait()
         if environment is None:
             return False
