@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _BY_THEMSELVES_S = 0.5  # grace period after a worker has reported an error: the others find and report it, too
 _ASKED_S = 30.0  # after SIGTERM, before SIGKILL; the same as torchrun
+_REUSED_S = 10.0  # after its start, workers that have everything built must have gone to meet the others
+_IN_PLACE_S, _IN_PLACE_SEVERAL_S = 10.0, 30.0  # limit for making the groups of a recovery in place, on one and on several hosts
+_MARGIN_S = 10.0  # a worker has limits of its own, and reports more when it ends itself
 _DETACHED_S = 2.5  # after it was told to detach, a worker that still takes part is killed: it hangs, or has not begun to listen
 # Exit codes that name a cause, the clearest first. After them come a worker's death and a transport failure, often its effect.
 _EXPLAINS_MOST = (errors.EXIT_CONFIG, errors.EXIT_USAGE, errors.EXIT_UNFIT, errors.EXIT_BUG, errors.EXIT_STORAGE)
@@ -36,6 +39,8 @@ class Attempt:
     folder: Path  # for the messages between launcher and workers
     joined_s: float
     started: bool = False
+    introduced_by_s: float = inf  # by when all workers of this host must have gone to meet the others
+    attached_by_s: float = inf  # by when their groups must be made
     begun: bool = False  # whether a worker of this host has reported its first step
     asked: End | None = None  # why this host ends it, None while it does not; another host's end if that came first
     asked_s: float = inf
@@ -45,6 +50,26 @@ class Attempt:
     codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of its workers that failed first, by local rank
     broken_off: bool = False
     broken_at: float = 0.0  # unix time of that
+
+    def start(self, *, now_s: float, reused: bool, in_place: bool, init_timeout_s: float) -> None:
+        """The workers are started. `reused`: all of them existed, with everything built. `in_place`: on unchanged hosts."""
+        self.started = True
+        self.introduced_by_s = now_s + (_REUSED_S if reused else init_timeout_s + _MARGIN_S)
+        if in_place:
+            several = len(self.generation.members) > 1
+            self.attached_by_s = self.introduced_by_s + (_IN_PLACE_SEVERAL_S if several else _IN_PLACE_S)
+
+    def late(self, *, now_s: float, silent: Sequence[int], attached: bool) -> str:
+        """Why the workers of this host count as hung before the first step; empty if they do not. `silent`: the local ranks
+        that have not gone to meet the others: from outside they look like a host behind a firewall."""
+        if self.asked is not None:
+            return ""
+        if silent and now_s >= self.introduced_by_s:
+            ranks = ", ".join(map(str, silent))
+            return f"local rank(s) {ranks} did not get as far as meeting the others in time, and count as hung"
+        if not attached and now_s >= self.attached_by_s:
+            return "the workers did not make their new groups in time"
+        return ""
 
     def lose_worker(self, codes: Mapping[int, int], *, now_s: float) -> None:
         """Schedule the end of the generation on this host after workers have ended, with `codes` by local rank; may be called

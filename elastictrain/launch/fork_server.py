@@ -279,7 +279,7 @@ def import_ahead(modules: Sequence[str] = _AHEAD) -> str:
 
 
 def compose_ahead(arguments: Sequence[str]) -> "Composed | None":
-    """Compose the configuration of the workers, which takes 0.3 s of work; None if it is wrong, which they report themselves."""
+    """Compose the workers' configuration, which takes 0.3 s; None if it is wrong, which they report themselves."""
     with suppress(Exception):
         from elastictrain.config.compose import compose
 

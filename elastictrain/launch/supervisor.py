@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, RunHeldError
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT, RunHeldError
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.fault.reasons import read_begun, read_noted_step, read_reasons
 from elastictrain.fault.stop import StopRequest
@@ -178,7 +178,12 @@ class Supervisor:
         )
         store_port = generation.master_port if generation.members[0].host == host else 0
         self.workers.start(self.run_arguments, environments, store_port=store_port)
-        attempt.started = True
+        attempt.start(
+            now_s=self.clock(),
+            reused=self.workers.reused,
+            in_place=recovery is not None and recovery.rung == "in_place",
+            init_timeout_s=self.config.fault.init_timeout_s,
+        )
 
     def _finish(self, attempt: Attempt, end: End, *, at_once: bool) -> None:
         """End this host's part of the generation, and publish the end if it is this host's own."""
@@ -212,6 +217,10 @@ class Supervisor:
         if ended is None:
             if self.workers.failed:
                 attempt.lose_worker(self.workers.failed, now_s=now_s)
+            elif late := attempt.late(now_s=now_s, silent=self.workers.silent, attached=self.workers.attached):
+                number, host = attempt.generation.number, self.registry.record.host
+                end = End(number, host, EndKind.FAILED, EXIT_TRANSPORT, str(Phase.START), 0, 0, late, blames=(host,))
+                self._finish(attempt, end, at_once=True)
             self._note_begin(attempt)
         else:
             self._over(attempt, self._judge(attempt, ended))
@@ -254,8 +263,8 @@ class Supervisor:
         self.heartbeat.send_end(self.registry.record)
 
     def _note_failure(self, attempt: Attempt, end: End) -> None:
-        """Prepare the recovery. Workers keep what they have built if a process has died, but not if the network may have failed:
-        then everything is checked, and new processes are started."""
+        """Prepare the recovery. Workers keep what they have built if a process has died. If the network may have failed they do
+        not: then everything is checked, and new processes are started."""
         before = self._recovery
         if not end.loses_state:
             self._recovery = None

@@ -95,6 +95,7 @@ class _Run:
     num_workers: int
     order: int
     workers: list[WorkerProcess] = field(default_factory=list)  # by local rank
+    reused: bool = False  # whether all of them existed before, and were ready
     started: bool = False  # whether the fork server has carried out the order
     failed: dict[int, int] = field(default_factory=dict)  # exit codes of the workers that failed first, by local rank
     killed: list[psutil.Process] = field(default_factory=list)
@@ -147,6 +148,11 @@ class WorkerGroup:
         return run is not None and len(run.workers) == run.num_workers and all(one.attached for one in run.workers)
 
     @property
+    def reused(self) -> bool:
+        """Whether all workers of the present generation had built what they need before it."""
+        return self._run is not None and self._run.reused
+
+    @property
     def silent(self) -> list[int]:
         """Local ranks that have not yet gone to meet the other ranks."""
         run = self._run
@@ -183,7 +189,7 @@ class WorkerGroup:
         new = [{**_variables(transport), **place} for rank, place in enumerate(places) if rank not in chosen]
         forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
         members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
-        self._run = _Run(len(places), self._order, members)
+        self._run = _Run(len(places), self._order, members, reused=all(one.waiting is not None for one in members))
         for rank, one in chosen.items():
             one.choose({**_variables(transport), **places[rank]})
         # Once the fork server has made the store of the new generation.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import psutil
 
-from elastictrain.fault.launcher_channel import Attach, Attached, Detach, FromWorker, Introduced, Lines, Detached, encode_line
+from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, FromWorker, Introduced, Lines, encode_line
 
 # What a worker is built for; everything else about its rank may change from one generation to the next.
 _BUILT_FOR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -13,7 +13,7 @@ from elastictrain.distributed.group import leave
 from elastictrain.distributed.reattach import detach, forget_step
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.fault.exits import follow_parent
-from elastictrain.fault.launcher_channel import Attached, Introduced, LauncherChannel, Detached
+from elastictrain.fault.launcher_channel import Attached, Detached, Introduced, LauncherChannel
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker

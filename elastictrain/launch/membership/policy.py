@@ -12,6 +12,8 @@ from elastictrain.launch.membership.records import DRAFT, End, EndKind, Generati
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
 _OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)  # exit codes of workers where the network or another host is the cause
 _MAY_BE_NOTICED = (EXIT_STORAGE, *_OTHER_HOST)  # codes that may be effects of another host's failure, the likelier cause first
+_KILLED = 137  # a worker's exit code after SIGKILL: a person, a scheduler, or the kernel without memory
+_KILLED_TIMES = 10  # such failures are given up that much later: their cause is outside of the run, and a recovery is cheap
 _BLAMED_TIMES = 3  # a host to blame for so many failures in a row is left out for a while
 
 
@@ -73,11 +75,12 @@ def _try_again(
 ) -> Generation:
     """The next draft after a failure; the run is given up after too many without progress."""
     only_storage = all(failure.exit_code == EXIT_STORAGE for failure in failures)
-    if len(failures) >= options.max_failures:
+    killed = all(failure.exit_code == _KILLED for failure in failures)
+    if len(failures) >= options.max_failures * (_KILLED_TIMES if killed else 1):
         code, why = EXIT_STORAGE if only_storage else EXIT_BUG, messages.give_up(failures)
         return replace(DRAFT, number=number, reason=why, outcome=GenerationOutcome.GIVE_UP, failures=failures, exit_code=code)
     # Failing storage gets a pause even before the first retry.
-    times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
+    times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE) - (options.max_failures if killed else 0)
     until_next_s = pause_s(times, options=options)
     return replace(DRAFT, number=number, reason=failures[-1].reason, failures=failures, excluded=excluded, pause_s=until_next_s)
 
