@@ -28,6 +28,7 @@ from elastictrain.train.evaluate import show_sample
 from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.snapshot_memory import start_saver
+from elastictrain.train.standby import prepare
 
 _DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker that takes longer
 
@@ -107,6 +108,7 @@ class Worker:
     def _stand_by(self) -> int | None:
         """Prepare what needs no rank, and wait for one; returns an exit code if the launcher needs no standby any more."""
         self.checked = self._check_alone()
+        self.built = prepare(self.checked)
         return None if self._wait(EXIT_OK) else EXIT_OK
 
     def _check_alone(self) -> TrainContext:
@@ -200,7 +202,11 @@ class Worker:
 
     def _adopt(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        identity = self.identity = read_identity(os.environ)
+        before, identity = self.identity, read_identity(os.environ)
+        self.identity = identity
+        if identity.rank != before.rank and self.config.parallel.kind != "ddp":
+            # Another rank has shards of other sizes where a dimension is not even.
+            self.built = None
         self.tracker.begin_generation()
         self.stop.renew(os.environ.get(STOP_FILE_VARIABLE), quiet=identity.local_rank > 0)
         self.prefix.rank = identity.rank

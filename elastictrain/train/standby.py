@@ -1,0 +1,52 @@
+"""What a standby prepares before it has a rank: the model, and a first step that compiles it, on a group of its own."""
+
+from itertools import islice
+
+import psutil
+
+from elastictrain.data.assignment import Share, passes
+from elastictrain.data.loader import MicroBatch, read_batch
+from elastictrain.distributed.generation import AgreedGeneration, Introduction
+from elastictrain.distributed.group import lone_group
+from elastictrain.distributed.reattach import detach, forget_step
+from elastictrain.train.build import BuiltState, build_state
+from elastictrain.train.checks import measure_state
+from elastictrain.train.context import TrainContext
+from elastictrain.train.step import StepFlags, Stepper
+
+_DETACH_S = 10.0
+_ROOM = 3  # times the size of the state that must be free: it must not make a worker run out of memory
+
+
+def prepare(context: TrainContext) -> BuiltState | None:
+    """Build a rank's part of the model, and run one step whose results count for nothing; None without memory to spare.
+    Collective: no."""
+    size, identity = measure_state(context.task), context.identity
+    if context.backend == "nccl" or size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1):
+        return None
+    introduction = Introduction(identity.host, identity.local_world_size, context.backend, "")
+    context.generation = AgreedGeneration("standby", (introduction,))
+    context.group = lone_group(identity, backend=context.backend)
+    wrapped, state = build_state(context)
+    _run_step(context, Stepper(context, wrapped, state.optimizer))
+    detach(_DETACH_S)
+    forget_step(wrapped)
+    return BuiltState(wrapped, state)
+
+
+def _run_step(context: TrainContext, stepper: Stepper) -> None:
+    config, identity, samples = context.config, context.identity, context.samples.train
+    share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
+    planned = passes(
+        0,
+        last_step=1,
+        share=share,
+        num_samples=len(samples),
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+    micro_batches = (
+        MicroBatch(one.step, one.portion, one.sample_ids, read_batch(samples, one.sample_ids))
+        for one in islice(planned, share.passes_per_step)
+    )
+    stepper.run(1, micro_batches, passes=share.passes_per_step, rate=0.0, flags=StepFlags()).result()
