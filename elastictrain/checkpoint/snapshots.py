@@ -60,6 +60,11 @@ class Snapshots:
         """Why this rank can take no snapshots; empty if it can."""
         return self.link.broken or self.arena.broken
 
+    @property
+    def ready(self) -> bool:
+        """Whether all slots are made."""
+        return None not in self.arena.slots
+
     def spare(self, steps: Iterable[int | None]) -> None:
         """From now on no rank overwrites the snapshots of these steps: the saver must be able to read and send them."""
         self._spared = frozenset(step for step in steps if step is not None)

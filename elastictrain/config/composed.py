@@ -177,9 +177,10 @@ class CheckpointGroup:
     every_minutes: Annotated[float, Range(0.0)] = 0.0
     """Minutes between checkpoints, in addition; 0 for none by time."""
 
-    snapshot_every_steps: Annotated[int, Range(0)] = 10
-    """Optimizer steps between snapshots in host memory, from which a restarted worker continues; 0 for none but those that
-    are on their way to storage."""
+    snapshot_every_steps: Annotated[int, Range(0)] | Literal["auto"] = "auto"
+    """Optimizer steps between snapshots in host memory, from which a restarted worker continues; `auto` learns it: as often as
+    snapshots take at most 1 % of the training time and find a free buffer; 0 for none but those that are on their way to
+    storage."""
 
     buffers: Annotated[int, Range(0, 3)] = 2
     """Snapshots of each rank that host memory has room for; fewer where it has not. 0 keeps none: checkpoints are then written

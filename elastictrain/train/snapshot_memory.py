@@ -41,6 +41,7 @@ from elastictrain.events import MemoryShort
 from elastictrain.identity import Identity
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.interfaces import own_address
+from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import absolute_url
 from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext
@@ -49,6 +50,8 @@ from elastictrain.train.snapshot_saving import Saving, SnapshotSaving
 from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
+
+_REMOTE_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,9 @@ def make_saving(
         flush_records=synchronous.flush_records,
         record=context.journal.record if identity.is_log_rank else None,
     )
-    return SnapshotSaving(synchronous, snapshots, link)
+    # Remotely each snapshot sends the records of its steps: one more object for each log.
+    pause_s = 0.0 if isinstance(context.store, LocalStore) else _REMOTE_PAUSE_S
+    return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s)
 
 
 def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in_storage: bool) -> SynchronousSaving:

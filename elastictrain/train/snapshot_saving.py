@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import from_first, gather_records
+from elastictrain.checkpoint.memory.cadence import FIRST, Cadence
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.final_save import KEPT_S
@@ -42,8 +43,10 @@ class SnapshotSaving:
         snapshots: Snapshots,
         link: SaverLink,
         *,
+        pause_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`pause_s`: least time between snapshots whose interval is learned."""
         self._synchronous = synchronous
         self._context = synchronous.context
         self._snapshots = snapshots
@@ -56,6 +59,10 @@ class SnapshotSaving:
         self._finished_s = clock()
         self._book = SlotBook(snapshots.steps)
         self._rounds = Rounds() if link.replicates else None
+        every_steps = self._options.snapshot_every_steps
+        self._cadence = Cadence(len(snapshots.steps), pause_s=pause_s) if every_steps == "auto" else None
+        self._interval = FIRST if every_steps == "auto" else every_steps  # steps between snapshots, as the ranks agree
+        self._newest_begun: int | None = None  # step of the newest snapshot, or the one that this generation resumed from
         self._failed_saves = 0  # in a row, as the ranks agree
         self._told_failures = 0  # the same, as rank 0 has reported; flags bring it to the other ranks with a later step
         self._last_error = ""  # of the last failed save; only rank 0 has it
@@ -88,8 +95,10 @@ class SnapshotSaving:
     def flags(self, step: int) -> StepFlags:
         if self._fallen_back:
             return StepFlags()
-        every = self._options.snapshot_every_steps
-        due = self._pending_reason is not None or (every > 0 and (step + 1) % every <= 1)
+        if self._newest_begun is None:
+            self._newest_begun = step - 1
+        # These flags decide about a snapshot after the next step; after this one, if the loop waits for its figures.
+        due = self._pending_reason is not None or self._is_due(step) or self._is_due(step + 1)
         busy, torn = self._snapshots.status(due=due, none_had=self._none_had)
         self._take_news()
         sending, unsent = self._link.sending()
@@ -99,6 +108,8 @@ class SnapshotSaving:
             sending=sending,
             unsent=unsent,
             failed_saves=self._told_failures,
+            # One rank's clock decides, and the reduction sends it to the others.
+            snapshot_interval=self._cadence.interval if self._cadence is not None and self._first else 0,
             busy=busy,
             torn=torn,
         )
@@ -109,6 +120,8 @@ class SnapshotSaving:
         self._book.update(step, busy=flags.busy, torn=flags.torn)
         if self._rounds is not None:
             self._rounds.update(step, sending=flags.sending, failed=flags.unsent)
+        if self._cadence is not None:
+            self._interval = flags.snapshot_interval or self._interval
         self._failed_saves = flags.failed_saves
         if self._failed_saves >= self._options.max_failed_saves:
             error = from_first(lambda: self._last_error, group=self._group)
@@ -134,8 +147,7 @@ class SnapshotSaving:
         if self._pending_reason is None:
             self._pending_since_s = self._clock()
         self._pending_reason = reason or self._pending_reason
-        every = self._options.snapshot_every_steps
-        if self._pending_reason is None and not (every and step % every == 0):
+        if self._pending_reason is None and not self._is_due(step):
             return
         place = self._book.choose(protected=self._rounds.protected if self._rounds is not None else ())
         self._none_had = place is None
@@ -155,6 +167,11 @@ class SnapshotSaving:
     def step_finished(self, step: int) -> None:
         now_s = self._clock()
         self._link.step_took(now_s - self._finished_s)
+        if self._cadence is not None and self._first:
+            # An evaluation after the last step took its time in this one. Slots are made in the background, which slows steps.
+            every_steps = self._context.config.train.eval_every_steps
+            usable = self._snapshots.ready and not (every_steps and (step - 1) % every_steps == 0)
+            self._cadence.step_took(now_s - self._finished_s, began=self._newest_begun == step, usable=usable)
         self._finished_s = now_s
         self._snapshots.deliver(step, self._synchronous.scalars(step))
 
@@ -207,7 +224,15 @@ class SnapshotSaving:
         if reason is not None:
             self._durable_step, self._durable_reason = step, reason
         self._book.started(place, step)
+        self._newest_begun = step
         self._first_begun = step if self._first_begun is None else self._first_begun
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a snapshot is taken after `step`; the same on all ranks. With a learned interval, one that finds no slot is
+        due again one step later."""
+        if self._cadence is not None:
+            return self._newest_begun is not None and step - self._newest_begun >= self._interval
+        return self._interval > 0 and step % self._interval == 0
 
     def _is_ours(self, step: int | None) -> bool:
         """Whether the snapshot of this step is one that this generation has begun."""

@@ -33,6 +33,7 @@ class StepFlags:
     sending: bool = False  # its host still sends replicas
     unsent: bool = False  # replicas of its host did not arrive
     failed_saves: int = 0  # failed saves in a row; only rank 0 sets it
+    snapshot_interval: int = 0  # steps between snapshots, where it is learned; only rank 0 sets it
     busy: tuple[bool, ...] = ()  # by slot for snapshots: it cannot be written now
     torn: tuple[bool, ...] = ()  # by slot: its snapshot is not whole
 
@@ -43,7 +44,7 @@ class StepFlags:
 
     @classmethod
     def decode(cls, sums: Sequence[float]) -> Self:
-        stop, save, unsaved, unusable, sending, unsent, failed_saves, *slots = sums
+        stop, save, unsaved, unusable, sending, unsent, failed_saves, snapshot_interval, *slots = sums
         place = len(slots) // 2
         return cls(
             stop=stop > 0,
@@ -53,6 +54,7 @@ class StepFlags:
             sending=sending > 0,
             unsent=unsent > 0,
             failed_saves=int(failed_saves),
+            snapshot_interval=int(snapshot_interval),
             busy=tuple(one > 0 for one in slots[:place]),
             torn=tuple(one > 0 for one in slots[place:]),
         )

@@ -94,6 +94,17 @@ def bench_planning(folder: Path) -> None:
     assert [row["ranks"] for row in json.loads(rows.read_text())] == [2]
 
 
+def bench_recovery(folder: Path) -> None:
+    rows, overrides = folder / "rows.json", (*SMALL, "train.micro_batch=4", "data.ledger=true")
+    plan = ("--kills", "1", "--steps", "3", "--during", "build")
+    said = python("bench_recovery.py", *plan, "--json", str(rows), "--", *overrides, folder=folder)
+    assert max(map(len, said.splitlines())) <= 128
+    figures = json.loads(rows.read_text())
+    assert (figures["problems"], {one["strike"]["during"] for one in figures["kills"]}) == ([], {"", "build"})
+    assert all(one["new_step_s"] > 0 for one in figures["kills"])
+    assert 0 < figures["goodput"] < 1
+
+
 def simulate_partitions(folder: Path) -> None:
     python("simulate_partitions.py", "--seeds", "2", folder=folder)
 
@@ -207,6 +218,7 @@ CHECKS: Mapping[str, Check] = {
     "bench_compare.py": bench_compare,
     "bench_fleet.py": bench_fleet,
     "bench_planning.py": bench_planning,
+    "bench_recovery.py": bench_recovery,
     "bench_start.py": bench_start,
     "bench_step.py": bench_step,
     "demo.sh": demo,
@@ -223,6 +235,7 @@ ELSEWHERE = {
     "checkpoint_methods.py": "bench_checkpoint.py",
     "fuzz_mutations.py": "fuzz_run_folder.py",
     "gpu/check.sh": "gpu/variants.sh",
+    "recovery_report.py": "bench_recovery.py",
     "soak.py": "tests/network/test_soak.py",
     **{f"cluster/{path.name}": "tests/integration/launch/test_templates.py" for path in (SCRIPTS / "cluster").iterdir()},
 }

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from elastictrain.config.compose import own_conf
-from elastictrain.config.composed import RunConfig
+from elastictrain.config.composed import CheckpointGroup, RunConfig
 from elastictrain.config.help import first_comment
 from elastictrain.config.schema import DATACLASSES, GROUPS, all_keys, keys_of
 from elastictrain.config.validate import NOT_GIVEN, check_dataclass
@@ -75,3 +75,18 @@ class Made:
 def test_a_default_that_is_made_is_shown() -> None:
     (key,) = keys_of(Made, path="model")
     assert (key.path, key.default, key.doc) == ("model.sizes", "[1, 2]", "Sizes.")
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [("auto", "auto"), (0, 0), (7, 7), (1e1, 10), (-1, None), (2.5, None), (True, None), ("often", None), (None, None)],
+)
+def test_the_interval_of_snapshots_is_learned_or_a_whole_number(value: object, kept: object) -> None:
+    group, problems = check_dataclass(CheckpointGroup, values={"snapshot_every_steps": value}, path="checkpoint")
+    if kept is None:
+        (problem,) = problems
+        assert problem.key == "checkpoint.snapshot_every_steps"
+        assert all(token in problem.message for token in (">= 0", "auto"))
+    else:
+        assert group is not None
+        assert group.snapshot_every_steps == kept

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -62,6 +62,8 @@ class FakeSnapshots:
     busy: bool = False
     slow: bool = False
     """Copies do not end."""
+
+    ready: bool = True
 
     began: list[tuple[int, int, str]] = field(default_factory=list)
     none_had: list[bool] = field(default_factory=list)
@@ -174,13 +176,14 @@ def agreed(flags: StepFlags) -> StepFlags:
 def stage(
     *,
     slots: int = 2,
-    snapshot_every_steps: int = 2,
+    snapshot_every_steps: int | Literal["auto"] = 2,
     save_timeout_s: float = 100.0,
     replicates: bool = False,
     steps: list[int | None] | None = None,
     max_failed_saves: int = 2,
     rank: int = 0,
     seconds_a_look: float = 0.0,
+    eval_every_steps: int = 0,
 ) -> Stage:
     snapshots = FakeSnapshots(slots, steps or [None] * slots)
     link, checkpointer = FakeLink(replicates=replicates), FakeCheckpointer()
@@ -194,7 +197,7 @@ def stage(
 
     left: list[float | None] = [None]
     comparison = FakeComparison()
-    plain = config(steps=100, max_failed_saves=max_failed_saves)
+    plain = config(steps=100, max_failed_saves=max_failed_saves, eval_every=eval_every_steps)
     context = context_of(
         config=replace(
             plain,

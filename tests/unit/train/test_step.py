@@ -270,7 +270,7 @@ def test_the_source_is_left_at_the_next_step(group_of_one: dist.HashStore) -> No
     assert [micro_batch.step for micro_batch in source] == [1, 1]
 
 
-SAVES = StepFlags(unsaved=True, sending=True, failed_saves=3, busy=(True, False), torn=(False, True))
+SAVES = StepFlags(unsaved=True, sending=True, failed_saves=3, snapshot_interval=7, busy=(True, False), torn=(False, True))
 
 
 @pytest.mark.parametrize("flags", [StepFlags(), StepFlags(stop=True), StepFlags(save=True), SAVES], ids=repr)
@@ -288,6 +288,7 @@ def test_a_flag_of_any_rank_counts() -> None:
         sending=True,
         unsent=True,
         failed_saves=3,
+        snapshot_interval=7,
         busy=(True, True),
         torn=(False, True),
     )
