@@ -17,7 +17,7 @@ from elastictrain.fault.launcher_channel import Attached, Detached, Introduced, 
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.liveness.watchdog import Watchdog
+from elastictrain.liveness.watchdog import Others, Overdue, Watchdog
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import claim_memory, form_group, meet
@@ -56,9 +56,9 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: L
         config.fault,
         mark=lambda: tracker.mark,
         stop=lambda: stop.request,
-        end=worker.report.overdue,
-        others=worker.report.hangs.others,
-        beat=worker.report.hangs.beat,
+        end=worker.end,
+        others=worker.others,
+        beat=worker.beat,
     )
     watchdog.start()
     code = EXIT_BUG
@@ -90,6 +90,18 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.report = self._begin_report()
+
+    def end(self, overdue: Overdue) -> None:
+        """Called by the watchdog: end this process."""
+        self.report.overdue(overdue)
+
+    def others(self) -> Others:
+        """What is known of the other ranks of the present generation."""
+        return self.report.hangs.others()
+
+    def beat(self) -> None:
+        """Show that threads of this process can run."""
+        self.report.hangs.beat()
 
     def run(self, *, standby: bool) -> int:
         """Take part in one generation after the other; returns the exit code. Raises: what ends this process."""
