@@ -32,14 +32,17 @@ class HostRegistry:
         poll_s: float,
         lost_s: float,
         find_address: Callable[[], str] | None = None,
+        on_generation: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`find_address` is called every `lost_s`, in a storage thread; None: the address in `record` stays."""
+        """`find_address` is called every `lost_s`, in a storage thread; None: the address in `record` stays. `on_generation` is
+        called, in such a thread too, when a newer generation is known."""
         self._membership = membership
         self._poll_s = poll_s
         self._lost_s = lost_s
         self._clock = clock
         self._find_address = find_address
+        self._on_generation = on_generation
         self._found_s = clock()
         self.attentive = True  # whether it reads other hosts' records; during training only a group's first host does
         self.hears: tuple[str, ...] = ()
@@ -200,6 +203,7 @@ class HostRegistry:
             if known.newest is None or known.newest.number < newest.number:
                 known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows)
                 self._take_note(replace(known, ends={}, ended_since_s=None))
+        self._on_generation()
 
     def _take_note(self, known: ClusterState) -> None:
         """Publish the new state, with the ends from all records; an end once read stays, whatever a later read shows."""

@@ -101,6 +101,9 @@ class Supervisor:
                 if isinstance(decision, Leave):
                     return self._leave(decision.exit_code, decision.reason)
                 self._act(decision)
+                if isinstance(decision, Join):
+                    # Its workers wait for nothing else.
+                    continue
             self.sleep(_BRIEF_TURN_S if self.clock() < self._hurried_until_s else _TURN_S)
 
     def _exchange_records(self) -> None:

@@ -128,6 +128,7 @@ class WorkerGroup:
         self._run: _Run | None = None
         self._workers: list[WorkerProcess] = []  # all that have been started and are not known to have ended
         self._attaching: list[WorkerProcess] = []  # chosen workers that have not been told yet
+        self._wakes, self._woken = socket.socketpair()
         self.unforked = ""  # why the running workers are no forks; empty if they are
         self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
 
@@ -284,12 +285,20 @@ class WorkerGroup:
         wait_until_gone(self._still_there(), limit_s=limit_s, clock=self._clock)
         self._reap()
 
+    def wake(self) -> None:
+        """End a `wait`, from any thread."""
+        with suppress(OSError):
+            self._wakes.send(b"x", socket.MSG_DONTWAIT)
+
     def wait(self, limit_s: float) -> None:
-        """Wait until a worker or the fork server has something to report, at most for `limit_s`."""
-        sockets = [one.connection for one in self._workers if one.connection.fileno() >= 0]
+        """Wait until a worker or the fork server has something to report, or for `wake`, at most for `limit_s`."""
+        sockets = [self._woken, *(one.connection for one in self._workers if one.connection.fileno() >= 0)]
         if self._channel is not None and self._server is not None and self._server.poll() is None:
             sockets.append(self._channel)
-        if select.select(sockets, [], [], limit_s)[0] and self._channel is not None:
+        ready = select.select(sockets, [], [], limit_s)[0]
+        if self._woken in ready:
+            self._woken.recv(1 << 16)
+        if ready and self._channel is not None:
             self._receive()
 
     def _choose(self, places: Sequence[Mapping[str, str]]) -> dict[int, WorkerProcess]:
