@@ -52,11 +52,12 @@ class BuiltState:
     wrapped: Wrapped
     state: TrainState
     arena: Arena | None = None
+    interval: int = 0  # steps between snapshots, as learned
     finished_step: int = 0  # the newest step that the process has finished
 
 
 def kept(loop: Loop) -> BuiltState:
-    return BuiltState(loop.stepper.wrapped, loop.state, loop.saving.arena, loop.finished_step)
+    return BuiltState(loop.stepper.wrapped, loop.state, loop.saving.arena, loop.saving.interval, loop.finished_step)
 
 
 def build(context: TrainContext, link: SaverLink | None, before: BuiltState | None = None) -> Loop:
@@ -85,7 +86,8 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     in_storage = resume.tier in ("storage", "none")
     synchronous = SynchronousSaving(context, checkpointer, state, comparison, ledger, observer)
     with context.timed("slots"):
-        saving = make_saving(memory, synchronous, in_storage=in_storage, arena=before.arena if before is not None else None)
+        arena, interval = (before.arena, before.interval) if before is not None else (None, 0)
+        saving = make_saving(memory, synchronous, in_storage=in_storage, arena=arena, interval=interval)
     evaluator = None
     if context.samples.held_out is not None and config.train.eval_every_steps:
         evaluator = Evaluator(context, wrapped, context.samples.held_out)

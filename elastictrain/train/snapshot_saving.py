@@ -44,9 +44,10 @@ class SnapshotSaving:
         link: SaverLink,
         *,
         pause_s: float = 0.0,
+        first_interval: int = FIRST,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pause_s`: least time between snapshots whose interval is learned."""
+        """`pause_s`: least time between snapshots whose interval is learned. `first_interval`: this interval at first."""
         self._synchronous = synchronous
         self._context = synchronous.context
         self._snapshots = snapshots
@@ -60,8 +61,9 @@ class SnapshotSaving:
         self._book = SlotBook(snapshots.steps)
         self._rounds = Rounds() if link.replicates else None
         every_steps = self._options.snapshot_every_steps
-        self._cadence = Cadence(len(snapshots.steps), pause_s=pause_s) if every_steps == "auto" else None
-        self._interval = FIRST if every_steps == "auto" else every_steps  # steps between snapshots, as the ranks agree
+        learns = every_steps == "auto"
+        self._cadence = Cadence(len(snapshots.steps), pause_s=pause_s, first=first_interval) if learns else None
+        self._interval = first_interval if every_steps == "auto" else every_steps  # steps between snapshots, as the ranks agree
         self._newest_begun: int | None = None  # step of the newest snapshot, or the one that this generation resumed from
         self._failed_saves = 0  # in a row, as the ranks agree
         self._told_failures = 0  # the same, as rank 0 has reported; flags bring it to the other ranks with a later step
@@ -87,6 +89,10 @@ class SnapshotSaving:
     @property
     def arena(self) -> Arena:
         return self._snapshots.arena
+
+    @property
+    def interval(self) -> int:
+        return self._interval
 
     def first_step_done(self) -> None:
         # Not before: until the first step is done the device has other things to do.

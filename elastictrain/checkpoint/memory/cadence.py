@@ -70,11 +70,12 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 class Cadence:
     """Learns the interval from the durations of steps."""
 
-    def __init__(self, slots: int, *, pause_s: float = 0.0) -> None:
-        """`slots`: snapshots that memory has room for. `pause_s`: least time between two of them."""
+    def __init__(self, slots: int, *, pause_s: float = 0.0, first: int = FIRST) -> None:
+        """`slots`: snapshots that memory has room for. `pause_s`: least time between two of them. `first`: the interval before
+        anything is measured."""
         self._least = least_interval(slots)
         self._pause_s = pause_s
-        self._interval = max(FIRST, self._least)
+        self._interval = max(first, self._least)
         self._num_steps = 0
         self._plain: deque[tuple[int, float]] = deque(maxlen=MOST_PLAIN)  # numbers and durations of steps
         self._costs: deque[tuple[float, ...]] = deque(maxlen=MOST_COSTS)
