@@ -158,11 +158,12 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
     )
 
 
-def what_died(generation: Generation, end: End, *, ended_workers: Mapping[int, int]) -> tuple[str, ...]:
-    """The ranks of host `end.host` that died, by the exit codes of `ended_workers`; else the host that failed or was lost."""
+def what_died(generation: Generation, end: End, *, host: str, ended_workers: Mapping[int, int]) -> tuple[str, ...]:
+    """The ranks of `host` that died, by the exit codes of its `ended_workers`, if it is the one that failed; else the host that
+    failed or was lost."""
     names = {member.host: member.name for member in generation.members}
     name, first = names.get(end.host, end.host), generation.first_rank(end.host)
-    dead = [rank for rank, code in sorted(ended_workers.items()) if code not in _OWN_CODES]
+    dead = [rank for rank, code in sorted(ended_workers.items()) if code not in _OWN_CODES and end.host == host]
     return tuple(f"rank {first + rank} on {name}" for rank in dead) or (names.get(end.lost or end.host, name),)
 
 

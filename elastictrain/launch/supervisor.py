@@ -277,7 +277,7 @@ class Supervisor:
                 end,
                 since=before.since if before is not None else attempt.broken_at or time.time(),
                 times=before.times + 1 if before is not None else 1,
-                lost=what_died(attempt.generation, end, ended_workers=attempt.codes),
+                lost=what_died(attempt.generation, end, host=self.registry.record.host, ended_workers=attempt.codes),
             )
         if self._recovery is None or not self._recovery.in_place:
             self.workers.release()

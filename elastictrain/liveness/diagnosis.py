@@ -19,10 +19,10 @@ LEFT_TO_THE_GUILTY_S = 3.0  # how long waiting ranks leave it to the guilty rank
 _NAMED_AT_MOST = 8
 # Passes alternate within a step, before the phases that follow all passes.
 _IN_PASS = {Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
-_AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3, Phase.END: 4}
+_AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3, Phase.DETACH: 4, Phase.END: 4}
 # The checks of a group run while it is formed.
 _BEFORE_STEPS = {
-    Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
+    Phase.STANDBY: 0, Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
 }  # fmt: skip
 
 LONGEST_TEXT = 200

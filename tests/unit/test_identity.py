@@ -1,10 +1,24 @@
+import json
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.errors import ConfigError
-from elastictrain.identity import Identity, Launcher, pods_without_workers, read_identity
+from elastictrain.identity import (
+    RECOVERY,
+    Identity,
+    Launcher,
+    RecoveryPlan,
+    Rung,
+    pods_without_workers,
+    read_identity,
+)
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "PATH": "/bin"}
 
@@ -110,3 +124,42 @@ def test_a_pod_that_is_a_worker_and_workers_of_torchrun_in_a_pod_are_taken_as_th
     environment = POD | dict(change)
     assert pods_without_workers(environment) == 0
     assert read_identity(environment).world_size == int(environment["WORLD_SIZE"])
+
+
+PLAN = RecoveryPlan("in_place", ("rank 1 on a", "b"), "SIGKILL\n\u2028 'x'", 1_700_000_000.5, 12)
+
+
+def recovery_of(text: str | None) -> RecoveryPlan | None:
+    launcher = read_identity(LAUNCHED | ({} if text is None else {RECOVERY: text})).launcher
+    assert launcher is not None
+    return launcher.recovery
+
+
+@given(
+    st.builds(
+        RecoveryPlan,
+        st.sampled_from(get_args(Rung)),
+        st.lists(st.text(max_size=20), max_size=4).map(tuple),
+        st.text(max_size=200),
+        st.floats(0, 2e9),
+        st.integers(0, 1 << 40),
+    )
+)
+def test_a_plan_of_recovery_comes_through_the_environment(plan: RecoveryPlan) -> None:
+    text = encode_record(plan).decode()
+    assert "\0" not in text, "no environment could hold it"
+    assert recovery_of(text) == plan
+
+
+def test_a_plan_of_an_older_launcher_lacks_the_step() -> None:
+    fields = json.loads(encode_record(PLAN))
+    del fields["step"]
+    assert recovery_of(json.dumps(fields)) == replace(PLAN, step=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "{", "[]", "null", "7", encode_record(PLAN).decode()[:-1], encode_record(replace(PLAN, rung="?")).decode()],  # type: ignore[arg-type]
+)
+def test_a_plan_that_is_missing_or_garbled_is_none(text: str | None) -> None:
+    assert recovery_of(text) is None

@@ -4,7 +4,7 @@ import re
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +69,12 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     done = Launch()
 
     class WorkerGroup:
+        def __init__(self, arguments: Sequence[str]) -> None:
+            self.arguments = arguments
+
+        def wait(self, limit_s: float) -> None:
+            done.calls.append(f"wait {limit_s:g}")
+
         def prepare(self) -> None:
             done.calls.append("prepare")
 
@@ -196,7 +202,10 @@ def test_what_is_put_together(
     (parts,) = launch.parts
     assert launch.calls == ["notice 30", "listen", "prepare", "run True", "close"]
     assert not parts.folder.exists()
-    assert parts.run_arguments == tuple(arguments)
+    assert parts.run_arguments == tuple(arguments) == parts.workers.arguments
+    # Between two turns it listens to its workers.
+    parts.sleep(0.25)
+    assert launch.calls.pop() == "wait 0.25"
     assert parts.expected_hosts == 4
     assert parts.stop_request() is None
     assert (parts.check_host(), parts.committed_step()) == ("", 0)

@@ -142,6 +142,11 @@ class FakeWorkers:
     ended: WorkersEnd | None = None
     unforked: str = ""
     failed: dict[int, int] = field(default_factory=dict)
+    reused: bool = False
+    silent: list[int] = field(default_factory=list)
+    attached: bool = True
+    standbys: list[Mapping[str, str]] = field(default_factory=list)
+    """The ranks that were likely for each of them."""
 
     def prepare(self) -> None:
         self.diary.note("prepare")
@@ -156,6 +161,20 @@ class FakeWorkers:
         assert self.running
         self.running = self.ended is None
         return self.ended
+
+    def detach(self, reason: str) -> None:
+        assert self.running
+        assert reason
+        self.diary.note("detach")
+
+    def release(self) -> None:
+        assert not self.running
+        self.diary.note("release")
+
+    def keep_standby(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        assert self.running
+        assert arguments == self.orders[-1][0]
+        self.standbys.append(environment)
 
     def ask_to_stop(self) -> None:
         self.diary.note("ask")

@@ -1,7 +1,11 @@
+import json
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
+from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +21,10 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.fault.reasons import NO_RANK, Reason
-from elastictrain.launch.attempt import judge_end
+from elastictrain.launch.attempt import Attempt, judge_end, what_died
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationMember
 from elastictrain.launch.worker_group import WorkersEnd
-from tests.unit.launch.membership.made import generation
+from tests.unit.launch.membership.made import end, generation
 
 CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
 NOTICED = (EXIT_TRANSPORT, EXIT_STOPPED)
@@ -176,3 +180,156 @@ def test_a_failure_never_looks_like_a_success(reasons: list[Reason], codes: dict
     assert (found.kind is EndKind.DONE) == (code == 0)
     assert (found.exit_code == 0) == (code == 0)
     assert found.reason
+
+
+DETACHED_S, ALONE_S, ASKED_S = 2.5, 0.5, 30.0
+OURS = (0, EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE, EXIT_STOPPED)
+DEATHS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM, 1, 137, 255)
+
+
+def attempt(folder: Path = Path("/nowhere"), *, hosts: int = 1) -> Attempt:
+    members = tuple(GenerationMember(host, host, "10.0.0.1", 1, 2) for host in "abc"[:hosts])
+    return Attempt(generation=replace(generation(7, "a"), members=members), folder=folder, joined_s=0.0)
+
+
+def times(one: Attempt) -> tuple[float, float, float]:
+    return one.detach_s, one.ask_s, one.kill_s
+
+
+class TestLosingWorkers:
+    @pytest.mark.parametrize("code", OURS)
+    def test_the_others_have_the_time_to_find_and_report_the_same_error(self, code: int) -> None:
+        one = attempt()
+        one.lose_worker({0: code}, now_s=100.0)
+        assert times(one) == (inf, 100.0 + ALONE_S, 100.0 + ALONE_S + ASKED_S)
+        assert not one.broken_off
+
+    @pytest.mark.parametrize("code", [*DEATHS, EXIT_TRANSPORT])
+    def test_a_death_or_a_broken_group_leaves_nothing_to_wait_for(self, code: int) -> None:
+        before = time.time()
+        one = attempt()
+        one.lose_worker({0: code}, now_s=100.0)
+        assert times(one) == (100.0, inf, 100.0 + DETACHED_S)
+        assert one.broken_off
+        assert before <= one.broken_at <= time.time()
+
+    @pytest.mark.parametrize("death", DEATHS)
+    @pytest.mark.parametrize("code", OURS)
+    def test_a_death_counts_beside_any_code(self, code: int, death: int) -> None:
+        one = attempt()
+        one.lose_worker({0: code, 1: death}, now_s=100.0)
+        assert times(one) == (100.0, inf, 100.0 + DETACHED_S)
+
+    @given(st.lists(st.tuples(st.sampled_from([*OURS, *DEATHS, EXIT_TRANSPORT]), st.floats(0.0, 50.0)), max_size=8))
+    def test_however_often_it_is_said_no_time_is_put_off(self, told: list[tuple[int, float]]) -> None:
+        one, now_s, before = attempt(), 0.0, (inf, inf, inf)
+        for code, later_s in told:
+            now_s += later_s
+            was_broken_off, broken_at = one.broken_off, one.broken_at
+            one.lose_worker({0: code}, now_s=now_s)
+            assert all(new <= old for new, old in zip(times(one), before, strict=True))
+            assert one.broken_off >= was_broken_off
+            assert not was_broken_off or one.broken_at == broken_at
+            before = times(one)
+
+    def test_an_error_after_the_group_was_broken_brings_no_workers_back(self) -> None:
+        one = attempt()
+        one.break_off(now_s=100.0)
+        # The supervisor has carried it out.
+        one.detach_s = inf
+        one.lose_worker({0: -9}, now_s=101.0)
+        one.break_off(now_s=102.0)
+        assert (one.detach_s, one.kill_s) == (inf, 100.0 + DETACHED_S), "they are told once"
+
+    def test_who_was_asked_for_longer_is_killed_with_the_broken_group(self) -> None:
+        one = attempt()
+        one.lose_worker({0: EXIT_BUG}, now_s=100.0)
+        one.lose_worker({0: EXIT_BUG, 1: -9}, now_s=101.0)
+        assert times(one) == (101.0, 100.0 + ALONE_S, 101.0 + DETACHED_S)
+
+
+class TestFinishing:
+    def finish(self, one: Attempt, *, at_once: bool, now_s: float = 100.0, deadline_s: float | None = None) -> bool:
+        asked = end("b", EndKind.FAILED if at_once else EndKind.LEAVING, 70, number=7)
+        return one.finish(asked, at_once=at_once, now_s=now_s, stop_limit_s=40.0, deadline_s=deadline_s)
+
+    def test_at_once_workers_detach_and_are_not_asked(self, tmp_path: Path) -> None:
+        one = attempt(tmp_path)
+        assert self.finish(one, at_once=True)
+        assert times(one) == (100.0, inf, 100.0 + DETACHED_S)
+        assert list(tmp_path.iterdir()) == []
+        assert not self.finish(one, at_once=True, now_s=105.0)
+        assert one.kill_s == 100.0 + DETACHED_S
+
+    def test_in_order_they_are_asked_and_keep_their_group(self, tmp_path: Path) -> None:
+        one = attempt(tmp_path)
+        assert self.finish(one, at_once=False)
+        assert times(one) == (inf, 100.0, 140.0)
+        assert not one.broken_off
+        assert json.loads((tmp_path / "stop.json").read_text())["deadline"] == pytest.approx(time.time() + 40.0, abs=5.0)
+
+    def test_an_orderly_end_is_cut_short(self, tmp_path: Path) -> None:
+        one = attempt(tmp_path)
+        self.finish(one, at_once=False)
+        first = one.asked
+        assert not self.finish(one, at_once=True, now_s=110.0)
+        assert times(one) == (110.0, 100.0, 110.0 + DETACHED_S)
+        assert one.asked is first, "the first end explains the generation"
+
+    def test_a_deadline_before_that_stays(self, tmp_path: Path) -> None:
+        one = attempt(tmp_path)
+        self.finish(one, at_once=False, deadline_s=101.0)
+        self.finish(one, at_once=True, now_s=100.5, deadline_s=101.0)
+        assert one.kill_s == 101.0
+
+
+REUSED_S, IN_PLACE_S, SEVERAL_S, MARGIN_S = 10.0, 10.0, 30.0, 10.0
+
+
+class TestBeingLate:
+    @pytest.mark.parametrize("hosts", [1, 2])
+    @pytest.mark.parametrize("in_place", [False, True])
+    @pytest.mark.parametrize("reused", [False, True])
+    def test_limits_until_the_groups_are_made(self, reused: bool, in_place: bool, hosts: int) -> None:
+        one = attempt(hosts=hosts)
+        assert not one.late(now_s=1e9, silent=[0, 1], attached=False), "nothing was started"
+        one.start(now_s=100.0, reused=reused, in_place=in_place, init_timeout_s=200.0)
+        assert one.started
+        met_s = 100.0 + (REUSED_S if reused else 200.0 + MARGIN_S)
+        made_s = met_s + (SEVERAL_S if hosts > 1 else IN_PLACE_S) if in_place else inf
+        assert not one.late(now_s=met_s - 0.1, silent=[0, 1], attached=False)
+        assert "1" in one.late(now_s=met_s, silent=[1], attached=False)
+        assert not one.late(now_s=met_s, silent=[], attached=False)
+        assert bool(one.late(now_s=1e9, silent=[], attached=False)) == in_place
+        if in_place:
+            assert not one.late(now_s=made_s - 0.1, silent=[], attached=False)
+            assert one.late(now_s=made_s, silent=[], attached=False)
+        assert not one.late(now_s=1e9, silent=[], attached=True)
+
+    def test_an_end_that_is_under_way_needs_no_other_reason(self, tmp_path: Path) -> None:
+        one = attempt(tmp_path)
+        one.start(now_s=0.0, reused=True, in_place=True, init_timeout_s=1.0)
+        one.finish(end("a", EndKind.GROW), at_once=False, now_s=1.0, stop_limit_s=40.0, deadline_s=None)
+        assert not one.late(now_s=1e9, silent=[0], attached=False)
+
+
+def died(last: End, codes: Mapping[int, int], *, before: int = 3) -> tuple[str, ...]:
+    return what_died(three_hosts(before), last, host="a-1", ended_workers=codes)
+
+
+def test_what_died_are_the_ranks_whose_codes_are_none_of_ours() -> None:
+    last = end("a-1", EndKind.FAILED, 137)
+    assert died(last, {1: -9, 0: 1, 2: EXIT_TRANSPORT, 3: EXIT_BUG}) == ("rank 3 on a", "rank 4 on a")
+
+
+def test_without_a_death_here_the_host_that_failed_or_was_lost_is_named() -> None:
+    assert died(end("b-1", EndKind.FAILED, 70), {0: EXIT_TRANSPORT}) == ("b",)
+    assert died(end("a-1", EndKind.LOST, lost="c-1"), {0: EXIT_TRANSPORT}) == ("c",)
+    assert died(end("a-1", EndKind.FAILED, 70), {}) == ("a",)
+    assert died(end("nobody", EndKind.FAILED, 70), {}) == ("nobody",)
+
+
+@pytest.mark.parametrize("code", DEATHS)
+def test_a_death_here_is_no_death_on_the_host_that_failed(code: int) -> None:
+    """Local ranks are this host's: a worker that was killed here because another host failed is not one of its ranks."""
+    assert died(end("b-1", EndKind.FAILED, 70), {0: code}) == ("b",)

@@ -20,6 +20,7 @@ from tests.unit.launch.supervised import FakeSaverProcess, SupervisedHost
 
 RETRY_S = 20.0
 STOP_LIMIT_S = 7.0
+DETACHED_S = 2.5
 SHORT = FaultGroup(save_timeout_s=5.0, shutdown_grace_s=2.0)
 GROWING = LaunchGroup(grow_every_s=0.0, grow_after_s=0.0)
 PORT = 4711
@@ -355,13 +356,16 @@ class TestWaitingForTheSaver:
 
 
 class TestNothingToSave:
-    def test_workers_of_a_broken_group_are_killed_unasked(self, host: SupervisedHost) -> None:
+    def test_workers_of_a_broken_group_are_detached_and_not_asked_and_who_does_not_obey_is_killed(
+        self, host: SupervisedHost
+    ) -> None:
         host.run_workers(generation(1, "ab"))
         host.learn(ends=[end("b", EndKind.FAILED, 70)])
         broken_s = host.diary.elapsed_s
         assert host.go(10.0) is None
         assert host.diary.when("ask") == []
-        assert host.diary.when("kill") == near(broken_s + 1.5)
+        assert host.diary.when("detach") == near(broken_s)
+        assert host.diary.when("kill") == near(broken_s + DETACHED_S)
         assert not (host.folder_of(1) / "stop.json").exists()
         assert ends_of(host.registry.posts) == []
         assert recorded_ends(host) == [(1, "failed")]
@@ -396,7 +400,8 @@ class TestNothingToSave:
         host.learn(ends=[end("b", EndKind.FAILED, 70)])
         broken_s = host.diary.elapsed_s
         assert host.go(10.0) == (75 if why == "leaving" else None)
-        assert host.diary.when("kill") == near(broken_s + 1.5)
+        assert host.diary.when("detach") == near(broken_s)
+        assert host.diary.when("kill") == near(broken_s + DETACHED_S)
         kind = EndKind.LEAVING if why == "leaving" else EndKind.GROW
         assert [one for one, *_ in ends_of(host.registry.posts)] == [kind]
 
@@ -596,15 +601,28 @@ class TestRestartCost:
         assert self.grow(host) == (13, 26)
 
 
-def test_workers_that_have_lost_one_have_half_a_second_before_they_are_asked_and_half_a_minute_before_they_are_killed(
-    host: SupervisedHost,
+@pytest.mark.parametrize("codes", [{1: -9}, {1: 71}, {0: 70, 1: -9}, {1: 1}], ids=str)
+def test_workers_that_have_lost_one_are_detached_at_once(codes: dict[int, int], host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    lost_s = host.diary.elapsed_s
+    host.workers.failed = codes
+    assert host.go(10.0) is None
+    assert host.diary.when("detach") == near(lost_s)
+    assert host.diary.when("kill") == near(lost_s + DETACHED_S)
+    # A SIGTERM would have them save what they cannot save.
+    assert host.diary.when("ask") == []
+
+
+@pytest.mark.parametrize("code", [64, 69, 70, 74, 75, 78])
+def test_workers_have_half_a_second_to_find_the_error_of_one_and_half_a_minute_before_they_are_killed(
+    code: int, host: SupervisedHost
 ) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = {1: -9}
+    host.workers.failed = {1: code}
     assert host.go(30.0) is None
     assert host.diary.when("ask")[:1] == near(lost_s + 0.5)
-    assert host.diary.when("kill") == []
+    assert host.diary.order("detach", "kill") == []
     assert host.go(2.0) is None
     assert host.diary.when("kill") == near(lost_s + 30.5)
 
@@ -612,7 +630,7 @@ def test_workers_that_have_lost_one_have_half_a_second_before_they_are_asked_and
 def test_what_is_left_to_workers_that_have_lost_one_is_not_more_when_this_host_is_to_leave(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = {1: -9}
+    host.workers.failed = {1: 70}
     assert host.go(0.2) is None
     host.ask(notice_s=600.0)
     assert host.go(60.0) is not None or host.diary.when("kill")

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastictrain.identity import Identity, Launcher, read_identity
+from elastictrain.identity import Identity, Launcher, RecoveryPlan, read_identity
 from elastictrain.launch.membership.records import Generation, GenerationMember
 from elastictrain.launch.worker_group import plan_workers
 from tests.unit.launch.membership.made import generation
@@ -44,6 +44,7 @@ def test_the_workers_of_the_second_host() -> None:
         "ELASTICTRAIN_RESTARTED": "1",
         "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-7",
         "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
+        "ELASTICTRAIN_RECOVERY": "",
     }
 
 
@@ -65,3 +66,12 @@ def test_workers_know_who_they_are_and_their_launcher(restarted: bool) -> None:
     identity = read_identity(plan(group(A, B), restarted=restarted)[0])
     launcher = Launcher(77, 7, restarted, "/tmp/x/generation-7")
     assert identity == Identity(8, 10, 0, 2, identity.host, launched=True, launcher=launcher)
+
+
+def test_workers_know_how_they_follow_a_failure() -> None:
+    recovery = RecoveryPlan("in_place", ("rank 9 on b",), "it was killed\nby 'somebody'", 1_700_000_000.25, 12)
+    environments = plan_workers(group(A, B), "b-1", folder="/tmp/x", pid=77, restarted=True, recovery=recovery)
+    for environment in environments:
+        launcher = read_identity(environment).launcher
+        assert launcher is not None
+        assert launcher.recovery == recovery

@@ -11,7 +11,17 @@ from elastictrain.config.composed import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
 from elastictrain.liveness.progress import ENOUGH_STEPS, WINDOW_STEPS, Phase, ProgressMark, ProgressTracker
-from elastictrain.liveness.watchdog import LOST_PATIENCE_S, LostPeer, Others, Overdue, Watchdog, bound_s, judge, limit_s
+from elastictrain.liveness.watchdog import (
+    LAUNCHER_PATIENCE_S,
+    LOST_PATIENCE_S,
+    LostPeer,
+    Others,
+    Overdue,
+    Watchdog,
+    bound_s,
+    judge,
+    limit_s,
+)
 
 OPTIONS = FaultGroup(
     rendezvous_timeout_s=100.0, init_timeout_s=200.0, step_timeout_s=40.0, save_timeout_s=400.0, shutdown_grace_s=10.0
@@ -19,7 +29,7 @@ OPTIONS = FaultGroup(
 STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.UPDATE, Phase.EVAL)
 BEFORE = (Phase.START, Phase.GROUP, Phase.BUILD, Phase.RESTORE)
 
-phases = st.sampled_from(list(Phase))
+phases = st.sampled_from([phase for phase in Phase if phase is not Phase.STANDBY])
 seconds = st.floats(0.0, 1000.0)
 
 
@@ -44,6 +54,8 @@ def test_other_phases_have_bounds_of_their_own(first_step_done: bool) -> None:
     assert bound_s(mark_of(Phase.RENDEZVOUS, first_step_done=first_step_done), OPTIONS) == 105.0
     assert bound_s(mark_of(Phase.SAVE, first_step_done=first_step_done), OPTIONS) == 400.0
     assert bound_s(mark_of(Phase.END, first_step_done=first_step_done), OPTIONS) == 10.0
+    assert bound_s(mark_of(Phase.DETACH, first_step_done=first_step_done), OPTIONS) == 10.0
+    assert bound_s(mark_of(Phase.STANDBY, first_step_done=first_step_done), OPTIONS) == math.inf
     for phase in BEFORE:
         assert bound_s(mark_of(phase, first_step_done=first_step_done), OPTIONS) == 200.0
 
@@ -173,7 +185,17 @@ def test_a_closed_watchdog_ends_nobody() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.END])
+@given(since_s=seconds, first=st.booleans(), waited_s=st.floats(0.0, 1e9), asked=st.booleans(), lost=st.booleans())
+def test_a_process_that_waits_for_a_rank_is_never_ended(
+    since_s: float, first: bool, waited_s: float, asked: bool, lost: bool
+) -> None:
+    mark, now_s = mark_of(Phase.STANDBY, since_s=since_s, first_step_done=first), since_s + waited_s
+    stop = StopRequest("SIGTERM", since_s) if asked else None
+    others = Others(LostPeer("rank 1 of this host", since_s) if lost else None)
+    assert judge(mark, now_s=now_s, stop=stop, options=OPTIONS, others=others) is None
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.STANDBY, Phase.DETACH, Phase.END)])
 def test_a_process_does_not_wait_for_one_that_is_gone(phase: Phase) -> None:
     mark, lost = mark_of(phase), LostPeer("rank 1 of this host", 5.0)
     assert judge(mark, now_s=5.0 + LOST_PATIENCE_S, stop=None, options=OPTIONS, others=Others(lost)) is None
@@ -189,9 +211,20 @@ def test_where_no_collective_notices_it_nobody_is_waited_for() -> None:
     assert judge(mark_of(Phase.REDUCE), now_s=5.01, stop=None, options=OPTIONS, others=Others(lost)) is not None
 
 
-def test_at_the_end_of_a_run_others_leave_first() -> None:
-    lost = LostPeer("rank 1 of this host", 0.0)
-    assert judge(mark_of(Phase.END), now_s=9.9, stop=None, options=OPTIONS, others=Others(lost)) is None
+@pytest.mark.parametrize("phase", [Phase.DETACH, Phase.END])
+def test_who_leaves_a_group_waits_for_nobody_in_it(phase: Phase) -> None:
+    lost, stop = LostPeer("rank 1 of this host", 0.0), StopRequest("SIGTERM", 0.0)
+    assert judge(mark_of(phase), now_s=9.9, stop=stop, options=OPTIONS, others=Others(lost)) is None
+    assert judge(mark_of(phase), now_s=10.1, stop=None, options=OPTIONS, others=Others(lost)) is not None
+
+
+def test_a_lost_rank_is_left_to_a_launcher_for_longer() -> None:
+    lost = LostPeer("rank 1 of this host", 5.0, patience_s=LAUNCHER_PATIENCE_S)
+    mark = mark_of(Phase.REDUCE)
+    assert judge(mark, now_s=5.0 + LAUNCHER_PATIENCE_S, stop=None, options=OPTIONS, others=Others(lost)) is None
+    overdue = judge(mark, now_s=5.1 + LAUNCHER_PATIENCE_S, stop=None, options=OPTIONS, others=Others(lost))
+    assert overdue is not None
+    assert overdue.exit_code == EXIT_TRANSPORT
 
 
 def test_the_watchdog_ends_a_process_whose_peer_is_gone() -> None:

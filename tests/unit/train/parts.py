@@ -52,6 +52,7 @@ def context_of(**parts: object) -> TrainContext:
         "journal": SimpleNamespace(record=lambda event: None, flush=lambda: None),
         "job": SimpleNamespace(committed=lambda step: None),
         "left_s": lambda: None,
+        "check_attached": lambda: None,
     }
     return cast(TrainContext, SimpleNamespace(**{**usual, **parts}))
 

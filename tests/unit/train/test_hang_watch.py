@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +12,12 @@ import pytest
 
 from elastictrain.config.composed import FaultGroup
 from elastictrain.events import Event, Hang
-from elastictrain.identity import Identity
+from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness import monitor_client
 from elastictrain.liveness.monitor_client import RankMonitorClient
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.stacks import STACKS_SIGNAL
-from elastictrain.liveness.watchdog import LOST_PATIENCE_S, Others, Overdue
+from elastictrain.liveness.watchdog import LAUNCHER_PATIENCE_S, LOST_PATIENCE_S, Others, Overdue
 from elastictrain.train import hang_watch as module
 from elastictrain.train.hang_watch import HangWatch
 
@@ -97,6 +98,17 @@ def test_a_lost_peer_is_noticed_by_the_collectives_of_some_backends(backend: str
     lost = hangs.others().lost
     assert lost is not None
     assert (lost.since_s, lost.patience_s, "0" in lost.name) == (5.0, patience_s, True)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_where_a_launcher_frees_this_process_it_gets_the_time_to(backend: str, tmp_path: Path) -> None:
+    launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path))
+    config = SimpleNamespace(fault=FaultGroup())
+    hangs = HangWatch(config, replace(ALONE, launched=True, launcher=launcher), ProgressTracker())  # type: ignore[arg-type]
+    hangs.group_formed(backend, SimpleNamespace(lost=(0, 5.0)))  # type: ignore[arg-type]
+    lost = hangs.others().lost
+    assert lost is not None
+    assert (lost.since_s, lost.patience_s) == (5.0, LAUNCHER_PATIENCE_S)
 
 
 class NoPeerMonitor:
