@@ -35,6 +35,13 @@ class Introduced(msgspec.Struct, tag="introduced", frozen=True):
     """From a worker: it has checked what it can check alone, and goes to meet the other ranks."""
 
 
+class Monitored(msgspec.Struct, tag="monitored", frozen=True):
+    """From the first worker of a host: from now on the launcher must watch this generation's workers."""
+
+    folder: str  # with their progress files
+    facts: str  # a `liveness.monitor_client.MonitoredHost`
+
+
 class Attached(msgspec.Struct, tag="attached", frozen=True):
     """From a worker: its groups are made."""
 
@@ -48,7 +55,7 @@ class Detached(msgspec.Struct, tag="detached", frozen=True):
 
 
 ToWorker = Attach | Detach
-FromWorker = Introduced | Attached | Detached
+FromWorker = Introduced | Monitored | Attached | Detached
 
 
 class Lines:

@@ -1,6 +1,8 @@
 """One worker as its launcher sees it: what the fork server and the worker itself report of it."""
 
+import json
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -8,7 +10,20 @@ from dataclasses import dataclass, field
 import msgspec
 import psutil
 
-from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, FromWorker, Introduced, Lines, encode_line
+from elastictrain.bounded_json import as_record
+from elastictrain.fault.launcher_channel import (
+    Attach,
+    Attached,
+    Detach,
+    Detached,
+    FromWorker,
+    Introduced,
+    Lines,
+    Monitored,
+    encode_line,
+)
+from elastictrain.liveness.__main__ import monitor
+from elastictrain.liveness.monitor_client import MonitoredHost
 
 # What a worker is built for; everything else about its rank may change from one generation to the next.
 _BUILT_FOR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -67,6 +82,8 @@ class WorkerProcess:
                     match message:
                         case Introduced():
                             self.introduced = True
+                        case Monitored(folder, facts):
+                            _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
                         case Detached(exit_code):
@@ -79,3 +96,10 @@ class WorkerProcess:
         # A worker that does not read, or has ended, is noticed otherwise.
         with suppress(OSError):
             self.connection.send(encode_line(message), socket.MSG_DONTWAIT)
+
+
+def _start_monitor(folder: str, facts: str) -> None:
+    """Watch the workers of a generation in a thread, which ends with the last of them."""
+    # json.loads keeps paths that are not UTF-8; `parse_record` would refuse them.
+    arguments = (folder, as_record(json.loads(facts), MonitoredHost))
+    threading.Thread(target=monitor, args=arguments, name="rank-monitor", daemon=True).start()

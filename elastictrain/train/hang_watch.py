@@ -2,13 +2,16 @@
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.events import Hang
+from elastictrain.fault.launcher_channel import Monitored
 from elastictrain.identity import Identity
 from elastictrain.liveness.diagnosis import Entered, RankStatus, diagnose, last_entered, paragraph
 from elastictrain.liveness.heartbeats import PeerMonitor
@@ -40,8 +43,9 @@ class HangWatch:
         self._traced: tuple[ProgressMark, str] | None = None
         self._hang: tuple[Hang, str] | None = None  # the hang that ends this rank, and the stacks of this host's ranks
 
-    def begin(self, context: TrainContext) -> None:
-        """Start after the ranks have met. A process that no one would restart is not monitored."""
+    def begin(self, context: TrainContext, *, tell: Callable[[Monitored], None] = lambda _: None) -> None:
+        """Start after the ranks have met. A process that no one would restart is not monitored. `tell` sends a message to the
+        launcher, if there is one: it monitors the workers of its host itself."""
         self._context = context
         if not self._identity.launched:
             return
@@ -61,13 +65,15 @@ class HangWatch:
             with ExitStack() as undo:
                 monitor_client = RankMonitorClient(facts, rank=identity.rank, options=config.fault)
                 undo.callback(monitor_client.close)
-                if identity.local_rank == 0:
+                if identity.local_rank == 0 and identity.launcher is None:
                     monitor_client.start_monitor()
                 undo.pop_all()
         except OSError as error:
             logger.warning("no rank monitor (%s): a hang that holds the interpreter lock will not be ended", error)
             return
         self._monitor_client = monitor_client
+        if identity.local_rank == 0:
+            tell(Monitored(monitor_client.folder, encode_record(facts).decode()))
         self._tracker.follow(self._on_mark)
 
     def group_formed(self, backend: str, link: SaverLink | None) -> None:

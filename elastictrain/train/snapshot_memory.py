@@ -172,7 +172,12 @@ def _roster(rows: Sequence[tuple[str, str, str, int, int]]) -> tuple[Peer, ...]:
 
 
 def make_saving(
-    memory: SnapshotMemory | None, synchronous: SynchronousSaving, *, in_storage: bool, arena: Arena | None = None, interval: int = 0
+    memory: SnapshotMemory | None,
+    synchronous: SynchronousSaving,
+    *,
+    in_storage: bool,
+    arena: Arena | None = None,
+    interval: int = 0,
 ) -> Saving:
     """Allocate snapshot slots where all hosts have room; else training waits for checkpoints. Collective: yes. `in_storage`:
     storage has the restored state, or there is none. A state that only memory holds stays there until it is durable. `arena`:

@@ -13,7 +13,7 @@ from elastictrain.distributed.group import leave
 from elastictrain.distributed.reattach import detach, forget_step
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.fault.exits import follow_parent
-from elastictrain.fault.launcher_channel import Attached, Detached, Introduced, LauncherChannel
+from elastictrain.fault.launcher_channel import Attached, Detached, FromWorker, Introduced, LauncherChannel
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
@@ -139,13 +139,12 @@ class Worker:
         context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone()
         if before is None:
             claim_memory(context)
-        if self.channel is not None:
-            self.channel.send(Introduced())
+        self._tell(Introduced())
         finished = before.finished_step if before is not None else 0
         meet(context, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
         report.context = context
         self.prefix.incarnation = context.generation.name
-        report.hangs.begin(context)
+        report.hangs.begin(context, tell=self._tell)
         form_group(context)
         if self.channel is not None:
             self.channel.on_detach(self._abort)
@@ -169,6 +168,11 @@ class Worker:
         report.hangs.close()
         context.journal.close()
         return code
+
+    def _tell(self, message: FromWorker) -> None:
+        """Send a message to the launcher, if there is one."""
+        if self.channel is not None:
+            self.channel.send(message)
 
     def _abort(self) -> None:
         """Called by the channel's thread when the launcher ends the generation: free the main thread from what it waits for."""
