@@ -36,6 +36,7 @@ from elastictrain.errors import ElasticTrainError
 
 _logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
+_RELEASE_TIMEOUT_S = 1.0  # a reader that takes longer is not waited for: the processes are started anew
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # One in work and one waiting: few enough that neither side ever blocks on a full pipe.
@@ -57,17 +58,25 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Dataset, planned: Iterator[Pass], *, workers: int, prefetch: int, pin_memory: bool = False
+        self,
+        dataset: Dataset,
+        planned: Iterator[Pass],
+        *,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool = False,
+        pool: "WorkerPool | None" = None,
     ) -> None:
         """`workers`: processes that read, 0 for a thread of this one; `prefetch`: most micro-batches that wait to be taken.
 
-        `pin_memory`: batches are copied to page-locked memory, from which a GPU can fetch them while it computes.
+        `pin_memory`: batches are copied to page-locked memory, from which a GPU can fetch them while it computes. `pool`: the
+        processes of another loader of this dataset, which has been `release`d.
         """
         self._dataset = dataset
         self._passes = planned
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._pool = WorkerPool(dataset, num_workers=workers) if workers else None
+        self._pool = pool or (WorkerPool(dataset, num_workers=workers) if workers else None)
         self._changed = Condition()
         self._ready: deque[MicroBatch] = deque()
         self._error: BaseException | None = None
@@ -100,29 +109,51 @@ class Loader:
 
     def close(self) -> None:
         """Stop reading; end the processes, and the thread unless the data set hangs. May be called again."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self.interrupt()
         if self._pool is not None:
+            # This wakes a thread that waits for them.
             self._pool.kill()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 _logger.warning("the data set returns no sample for %.0f s; its thread is left behind", _CLOSE_TIMEOUT_S)
+        if self._pool is not None and (self._thread is None or not self._thread.is_alive()):
+            self._pool.close()
         self._ready.clear()
         atexit.unregister(self.close)
+
+    def interrupt(self) -> None:
+        """Have `next` raise, in any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def release(self) -> "WorkerPool | None":
+        """Stop reading, and return the processes for another loader of the dataset; None if there are none that are well."""
+        pool, self._pool = self._pool, None
+        self.interrupt()
+        if self._thread is not None:
+            self._thread.join(_RELEASE_TIMEOUT_S)
+        if pool is not None and (self._thread is None or self._thread.is_alive() or self._error is not None):
+            pool.kill()
+            pool = None
+        self.close()
+        return pool
 
     def _start(self) -> None:
         if self._thread is None and not self._closed:
             # At exit, multiprocessing would wait for ever for workers that ignore its SIGTERM: they must end before.
             atexit.register(self.close)
+            if self._pool is not None:
+                self._pool.start()
             self._thread = Thread(target=self._run, name="data-read-ahead", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         here = ((planned, read_batch(self._dataset, planned.sample_ids)) for planned in self._passes)
+        pool = self._pool
         try:
-            for planned, batch in here if self._pool is None else self._pool.read(self._passes):
+            for planned, batch in here if pool is None else pool.read(self._passes):
                 ready = {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
                 with self._changed:
                     self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._closed)
@@ -134,8 +165,6 @@ class Loader:
         except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:
-            if self._pool is not None:
-                self._pool.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
@@ -160,54 +189,65 @@ _Worker = tuple[SpawnProcess, Connection]
 
 
 class WorkerPool:
-    """Workers of one loader. One thread, which the workers do not outlive, calls everything except `kill`."""
+    """Workers of one loader after the other. The kernel ends them with the thread that has called `start`. One thread at a time
+    calls everything else, except `kill`."""
 
     def __init__(self, dataset: Dataset, *, num_workers: int) -> None:
         self._dataset = dataset
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
+        self._asked: deque[_Worker] = deque()  # workers that have not answered yet, in the order of the answers
         self._lock = Lock()
         self._killed = False
 
     def read(self, passes: Iterator[Pass]) -> Iterator[tuple[Pass, Batch]]:
         """Yield batches in order; workers take turns. Raises: the data set's error; ElasticTrainError if a worker died."""
-        if not self._start():
+        if not self.start():
             return
-        in_flight: deque[tuple[Pass, _Worker]] = deque()
+        # What another loader has asked for, and not taken.
+        while self._asked:
+            self._receive()
+        in_flight: deque[Pass] = deque()
         for number, planned in enumerate(passes):
             if len(in_flight) == _PER_WORKER * self._num_workers:
-                first, worker = in_flight.popleft()
-                yield first, self._receive(worker)
+                yield in_flight.popleft(), self._receive()
             worker = self._workers[number % self._num_workers]
             with suppress(OSError):  # the wait for its answer reports a dead worker
                 worker[1].send(planned.sample_ids)
-            in_flight.append((planned, worker))
-        for first, worker in in_flight:
-            yield first, self._receive(worker)
+            in_flight.append(planned)
+            self._asked.append(worker)
+        while in_flight:
+            yield in_flight.popleft(), self._receive()
 
-    def _start(self) -> bool:
-        """Start the workers; False if `kill` came first."""
+    def start(self) -> bool:
+        """Start the workers, unless they run already; False if `kill` came first."""
+        if self._workers:
+            return not self._killed
         # Python 3.11 unblocks SIGINT and SIGTERM in the calling thread when it starts its resource tracker: start that first.
         resource_tracker.ensure_running()
         # Workers inherit the mask: a SIGTERM to the whole process group cannot kill one that is still starting.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         # Forking would copy the trainer's CUDA context, threads, sockets and signal handlers into every worker.
         context = multiprocessing.get_context("spawn")
-        for number in range(self._num_workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(self._dataset, theirs, os.getpid()), name=f"data-worker-{number}", daemon=True
-            )
-            with self._lock:
-                if self._killed:
-                    return False
-                process.start()
-                self._workers.append((process, ours))
-            theirs.close()
+        try:
+            for number in range(self._num_workers):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(self._dataset, theirs, os.getpid()), name=f"data-worker-{number}", daemon=True
+                )
+                with self._lock:
+                    if self._killed:
+                        return False
+                    process.start()
+                    self._workers.append((process, ours))
+                theirs.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return True
 
-    def _receive(self, worker: _Worker) -> Batch:
-        process, connection = worker
+    def _receive(self) -> Batch:
+        """The answer that is due next."""
+        process, connection = self._asked.popleft()
         # Wait for the end of the process, not only of the connection: a child of the worker may hold that open.
         ready = wait([connection, process.sentinel])
         try:

@@ -19,7 +19,7 @@ from elastictrain.checkpoint.signing import proof_of
 from elastictrain.config.digest import config_digest
 from elastictrain.data.assignment import Share, passes
 from elastictrain.data.ledger import Ledger
-from elastictrain.data.loader import Loader
+from elastictrain.data.loader import Loader, WorkerPool
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.reattach import reattach
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape, share_copies
@@ -52,12 +52,17 @@ class BuiltState:
     wrapped: Wrapped
     state: TrainState
     arena: Arena | None = None
+    pool: WorkerPool | None = None  # data workers
     interval: int = 0  # steps between snapshots, as learned
     finished_step: int = 0  # the newest step that the process has finished
 
 
-def kept(loop: Loop) -> BuiltState:
-    return BuiltState(loop.stepper.wrapped, loop.state, loop.saving.arena, loop.saving.interval, loop.finished_step)
+def detached(loop: Loop) -> BuiltState:
+    """End a loop, and return what the next one in this process can use. Raises: CheckpointError if a copy to host memory does
+    not end."""
+    pool, wrapped = loop.loader.release(), loop.stepper.wrapped
+    loop.saving.detach()
+    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, loop.saving.interval, loop.finished_step)
 
 
 def build(context: TrainContext, link: SaverLink | None, before: BuiltState | None = None) -> Loop:
@@ -69,7 +74,12 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     with context.timed("keeper"):
         memory = connect_savers(context, link)
     checkpointer = make_checkpointer(context)
-    resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory, before=before)
+    try:
+        resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory, before=before)
+    except BaseException:
+        if memory is not None and memory.others is not None:
+            memory.others.close()
+        raise
     tokens_per_sample, flops_per_token = 1, None
     if isinstance(context.task, CountsFlops):
         sample = context.samples.train[0]
@@ -95,7 +105,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         context=context,
         state=state,
         stepper=Stepper(context, wrapped, state.optimizer, before_update=saving.before_update),
-        loader=_make_loader(context, first_step=state.step),
+        loader=_make_loader(context, first_step=state.step, pool=before.pool if before is not None else None),
         saving=saving,
         comparison=comparison,
         evaluator=evaluator,
@@ -225,7 +235,7 @@ def too_slow(num_parameters: int, *, device: torch.device) -> str:
     return f"no GPU is used: a model of {num_parameters / 1e6:,.0f} M parameters takes minutes to make, and minutes a step"
 
 
-def _make_loader(context: TrainContext, *, first_step: int) -> Loader:
+def _make_loader(context: TrainContext, *, first_step: int, pool: WorkerPool | None) -> Loader:
     config, identity, samples = context.config, context.identity, context.samples.train
     planned = passes(
         first_step,
@@ -236,4 +246,6 @@ def _make_loader(context: TrainContext, *, first_step: int) -> Loader:
         shuffle=config.data.shuffle,
     )
     pin_memory = context.group.device.type == "cuda"
-    return Loader(samples, planned, workers=config.data.workers, prefetch=config.data.prefetch, pin_memory=pin_memory)
+    return Loader(
+        samples, planned, workers=config.data.workers, prefetch=config.data.prefetch, pin_memory=pin_memory, pool=pool
+    )

@@ -94,25 +94,28 @@ class ExitReport:
         mark = self.tracker.mark
         return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=heard or {})
 
-    def detached(self, error: Exception) -> int:
+    def detached(self, error: Exception, context: TrainContext) -> int:
         """Report that this generation has failed, in a process that goes on; returns the exit code that it would have had.
-        Storage is not waited for."""
+        `context` may be incomplete. Storage is not waited for."""
         mark, what = self.tracker.mark, self.classify(error)
         code = what.exit_code if what.exit_code == EXIT_TRANSPORT else EXIT_TRANSPORT
         self._tell_launcher(replace(what, exit_code=code), step=mark.step)
-        if (context := self.context) is not None:
-            failure = Failure(
-                exit_code=code, error=what.sentence, phase=str(mark.phase), step=mark.step, last_heard={}, flight_recorder=None
-            )
+        failure = Failure(
+            exit_code=code, error=what.sentence, phase=str(mark.phase), step=mark.step, last_heard={}, flight_recorder=None
+        )
 
-            def close() -> None:
-                context.journal.record(failure)
-                context.journal.close()
-                context.heartbeats.close()
-                if self.loop is not None:
-                    self.loop.abandon()
+        def close() -> None:
+            if (heartbeats := getattr(context, "heartbeats", None)) is not None:
+                heartbeats.close()
+            if (journal := getattr(context, "journal", None)) is not None:
+                journal.record(failure)
+                journal.close()
+            if self.loop is not None:
+                self.loop.abandon()
+            self.hangs.close_peers()
 
-            threading.Thread(target=close, name="close-generation", daemon=True).start()
+        self.hangs.close_monitor()
+        threading.Thread(target=close, name="close-generation", daemon=True).start()
         return code
 
     def overdue(self, overdue: Overdue) -> None:

@@ -149,10 +149,19 @@ class HangWatch:
 
     def close(self) -> None:
         """Close from the main thread when the run ends without an error."""
+        self.close_peers()
+        self.close_monitor()
+
+    def close_peers(self) -> None:
+        """Observe the other ranks no more. May wait for the shared store, for a second."""
         if self._peer_monitor is not None:
             self._peer_monitor.close()
-        if self._monitor_client is not None:
-            self._monitor_client.close()
+
+    def close_monitor(self) -> None:
+        """From the main thread: leave the monitor of this generation."""
+        monitor_client, self._monitor_client = self._monitor_client, None
+        if monitor_client is not None:
+            monitor_client.close()
 
     def entered(self) -> Entered:
         """The last collectives that this rank has entered; `trace` keeps them while the silence lasts."""

@@ -85,11 +85,6 @@ class Loop:
             self.ledger.log.close()
         self.observer.close()
 
-    def detach(self) -> None:
-        """End what this generation has begun in this process; model, optimizer and slots stay. Raises: CheckpointError."""
-        self.loader.close()
-        self.saving.detach()
-
     def _train(self) -> None:
         context, config, state, saving = self.context, self.context.config, self.state, self.saving
         pending: PendingStep | None = None

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import torch
 
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.group import leave
 from elastictrain.distributed.reattach import detach, forget_step
-from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
+from elastictrain.errors import (
+    EXIT_BUG,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_TRANSPORT,
+    CheckpointError,
+    StopRequestedError,
+    TransportError,
+)
 from elastictrain.fault.exits import follow_parent
 from elastictrain.fault.launcher_channel import Attached, Detached, FromWorker, Introduced, LauncherChannel
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
@@ -21,7 +30,7 @@ from elastictrain.liveness.watchdog import Others, Overdue, Watchdog
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import claim_memory, form_group, meet
-from elastictrain.train.build import BuiltState, build, kept
+from elastictrain.train.build import BuiltState, build, detached
 from elastictrain.train.checks import check_alone
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
@@ -87,6 +96,7 @@ class Worker:
     report: ExitReport = field(init=False)  # of the present generation
     checked: TrainContext | None = field(default=None, init=False)  # of the generation before, or of a standby
     built: BuiltState | None = field(default=None, init=False)
+    link: SaverLink | None = field(default=None, init=False)  # of the present generation
 
     def __post_init__(self) -> None:
         self.report = self._begin_report()
@@ -111,9 +121,9 @@ class Worker:
             try:
                 return self._take_part()
             except Exception as error:
-                if not self._may_wait(error):
+                if self.checked is None or not self._may_wait(error):
                     raise
-                exit_code = self._detach(error)
+                exit_code = self._detach(error, self.checked)
             if not self._wait(exit_code):
                 return exit_code
 
@@ -152,7 +162,7 @@ class Worker:
         # The process that would restart this worker; the launcher's process from which it forks may be replaced.
         agent = self.parent if identity.launched else os.getpid()
         report.hangs.group_formed(context.backend, None)
-        link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
+        link = self.link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
         report.hangs.group_formed(context.backend, link)
         loop = report.loop = build(context, link, before)
         code, reason = EXIT_OK, "done"
@@ -175,34 +185,36 @@ class Worker:
             self.channel.send(message)
 
     def _abort(self) -> None:
-        """Called by the channel's thread when the launcher ends the generation: free the main thread from what it waits for."""
+        """Free the main thread from what it waits for in this generation; from any thread."""
         if self.report.loop is not None:
-            self.report.loop.loader.close()
+            self.report.loop.loader.interrupt()
         with suppress(TimeoutError):
             detach(_DETACH_S)
 
     def _may_wait(self, error: Exception) -> bool:
         """Whether this process can go on in the next generation, though the present one has failed."""
-        if self.channel is None or self.checked is None:
+        if self.channel is None:
             return False
         return self.channel.detach_reason is not None or self.report.classify(error).exit_code == EXIT_TRANSPORT
 
-    def _detach(self, error: Exception) -> int:
-        """Leave the generation; returns the exit code with which this process would have ended. Raises: TimeoutError,
-        CheckpointError if something of the generation cannot be ended."""
+    def _detach(self, error: Exception, context: TrainContext) -> int:
+        """Leave the generation; returns the exit code with which this process would have ended. Raises: TransportError if a part
+        of the generation cannot be ended."""
         report, loop = self.report, self.report.loop
-        exit_code = report.detached(error)
+        exit_code = report.detached(error, context)
         self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
         if self.channel is not None:
             self.channel.on_detach(None)
-        if loop is not None:
-            loop.detach()
-        detach(_DETACH_S)
-        if loop is not None:
-            self.built = kept(loop)
+        try:
+            detach(_DETACH_S)
+            if loop is not None:
+                self.built = detached(loop)
+        except (TimeoutError, CheckpointError) as trouble:
+            raise TransportError(f"the generation has ended, and this process cannot leave it: {trouble}") from trouble
+        if self.link is not None:
+            self.link.close()
         if self.built is not None:
             forget_step(self.built.wrapped)
-        report.hangs.close()
         return exit_code
 
     def _wait(self, exit_code: int) -> bool:
