@@ -1,5 +1,6 @@
 """The life of one worker: it takes part in one generation after the other, with what it has built once."""
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,6 +39,8 @@ from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.snapshot_memory import start_saver
 from elastictrain.train.standby import prepare
+
+logger = logging.getLogger(__name__)
 
 _DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker that takes longer
 
@@ -130,7 +133,10 @@ class Worker:
     def _stand_by(self) -> int | None:
         """Prepare what needs no rank, and wait for one; returns an exit code if the launcher needs no standby any more."""
         self.checked = self._check_alone()
-        self.built = prepare(self.checked)
+        try:
+            self.built = prepare(self.checked)
+        except Exception as error:  # noqa: BLE001  # without it, the worker that this one becomes builds everything itself
+            logger.warning("a standby could not prepare a step: %s", error)
         return None if self._wait(EXIT_OK) else EXIT_OK
 
     def _check_alone(self) -> TrainContext:

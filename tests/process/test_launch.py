@@ -285,6 +285,8 @@ def test_what_cannot_be_mended_is_not_tried_again(tmp_path: Path) -> None:
 def test_a_crash_loop_ends_with_its_reasons(tmp_path: Path) -> None:
     began = time.monotonic()
     failing = ["task._target_=tests.process.failing.FailingLlama", "task.fails_at=8", "checkpoint.snapshot_every_steps=0"]
+    # A standby takes a step of its own, which the task would count.
+    failing.append("launch.standbys=0")
     with launched([*failing, "launch.processes=1"], folder=tmp_path) as run:
         assert run.wait(120) == 70, run.output()
         output = run.output()
