@@ -52,6 +52,7 @@ from recovery_report import (  # noqa: E402
 
 from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
 from elastictrain.liveness.monitor_client import default_parent  # noqa: E402
+from elastictrain.liveness.progress import STEP_PHASES  # noqa: E402
 from elastictrain.liveness.progress_file import ProgressFileReader  # noqa: E402
 from elastictrain.storage.opening import open_store  # noqa: E402
 
@@ -210,8 +211,8 @@ def sample(run: Run, memory: Path) -> list[Sample]:
 def reached(run: Run, moment: str, since: float, since_s: float) -> bool:
     """Whether a recovery that began at `since` (Unix) or `since_s` (monotonic) has come to a moment.
 
-    That is an event of rank 0 or of the launcher, by name, or a phase (`elastictrain.liveness.progress.Phase`) in which a
-    worker is that has not finished a step since.
+    That is an event of rank 0 or of the launcher, by name, or a phase (`elastictrain.liveness.progress.Phase`) of a worker; the
+    phases of a step only before the first one is done, because survivors may enter them before they notice.
     """
     run.events.look()
     if any(row["event"] == moment and row["time"] > since for row in (*run.events.rows, *run.events.launcher)):
@@ -221,7 +222,8 @@ def reached(run: Run, moment: str, since: float, since_s: float) -> bool:
         with suppress(OSError, ValueError), closing(ProgressFileReader(str(path.parent), int(path.stem[1:]))) as reader:
             if reader.pid in workers and (progress := reader.read()) is not None:
                 mark = progress.mark
-                if mark.phase == moment and mark.since_s > since_s and not mark.first_step_done:
+                late = mark.first_step_done and mark.phase in STEP_PHASES
+                if mark.phase == moment and mark.since_s > since_s and not late:
                     return True
     return False
 
