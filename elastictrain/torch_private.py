@@ -73,6 +73,8 @@ COMPILATIONS = (
 FLIGHT_RECORDER = (PrivateName("torch._C._distributed_c10d", "_dump_fr_trace_json"),)
 _NCCL_FLIGHT_RECORDER = "_dump_nccl_trace_json"
 
+_ALLOWED_IN_CACHE = "unsafe_marked_cacheable_functions"
+
 # Public from 2.14 on, which warns where the private one is used.
 _PUBLIC_TIMEOUT = PrivateName("torch.distributed", "set_timeout", ("timeout", "group"))
 _PRIVATE_TIMEOUT = PrivateName("torch.distributed.distributed_c10d", "_set_pg_timeout", ("timeout", "group"))
@@ -125,6 +127,21 @@ def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None])
     for name, tell in zip(COMPILATIONS, (begins, ends), strict=True):
         name.find()(lambda _, tell=tell: tell())
     return ()
+
+
+def cache_attention_graphs() -> bool:
+    """Let torch's cache hold graphs with `sdpa_kernel`, too; returns whether this torch can.
+
+    The context manager leaves two private functions in the graph, which torch does not know as safe to cache. Their result
+    follows from their arguments, which are part of the key.
+    """
+    config = importlib.import_module("torch._inductor.config")
+    allowed = getattr(config, _ALLOWED_IN_CACHE, None)
+    names = ("_backend_from_string", "_sdpa_kernel")
+    if not isinstance(allowed, dict) or any(PrivateName("torch.nn.attention", name).find() is None for name in names):
+        return False
+    setattr(config, _ALLOWED_IN_CACHE, allowed | {f"torch.nn.attention.{name}": _torch() for name in names})
+    return True
 
 
 def _require(names: Sequence[PrivateName]) -> None:

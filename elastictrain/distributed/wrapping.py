@@ -145,6 +145,10 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     """Recompute the block's activations in the backward pass. The forward method is replaced in place: a wrapper module would
     change the names of parameters, and with them every checkpoint."""
     options = {"context_fn": _selective_contexts} if selective else {}
+    if selective:
+        # Without it torch does not keep the compiled block: it cannot know when the policy changes.
+        source = f"{inspect.getsource(_selective_contexts)} {sorted(map(str, (*_MATRIX_PRODUCTS, *_ATTENTION)))}"
+        _selective_contexts.cache_hash = source  # type: ignore[attr-defined]
     forward = block.forward
 
     # A function and not a `partial`: torch.compile does not look into the latter, and would compile nothing at all.

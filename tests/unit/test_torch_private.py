@@ -1,4 +1,5 @@
 import ast
+import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from elastictrain.torch_private import (
     FLIGHT_RECORDER,
     PLACEMENT,
     PrivateName,
+    cache_attention_graphs,
     find_changes,
     follow_compilations,
     local_box,
@@ -208,3 +210,18 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     uses = {str(file.relative_to(REPOSITORY)): private_uses(nodes(file)) for file in files}
     assert uses.pop(HERE)
     assert {file: found for file, found in uses.items() if found} == {}
+
+
+class TestCacheOfAttention:
+    def test_the_installed_torch_keeps_graphs_with_a_choice_of_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = importlib.import_module("torch._inductor.config")
+        before = dict(config.unsafe_marked_cacheable_functions)
+        monkeypatch.setattr(config, "unsafe_marked_cacheable_functions", before | {"own": "1"})
+        assert cache_attention_graphs()
+        allowed = config.unsafe_marked_cacheable_functions
+        assert allowed["own"] == "1"
+        assert {name.rpartition(".")[2] for name in allowed} > {"_backend_from_string", "_sdpa_kernel"}
+
+    def test_a_torch_without_it_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("torch.nn.attention._sdpa_kernel")
+        assert not cache_attention_graphs()
