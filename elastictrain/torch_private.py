@@ -1,4 +1,5 @@
-"""All uses of torch without a stability promise: private names, and hooks into them.
+"""Uses of torch without a stability promise: private names, and hooks into them. Those that exchange process groups are in
+`torch_private_groups`.
 
 Each is checked before use, by name and by parameters; if torch has changed, a sentence names what is missing. Functions import
 torch, the module does not.
@@ -93,13 +94,13 @@ def timeout_names() -> tuple[PrivateName, ...]:
 def set_group_timeout(group: "dist.ProcessGroup | None", timeout: timedelta) -> None:
     """Let collectives of this group (None: the default one) fail after `timeout`. Raises: HostUnfitError."""
     (name,) = timeout_names()
-    _require((name,))
+    require((name,))
     name.find()(timeout, group)
 
 
 def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and offsets of the part of `tensor` on this rank. Raises: HostUnfitError."""
-    _require(PLACEMENT)
+    require(PLACEMENT)
     sizes, offsets = PLACEMENT[0].find()(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(sizes), tuple(offsets)
 
@@ -144,7 +145,8 @@ def cache_attention_graphs() -> bool:
     return True
 
 
-def _require(names: Sequence[PrivateName]) -> None:
+def require(names: Sequence[PrivateName]) -> None:
+    """Raises: HostUnfitError if the installed torch lacks one of them, or takes other parameters."""
     if changes := find_changes(names):
         raise HostUnfitError(f"{'; '.join(changes)}. Install a torch that this version was tested with (README.md names them)")
 

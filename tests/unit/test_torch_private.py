@@ -27,14 +27,18 @@ from elastictrain.torch_private import (
     set_group_timeout,
     timeout_names,
 )
+from elastictrain.torch_private_groups import DDP, FAKE_GROUP, FSDP, REGISTRY
 from tests.unit.sources import nodes
 
 REPOSITORY = Path(__file__).parents[2]
-HERE = "elastictrain/torch_private.py"
+HERE = ("elastictrain/torch_private.py", "elastictrain/torch_private_groups.py")
 TENSORS = "torch.distributed.tensor._utils"
 
 
-@pytest.mark.parametrize("name", [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *timeout_names()], ids=lambda name: name.name)
+ALL = [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *timeout_names(), *REGISTRY, *DDP, *FSDP, *FAKE_GROUP]
+
+
+@pytest.mark.parametrize("name", ALL, ids=lambda name: name.name)
 def test_the_installed_torch_has_what_is_used_of_it(name: PrivateName) -> None:
     assert find_changes([name]) == ()
 
@@ -205,10 +209,11 @@ def test_public_names_are_not_taken_for_private() -> None:
     assert private_uses([*ast.walk(ast.parse(source))]) == []
 
 
-def test_private_names_of_torch_stand_in_one_file() -> None:
+def test_private_names_of_torch_stand_in_two_files() -> None:
     files = [file for package in ("elastictrain", "recipes") for file in (REPOSITORY / package).rglob("*.py")]
     uses = {str(file.relative_to(REPOSITORY)): private_uses(nodes(file)) for file in files}
-    assert uses.pop(HERE)
+    for file in HERE:
+        assert uses.pop(file)
     assert {file: found for file, found in uses.items() if found} == {}
 
 
