@@ -90,6 +90,18 @@ class Resume(Event, tag="resume", frozen=True):
     seconds: Mapping[str, float]
 
 
+class Compiled(Event, tag="compiled", frozen=True):
+    """The first step of a start is through: what it found compiled, and what it has compiled itself. Only with
+    `train.compile`."""
+
+    key: str  # of code, shapes, device and versions
+    loaded: str | None  # the archive that this process read from the run's folder
+    found_files: int  # in the folder that the host's workers share, before the first step
+    new_files: int
+    stored: str | None  # the archive that this process wrote
+    seconds: Mapping[str, float]
+
+
 class Step(Event, tag="step", frozen=True):
     """An optimizer step was committed. Non-finite values are null."""
 

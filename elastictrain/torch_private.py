@@ -1,4 +1,5 @@
-"""All uses of torch without a stability promise: private names, and hooks into them.
+"""Uses of torch without a stability promise: private names, and hooks into them. Those that exchange process groups are in
+`torch_private_groups`.
 
 Each is checked before use, by name and by parameters; if torch has changed, a sentence names what is missing. Functions import
 torch, the module does not.
@@ -73,6 +74,8 @@ COMPILATIONS = (
 FLIGHT_RECORDER = (PrivateName("torch._C._distributed_c10d", "_dump_fr_trace_json"),)
 _NCCL_FLIGHT_RECORDER = "_dump_nccl_trace_json"
 
+_ALLOWED_IN_CACHE = "unsafe_marked_cacheable_functions"
+
 # Public from 2.14 on, which warns where the private one is used.
 _PUBLIC_TIMEOUT = PrivateName("torch.distributed", "set_timeout", ("timeout", "group"))
 _PRIVATE_TIMEOUT = PrivateName("torch.distributed.distributed_c10d", "_set_pg_timeout", ("timeout", "group"))
@@ -91,13 +94,13 @@ def timeout_names() -> tuple[PrivateName, ...]:
 def set_group_timeout(group: "dist.ProcessGroup | None", timeout: timedelta) -> None:
     """Let collectives of this group (None: the default one) fail after `timeout`. Raises: HostUnfitError."""
     (name,) = timeout_names()
-    _require((name,))
+    require((name,))
     name.find()(timeout, group)
 
 
 def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and offsets of the part of `tensor` on this rank. Raises: HostUnfitError."""
-    _require(PLACEMENT)
+    require(PLACEMENT)
     sizes, offsets = PLACEMENT[0].find()(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(sizes), tuple(offsets)
 
@@ -127,7 +130,23 @@ def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None])
     return ()
 
 
-def _require(names: Sequence[PrivateName]) -> None:
+def cache_attention_graphs() -> bool:
+    """Let torch's cache hold graphs with `sdpa_kernel`, too; returns whether this torch can.
+
+    The context manager leaves two private functions in the graph, which torch does not know as safe to cache. Their result
+    follows from their arguments, which are part of the key.
+    """
+    config = importlib.import_module("torch._inductor.config")
+    allowed = getattr(config, _ALLOWED_IN_CACHE, None)
+    names = ("_backend_from_string", "_sdpa_kernel")
+    if not isinstance(allowed, dict) or any(PrivateName("torch.nn.attention", name).find() is None for name in names):
+        return False
+    setattr(config, _ALLOWED_IN_CACHE, allowed | {f"torch.nn.attention.{name}": _torch() for name in names})
+    return True
+
+
+def require(names: Sequence[PrivateName]) -> None:
+    """Raises: HostUnfitError if the installed torch lacks one of them, or takes other parameters."""
     if changes := find_changes(names):
         raise HostUnfitError(f"{'; '.join(changes)}. Install a torch that this version was tested with (README.md names them)")
 

@@ -14,15 +14,14 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,181 +48,13 @@ from recovery_report import (  # noqa: E402
     table,
     usual_step_s,
 )
+from recovery_run import Run, StuckError, reached, sample, started  # noqa: E402
 
 from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
-from elastictrain.liveness.monitor_client import default_parent  # noqa: E402
-from elastictrain.liveness.progress_file import ProgressFileReader  # noqa: E402
 from elastictrain.storage.opening import open_store  # noqa: E402
 
-LIMIT_S = 300.0
-STOP_LIMIT_S = 120.0
-LOOK_S = 0.02
+NEVER = "never"
 MOMENT_LOOK_S = 0.005
-GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-
-
-class StuckError(Exception):
-    """The run ended, or made no new step in time."""
-
-
-@dataclass(slots=True)
-class Events:
-    """Rows of rank 0 and of the launcher, read as they are written."""
-
-    run_dir: Path
-    rows: list[Row] = field(default_factory=list)  # of rank 0, by time
-    launcher: list[Row] = field(default_factory=list)
-    _read: dict[str, int] = field(default_factory=dict)
-
-    def look(self) -> list[Row]:
-        """Reads what is new; returns the rows of rank 0."""
-        for kind, pattern in ((self.rows, "*-r00000*.jsonl"), (self.launcher, "launcher-*.jsonl")):
-            for path in sorted((self.run_dir / "events").glob(pattern)):
-                before = self._read.get(path.name, 0)
-                if path.stat().st_size > before:
-                    with path.open("rb") as file:
-                        file.seek(before)
-                        # The line that is being written is read when it is whole.
-                        data = file.read().rpartition(b"\n")[0]
-                    self._read[path.name] = before + len(data) + bool(data)
-                    kind += [json.loads(line) for line in data.splitlines()]
-            kind.sort(key=lambda row: float(row["time"]))
-        return self.rows
-
-
-@dataclass(slots=True)
-class Run:
-    """A launcher with its workers. All that it started ends with `started`."""
-
-    process: "subprocess.Popen[bytes]"
-    folder: Path
-    events: Events
-
-    def family(self) -> dict[int, psutil.Process]:
-        with suppress(psutil.Error):
-            return {one.pid: one for one in psutil.Process(self.process.pid).children(recursive=True)}
-        return {}
-
-    def workers(self) -> dict[int, psutil.Process]:
-        """Living workers by rank."""
-        found: dict[int, psutil.Process] = {}
-        for one in self.family().values():
-            with suppress(psutil.Error):
-                rank = rank_of(one)
-                if rank is not None and one.status() not in GONE:
-                    found[rank] = max(found.get(rank, one), one, key=lambda process: process.create_time())
-        return dict(sorted(found.items()))
-
-    def wait(self, condition: Callable[[], object], *, what: str, limit_s: float = LIMIT_S, every_s: float = LOOK_S) -> None:
-        """Raises: StuckError."""
-        until_s = time.monotonic() + limit_s
-        while not condition():
-            if self.process.poll() is not None:
-                raise StuckError(f"the launcher ended with exit code {self.process.returncode} while waiting for {what}")
-            if time.monotonic() > until_s:
-                raise StuckError(f"waited {limit_s:.0f} s for {what}")
-            time.sleep(every_s)
-
-    def stop(self) -> int:
-        """Exit code of the launcher, which was asked to stop unless it had ended."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_LIMIT_S)
-
-
-def rank_of(process: psutil.Process) -> int | None:
-    """Forked workers are named after their rank; others have it in their environment."""
-    name = process.name()
-    if name.startswith("rank ") and name[5:].isdigit():
-        return int(name[5:])
-    if "elastictrain.run" in process.cmdline():
-        return int(process.environ().get("RANK", "-1"))
-    return None
-
-
-@contextmanager
-def started(parsed: argparse.Namespace, folder: Path, memory: Path) -> Iterator[Run]:
-    """The run of these arguments in `folder`, with a host memory of its own."""
-    folder.mkdir()
-    memory.mkdir()
-    options = {
-        "recipe": parsed.recipe,
-        "launch.processes": str(parsed.workers),
-        "launch.notices": "false",
-        "train.steps": "100000",
-        "checkpoint.memory_dir": str(memory),
-        "run.dir": str(folder / "run"),
-    } | dict(one.partition("=")[::2] for one in parsed.overrides)
-    command = [sys.executable, "-m", "elastictrain.launch", *(f"{name}={value}" for name, value in options.items())]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    run = Run(process, folder, Events(folder / "run"))
-    try:
-        yield run
-    finally:
-        family = [*run.family().values(), psutil.Process(process.pid)] if process.poll() is None else []
-        for one in [*family, *savers(memory)]:
-            with suppress(psutil.Error):
-                one.kill()
-        process.wait()
-
-
-def savers(memory: Path) -> list[psutil.Process]:
-    """Savers whose host memory lies below a folder; they outlive their launcher."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            line = process.cmdline()
-            if "elastictrain.checkpoint.saver" in line and line[-1].startswith(str(memory)):
-                found.append(process)
-    return found
-
-
-def sample(run: Run, memory: Path) -> list[Sample]:
-    """Resources of launcher, fork server, each worker and the saver; of the memory that files use, and of GPUs."""
-    processes = {"launcher": psutil.Process(run.process.pid)}
-    for one in run.family().values():
-        with suppress(psutil.Error):
-            if "elastictrain.launch.fork_server" in one.cmdline() and one.ppid() == run.process.pid:
-                processes["fork server"] = one
-    processes |= {f"rank {rank}": one for rank, one in run.workers().items()}
-    processes |= {f"saver {number}": one for number, one in enumerate(savers(memory), 1)}
-    found = []
-    for label, process in processes.items():
-        with suppress(psutil.Error):
-            size = process.memory_info().rss
-            found.append(Sample(label, {"descriptors": process.num_fds(), "threads": process.num_threads(), "bytes": size}))
-    for label, folder in (("host memory", memory), ("marks", Path(default_parent()))):
-        blocks = 0
-        for path in folder.rglob("*"):
-            with suppress(OSError):
-                blocks += path.stat().st_blocks
-        found.append(Sample(label, {"bytes": 512.0 * blocks}))
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        found += [Sample(f"GPU {index}", {"bytes": float(one) * 2**20}) for index, one in enumerate(said.split())]
-    return found
-
-
-def reached(run: Run, moment: str, since: float, since_s: float) -> bool:
-    """Whether a recovery that began at `since` (Unix) or `since_s` (monotonic) has come to a moment.
-
-    That is an event of rank 0 or of the launcher, by name, or a phase (`elastictrain.liveness.progress.Phase`) in which a
-    worker is that has not finished a step since.
-    """
-    run.events.look()
-    if any(row["event"] == moment and row["time"] > since for row in (*run.events.rows, *run.events.launcher)):
-        return True
-    workers = {one.pid for one in run.workers().values()}
-    for path in Path(default_parent()).glob("*/r*.marks"):
-        with suppress(OSError, ValueError), closing(ProgressFileReader(str(path.parent), int(path.stem[1:]))) as reader:
-            if reader.pid in workers and (progress := reader.read()) is not None:
-                mark = progress.mark
-                if mark.phase == moment and mark.since_s > since_s and not mark.first_step_done:
-                    return True
-    return False
 
 
 @dataclass(slots=True)
@@ -251,20 +82,24 @@ class Bench:
 
     def strike_again(self) -> None:
         """The second strike of a turn, if the plan has one."""
-        first, parsed, began_s = self.strikes[-1], self.parsed, time.monotonic()
-        if parsed.again is not None:
-            time.sleep(max(0.0, first.time + parsed.again - time.time()))
+        moment = self.chance.choice(self.parsed.during.split(","))
+        first, began_s = self.strikes[-1], time.monotonic()
+        if moment == NEVER:
+            return
+        if moment.replace(".", "").isdigit():
+            time.sleep(max(0.0, first.time + float(moment) - time.time()))
             # A recovery by new processes has none for a moment.
             self.run.wait(self.run.workers, what="a worker", every_s=MOMENT_LOOK_S)
-            self.strike(f"{parsed.again:g} s")
-        elif parsed.during:
-            over = lambda: new_step(self.run.events.look(), first.time) is not None  # noqa: E731
-            there = lambda: reached(self.run, parsed.during, first.time, began_s)  # noqa: E731
-            self.run.wait(lambda: there() or over(), what=parsed.during, every_s=MOMENT_LOOK_S)
+        else:
+
+            def over() -> bool:
+                return new_step(self.run.events.look(), first.time) is not None
+
+            self.run.wait(lambda: reached(self.run, moment, first.time, began_s) or over(), what=moment, every_s=MOMENT_LOOK_S)
             if over():
-                print(f"         {parsed.during} was not seen in this recovery")
-            else:
-                self.strike(parsed.during)
+                print(f"          {moment} was not seen in this recovery")
+                return
+        self.strike(moment)
 
     def turn(self) -> None:
         """Strike, and wait until the run makes new steps."""
@@ -279,7 +114,7 @@ class Bench:
             others = {rank for other in mine if other is not one for rank in other.ranks}
             outcome = judge(one, self.run.events.look(), pids=pids, struck_too=others)
             self.outcomes.append(outcome)
-            who = "rank " + " and ".join(map(str, one.ranks)) + (f" in {one.during}" if one.during else "")
+            who = "rank " + " and ".join(map(str, one.ranks)) + (f" at {one.during}" if one.during else "")
             print(
                 f"kill {len(self.outcomes):3d}: {who} at step {outcome.last_step}: {outcome.rung}, new step after "
                 f"{outcome.new_step_s:.2f} s, {outcome.steps_repeated} repeated, "
@@ -296,8 +131,9 @@ class Bench:
         wanted = after + parsed.steps + self.chance.randrange(parsed.steps) - 1
         self.run.wait(lambda: last_step(self.run.events.look()) >= wanted, what="new steps")
         # Steps are seen as they end, and deaths come at any point of a step.
-        earlier, later = steps_of(self.run.events.rows)[-2:]
-        time.sleep(parsed.gap + self.chance.uniform(0, later["time"] - earlier["time"]))
+        newest = steps_of(self.run.events.rows)[-5:]
+        step_s = min(later["time"] - earlier["time"] for earlier, later in pairwise(newest))
+        time.sleep(parsed.gap + self.chance.uniform(0, step_s))
         return due_s
 
 
@@ -317,7 +153,7 @@ def disturb(parsed: argparse.Namespace, run: Run, memory: Path) -> Bench:
     return bench
 
 
-def compare(parsed: argparse.Namespace, run: Run, right: Run) -> list[str]:
+def compare(run: Run, right: Run) -> list[str]:
     """What differs between a run and an undisturbed one, which this trains to the same step."""
     last = last_step(run.events.rows)
     right.wait(lambda: last_step(right.events.look()) >= last or right.process.poll() == 0, what=f"step {last}", limit_s=36000)
@@ -363,9 +199,13 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--gap", type=float, default=0.0, metavar="S", help="and so many seconds later, within a step")
     parser.add_argument("--victims", choices=("one", "two"), default="one", help="how many workers at once")
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--again", type=float, metavar="S", help="strike again S seconds later, within the recovery")
-    again.add_argument("--during", metavar="PHASE", help="strike again in this phase of the recovery, or at this event")
+    parser.add_argument(
+        "--during",
+        default=NEVER,
+        metavar="MOMENT",
+        help="strike again in this moment of each recovery: a phase of a worker, an event, or seconds after the first strike; "
+        f"of several (build,restore,resume,0.2,{NEVER}) one by chance",
+    )
     parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compare", action="store_true", help="do not train an undisturbed run")
@@ -378,17 +218,20 @@ def main() -> int:
     """Returns the exit code."""
     parsed = arguments()
     in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    fixed = {"recipe": parsed.recipe, "launch.processes": str(parsed.workers), "launch.notices": "false"}
+    overrides = fixed | {"train.steps": "100000"} | dict(one.partition("=")[::2] for one in parsed.overrides)
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=in_memory) as memory:
-        folder, undisturbed, problems = Path(name), [], []
-        with started(parsed, folder / "disturbed", Path(memory, "disturbed")) as run:
+        folders, memories = ([Path(one, part) for part in ("disturbed", "undisturbed")] for one in (name, memory))
+        undisturbed, problems = [], []
+        with started(overrides, folders[0], memories[0]) as run:
             try:
-                bench = disturb(parsed, run, Path(memory, "disturbed"))
+                bench = disturb(parsed, run, memories[0])
             except StuckError as error:
-                print(f"{(folder / 'disturbed' / 'log.txt').read_text(errors='replace')[-6000:]}\n{error}")
+                print(f"{(folders[0] / 'log.txt').read_text(errors='replace')[-6000:]}\n{error}")
                 return 1
         if not parsed.no_compare:
-            with started(parsed, folder / "undisturbed", Path(memory, "undisturbed")) as right:
-                problems = compare(parsed, run, right)
+            with started(overrides, folders[1], memories[1]) as right:
+                problems = compare(run, right)
                 undisturbed = steps_of(right.events.rows)
         report(parsed, bench, undisturbed=undisturbed, problems=problems)
     return 1 if problems else 0

@@ -111,19 +111,19 @@ def judge(strike: Strike, rows: Sequence[Row], *, pids: Mapping[int, int], struc
 
 def usual_step_s(rows: Sequence[Row]) -> float:
     """The median time between steps of an undisturbed part of a run."""
-    return statistics.median(later["time"] - earlier["time"] for earlier, later in pairwise(steps_of(rows)))
+    return float(statistics.median(later["time"] - earlier["time"] for earlier, later in pairwise(steps_of(rows))))
 
 
 def elapsed_s(rows: Sequence[Row], *, last: int) -> float:
     """Seconds from the first step to step `last`, saves and evaluations included."""
     steps = steps_of(rows)
-    return next(row["time"] for row in steps if row["step"] == last) - steps[0]["time"]
+    return float(next(row["time"] for row in steps if row["step"] == last) - steps[0]["time"])
 
 
 def goodput(rows: Sequence[Row], *, undisturbed_s: float) -> float:
     """The time in which an undisturbed run does the same steps, as a share of the time that this one took for them."""
     steps = steps_of(rows)
-    return undisturbed_s / (steps[-1]["time"] - steps[0]["time"])
+    return undisturbed_s / float(steps[-1]["time"] - steps[0]["time"])
 
 
 def differences(rows: Sequence[Row], right: Sequence[Row]) -> list[str]:

@@ -12,6 +12,7 @@ from elastictrain.distributed.device import Backend
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 from elastictrain.torch_private import set_group_timeout
+from elastictrain.torch_private_groups import init_fake_group
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,7 @@ def make_group(
     store: dist.Store, identity: Identity, *, backend: Backend, init_timeout_s: float, save_timeout_s: float
 ) -> Group:
     """Make the training group and its control group over a store that no other generation uses. Collective: yes."""
-    device = torch.device("cuda", identity.local_rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
+    device = _use_device(identity, backend)
     dist.init_process_group(
         backend,
         store=store,
@@ -64,11 +63,29 @@ def make_group(
     return Group(control, backend, device)
 
 
+def lone_group(identity: Identity, *, backend: Backend) -> Group:
+    """A group in which this process plays rank `identity.rank` of its world and communicates with nobody: collectives return at
+    once and leave their results as they are. A standby builds, compiles and runs a step on it before it knows the other ranks;
+    `reattach` then gives it real groups. Collective: no. Raises: HostUnfitError."""
+    device = _use_device(identity, backend)
+    init_fake_group(rank=identity.rank, world_size=identity.world_size)
+    control: dist.ProcessGroup = dist.new_group(backend="fake")
+    return Group(control, backend, device)
+
+
 def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, timeout_s: float) -> None:
     """From now on a collective of the default group and of `groups` fails after `timeout_s`. Groups begin with a generous
     timeout, since start-up, restore and compilation take minutes and differ between ranks; the first step ends it."""
     for group in (None, *groups):
         set_group_timeout(group, _collective_timeout(timeout_s, backend))
+
+
+def _use_device(identity: Identity, backend: Backend) -> torch.device:
+    if backend != "nccl":
+        return torch.device("cpu")
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:

@@ -9,13 +9,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
+from elastictrain.torch_private_groups import rebuild_buckets
 
 _MATRIX_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))
 _ATTENTION = frozenset(
@@ -73,7 +74,7 @@ class Wrapping:
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled.
         Order matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes."""
-        shape, parallel, train = self.shape, self.parallel, self.train
+        parallel, train = self.parallel, self.train
         for block in blocks:
             if train.activation_checkpointing != "none":
                 _checkpoint(block, selective=train.activation_checkpointing == "selective")
@@ -85,12 +86,17 @@ class Wrapping:
             # reduce_dtype is always explicit: the meaning of None differs between torch versions.
             dtype = torch.bfloat16 if train.precision == "bf16" else None
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            sizes, names = ((shape.shards,), ("data",)) if shape.replicas == 1 else (astuple(shape), ("replica", "shard"))
-            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            mesh = self.make_mesh()
             for block in blocks:
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
             fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         return model
+
+    def make_mesh(self) -> DeviceMesh:
+        """The ranks of the default group in this shape, with groups of their own. Collective: yes."""
+        shape = self.shape
+        sizes, names = ((shape.shards,), ("data",)) if shape.replicas == 1 else (astuple(shape), ("replica", "shard"))
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def finish(self, model: nn.Module) -> Wrapped:
         """Make a filled model trainable: wrap it in DDP if configured, and set the forward precision. Collective: yes."""
@@ -107,17 +113,24 @@ class Wrapping:
             option = "forward_sync_buffers" if new_name else "broadcast_buffers"
             ddp = DistributedDataParallel(
                 model,
+                process_group=_group_of_one() if dist.get_backend() == "fake" else None,
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
                 bucket_cap_mb=self.parallel.bucket_mb,
                 gradient_as_bucket_view=True,
                 **{option: any(name not in names for name in model.state_dict())},  # type: ignore[arg-type]
             )
-            _settle_buckets(ddp)
+            settle_buckets(ddp)
             module = ddp
         context: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.train.precision == "bf16":
             context = partial(torch.autocast, self.device.type, dtype=torch.bfloat16)
         return Wrapped(module, model, self.shape, context)
+
+
+def _group_of_one() -> dist.ProcessGroup | None:
+    """For DDP on a lone group: collectives of the fake backend return no tensor, which DDP does not accept."""
+    group: dist.ProcessGroup | None = dist.new_group([dist.get_rank()], backend="gloo")
+    return group
 
 
 @contextmanager
@@ -145,6 +158,10 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     """Recompute the block's activations in the backward pass. The forward method is replaced in place: a wrapper module would
     change the names of parameters, and with them every checkpoint."""
     options = {"context_fn": _selective_contexts} if selective else {}
+    if selective:
+        # Without it torch does not keep the compiled block: it cannot know when the policy changes.
+        source = f"{inspect.getsource(_selective_contexts)} {sorted(map(str, (*_MATRIX_PRODUCTS, *_ATTENTION)))}"
+        _selective_contexts.cache_hash = source  # type: ignore[attr-defined]
     forward = block.forward
 
     # A function and not a `partial`: torch.compile does not look into the latter, and would compile nothing at all.
@@ -162,8 +179,9 @@ def share_copies(wrapped: Wrapped) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def _settle_buckets(ddp: DistributedDataParallel) -> None:
-    """Have DDP lay out its gradient buckets finally, before the first step. Collective: yes.
+def settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Have DDP lay out its gradient buckets finally, before the first step. Collective: yes, on equal buckets: all ranks have
+    just made DDP, or all have called this before.
 
     DDP lays them out anew after its first backward pass, in the order in which gradients became ready. The place of a gradient
     in its bucket decides in which order three or more ranks are summed, so the first step after a restart would round
@@ -177,6 +195,8 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
         parameter.backward(torch.zeros_like(parameter))
     for parameter in parameters:
         parameter.grad = None
+    # Not in the next forward pass: a newcomer that has run none would rehearse with other buckets than the ranks that have.
+    rebuild_buckets(ddp)
 
 
 def _selective_contexts() -> _Contexts:

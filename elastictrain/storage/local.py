@@ -27,7 +27,7 @@ from elastictrain.storage.posix import (
     opened_folder,
     sync_folder,
 )
-from elastictrain.storage.private import guard_secret, refuse_secret
+from elastictrain.storage.private import guard_secret, refuse_secret, who_else_may_write
 from elastictrain.storage.store import TEMPORARY_PREFIX, Bytes, ObjectInfo, check_key, folder_of
 from elastictrain.storage.writers import process_name
 
@@ -184,6 +184,21 @@ class LocalStore:
             except (IrregularFileError, NotADirectoryError):
                 with opened_folder(self.root, key.rpartition("/")[0].rpartition("/")[0]):
                     return True
+
+        return self._try("find", key, request)
+
+    def who_else_may_write(self, key: str) -> str:
+        """Who besides this user and root may write to the file, its folders or the root, as far as they exist; '' if nobody.
+        Raises: StorageError."""
+
+        def request() -> str:
+            path = self.root
+            for part in ("", *key.split("/")):
+                path = f"{path}/{part}" if part else path
+                with suppress(FileNotFoundError):
+                    if why := who_else_may_write(path, os.lstat(path), own_uid=os.getuid()):
+                        return why
+            return ""
 
         return self._try("find", key, request)
 

@@ -83,6 +83,14 @@ def read_secret(store: Store, key: str, *, max_bytes: int) -> bytes:
     return store.read_secret(key, max_bytes=max_bytes) if isinstance(store, LocalStore) else store.read(key)
 
 
+def why_others_may_write(store: Store, key: str) -> str:
+    """Who besides this user and root may have written the object or its folders, as far as they exist; '' if nobody.
+    An object store does not say who may. Raises: StorageError."""
+    if not isinstance(store, LocalStore):
+        return f"{store.url} does not say who may write to it"
+    return store.who_else_may_write(key)
+
+
 def check_writable(store: Store, *, key: str = "", step: Step = lambda _: nullcontext()) -> list[ObjectInfo]:
     """Test an object's round trip, so that a run fails at its start and not at its first checkpoint.
 

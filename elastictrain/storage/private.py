@@ -43,6 +43,15 @@ def why_not_private(path: str, found: os.stat_result, *, folder: bool, own_uid: 
     )
 
 
+def who_else_may_write(path: str, found: os.stat_result, *, own_uid: int) -> str:
+    """Who besides root and user `own_uid` may write to a file or folder, as a sentence; '' if nobody. Pure."""
+    if found.st_uid not in (own_uid, 0):
+        return f"{path} belongs to user {_user(found.st_uid)}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode):
+        return f"others may write to {path} ({stat.filemode(found.st_mode)}); `chmod go-w` changes that"
+    return ""
+
+
 def make_private_folder(path: str) -> None:
     """Make a folder for this user alone, or use an existing one. Raises: OSError; NameTakenError if it is anything else."""
     with suppress(FileExistsError):

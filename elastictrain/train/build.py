@@ -28,6 +28,7 @@ from elastictrain.events import Resume, Start
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.train.checks import signing_key, store_config
+from elastictrain.train.compile_cache import begin_compile_cache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.loop import Loop
@@ -69,6 +70,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver; `before` gets the new
     groups, and is not built anew. Collective: yes."""
     config, identity = context.config, context.identity
+    compile_cache = begin_compile_cache(context)
     with context.timed("build", Phase.BUILD):
         wrapped, state = build_state(context, before)
     with context.timed("keeper"):
@@ -101,6 +103,8 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     evaluator = None
     if context.samples.held_out is not None and config.train.eval_every_steps:
         evaluator = Evaluator(context, wrapped, context.samples.held_out)
+    if compile_cache is not None:
+        compile_cache.wait()
     return Loop(
         context=context,
         state=state,
@@ -113,6 +117,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         observer=observer,
         tokens_per_sample=tokens_per_sample,
         in_storage=in_storage,
+        compile_cache=compile_cache,
     )
 
 

@@ -12,6 +12,7 @@ from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
 from elastictrain.events import Evaluated, Recovery, Skip, Step
 from elastictrain.fault.reasons import leave_begun
+from elastictrain.train.compile_cache import CompileCache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.observing import Observer
@@ -38,6 +39,7 @@ class Loop:
     observer: Observer
     tokens_per_sample: int
     in_storage: bool  # whether storage has the restored state, or nothing was restored
+    compile_cache: CompileCache | None = None
     clock: Callable[[], float] = time.monotonic
     reached: Reached = field(init=False)  # what the next start can resume from
     finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
@@ -114,6 +116,8 @@ class Loop:
                     leave_begun(context.identity.launcher.folder, resumed_step=step - 1)
                 self._record_recovery(resumed_step=step - 1)
                 saving.first_step_done()
+                if self.compile_cache is not None:
+                    self.compile_cache.first_step_done()
                 if not actions.leave and context.any_stop_reason():
                     # No step is in flight after the first one, so stop here instead of two steps later.
                     actions = after_step(step, config, stop_agreed=True, save_agreed=False)

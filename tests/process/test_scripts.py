@@ -236,6 +236,7 @@ ELSEWHERE = {
     "fuzz_mutations.py": "fuzz_run_folder.py",
     "gpu/check.sh": "gpu/variants.sh",
     "recovery_report.py": "bench_recovery.py",
+    "recovery_run.py": "bench_recovery.py",
     "soak.py": "tests/network/test_soak.py",
     **{f"cluster/{path.name}": "tests/integration/launch/test_templates.py" for path in (SCRIPTS / "cluster").iterdir()},
 }

@@ -1,4 +1,5 @@
 import ast
+import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,20 +20,25 @@ from elastictrain.torch_private import (
     FLIGHT_RECORDER,
     PLACEMENT,
     PrivateName,
+    cache_attention_graphs,
     find_changes,
     follow_compilations,
     local_box,
     set_group_timeout,
     timeout_names,
 )
+from elastictrain.torch_private_groups import DDP, FAKE_GROUP, FSDP, REGISTRY
 from tests.unit.sources import nodes
 
 REPOSITORY = Path(__file__).parents[2]
-HERE = "elastictrain/torch_private.py"
+HERE = ("elastictrain/torch_private.py", "elastictrain/torch_private_groups.py")
 TENSORS = "torch.distributed.tensor._utils"
 
 
-@pytest.mark.parametrize("name", [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *timeout_names()], ids=lambda name: name.name)
+ALL = [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *timeout_names(), *REGISTRY, *DDP, *FSDP, *FAKE_GROUP]
+
+
+@pytest.mark.parametrize("name", ALL, ids=lambda name: name.name)
 def test_the_installed_torch_has_what_is_used_of_it(name: PrivateName) -> None:
     assert find_changes([name]) == ()
 
@@ -203,8 +209,24 @@ def test_public_names_are_not_taken_for_private() -> None:
     assert private_uses([*ast.walk(ast.parse(source))]) == []
 
 
-def test_private_names_of_torch_stand_in_one_file() -> None:
+def test_private_names_of_torch_stand_in_two_files() -> None:
     files = [file for package in ("elastictrain", "recipes") for file in (REPOSITORY / package).rglob("*.py")]
     uses = {str(file.relative_to(REPOSITORY)): private_uses(nodes(file)) for file in files}
-    assert uses.pop(HERE)
+    for file in HERE:
+        assert uses.pop(file)
     assert {file: found for file, found in uses.items() if found} == {}
+
+
+class TestCacheOfAttention:
+    def test_the_installed_torch_keeps_graphs_with_a_choice_of_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = importlib.import_module("torch._inductor.config")
+        before = dict(config.unsafe_marked_cacheable_functions)
+        monkeypatch.setattr(config, "unsafe_marked_cacheable_functions", before | {"own": "1"})
+        assert cache_attention_graphs()
+        allowed = config.unsafe_marked_cacheable_functions
+        assert allowed["own"] == "1"
+        assert {name.rpartition(".")[2] for name in allowed} > {"_backend_from_string", "_sdpa_kernel"}
+
+    def test_a_torch_without_it_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("torch.nn.attention._sdpa_kernel")
+        assert not cache_attention_graphs()

@@ -5,11 +5,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.layout import RankDigests
-from elastictrain.checkpoint.memory.records import load_digests, load_layout
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
 from elastictrain.checkpoint.peers.client import PeerConnection
 from elastictrain.checkpoint.peers.pace import Pacer
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_S = 600.0  # per replica of one rank, which is then broken off
 QUIET_MOST_S = 30.0  # longest wait of a step's replicas for training steps to compare with
-DIGEST_LIMIT_S = 60.0  # wait for a snapshot's digests: host memory may have no room for them
+LOCKED_MOST_S = 60.0  # longest wait for a slot that its worker has locked to overwrite it
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
@@ -160,20 +160,37 @@ class Replicator:
         self._failures, self._reported = 0, None
 
     def _digests(self, held: tuple[Held, ...]) -> list[RankDigests]:
-        """Digests of each snapshot; the saver may still be computing them."""
-        give_up_s = time.monotonic() + DIGEST_LIMIT_S
+        """Digests of each snapshot, computed and stored where they are missing. The slot may still be locked by its worker."""
+        give_up_s = time.monotonic() + LOCKED_MOST_S
         found = []
         for one in held:
             path = f"{self._folder}/{one.slot}"
-            while (digests := load_digests(path, one.facts)) is None:
-                if facts_in(path) != one.facts:
-                    raise _GoneError(f"{one.slot} holds something else by now")
+            while (digests := load_digests(path, one.facts) or self._digest(path, one.facts)) is None:
                 if time.monotonic() > give_up_s:
-                    raise _GoneError(f"its digests were not stored within {DIGEST_LIMIT_S:g} s")
+                    raise _GoneError(f"{one.slot} was not free to be read within {LOCKED_MOST_S:g} s")
                 if self._closing.wait(FIRST_PAUSE_S / 2) or self._waiting:
                     raise _BrokenOffError
             found.append(digests)
         return found
+
+    def _digest(self, path: str, facts: SnapshotFacts) -> RankDigests | None:
+        """Compute and store the digests of a snapshot; None while its worker has locked the slot."""
+        try:
+            slot = Slot.hold(path)
+            if slot is None:
+                if facts_in(path) == facts:
+                    return None
+                raise _GoneError(f"{path} holds something else by now")
+            with closing(slot):
+                if slot.facts != facts:
+                    raise _GoneError(f"{path} holds something else by now")
+                digests = compute_digests(slot, load_layout(self._folder, facts.layout))
+                with suppress(OSError):
+                    # Host memory may have no room for them.
+                    store_digests(path, facts, digests)
+                return digests
+        except (OSError, ElasticTrainError) as error:
+            raise _GoneError(f"{path} cannot be digested: {error}") from error
 
     def _before_frame(self, count: int) -> None:
         self._pacer.switch(sending=True)

@@ -32,6 +32,7 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
+DIGEST_SHARE = 0.01  # of the time: digests of snapshots that are not to be saved
 
 
 class SaverService:
@@ -50,6 +51,8 @@ class SaverService:
         self._tasks: deque[Callable[[], None]] = deque()
         self._digest_thread = ThreadPoolExecutor(1, thread_name_prefix="digest")
         self._num_digesting = 0
+        self._digest_due_s = 0.0  # earliest time of the next digest that no save needs; monotonic
+        self._undigested: dict[SlotName, None] = {}  # the newest last
         self._left: set[str] = set()  # incarnations that others have followed
         self._ever = self._finished = False
         self._lost = False  # whether the present group is broken: other hosts may have ended, too
@@ -80,6 +83,7 @@ class SaverService:
             self._workers.turn(_TURN_S)
             while self._tasks:
                 self._tasks.popleft()()
+            self._digest_newest()
             under_way = self._writer.under_way
             slow = self._slow.look(under_way)
             if under_way is not None and slow is not None:
@@ -150,7 +154,7 @@ class SaverService:
             case messages.SnapshotTaken():
                 if message.durable:
                     saves.announced(message.step)
-                error = self._take(one.rank, message.slot, message.step)
+                error = self._take(one.rank, message.slot, message.step, paced=True)
                 # Also if the snapshot is unusable: its worker waits for this before it uses the slot again.
                 self._workers.send(one, messages.SnapshotSeen(message.slot, message.step))
                 if error:
@@ -229,11 +233,25 @@ class SaverService:
         for _, slot in sorted(held):
             self._take(rank, names[slot].index, None)
 
-    def _take(self, rank: int, index: int, step: int | None) -> str:
-        """Lease a snapshot and have it digested; returns why it is unusable, empty if it is usable."""
-        name = str(SlotName("own", rank, index))
+    def _digest_newest(self) -> None:
+        """Digest what no save needs, if enough time has passed since the last one."""
+        if self._undigested and self._may_digest():
+            name = next(reversed(self._undigested))
+            self._take(name.rank, name.index, None, paced=True)
+
+    def _may_digest(self) -> bool:
+        return self._num_digesting == 0 and time.monotonic() >= self._digest_due_s
+
+    def _take(self, rank: int, index: int, step: int | None, *, paced: bool = False) -> str:
+        """Lease a snapshot and have it digested; returns why it is unusable, empty if it is usable.
+
+        `paced`: unless it is to be saved, it is digested only if enough time has passed since the last digest. Most snapshots
+        are overwritten unread, and whatever reads one computes the digests that are missing.
+        """
+        name = SlotName("own", rank, index)
+        self._undigested.pop(name, None)
         try:
-            leased = lease(self._folder, name)
+            leased = lease(self._folder, str(name))
         except (OSError, InvalidCheckpointError) as error:
             return f"{name} cannot be read: {error}"
         if leased is None:
@@ -242,9 +260,19 @@ class SaverService:
         if facts.incarnation != self._incarnation or facts.rank != rank or (step is not None and facts.step != step):
             leased.slot.close()
             return f"{name} holds another snapshot"
+        optional = paced and not facts.reason
+        later = optional and not self._may_digest()
+        if later:
+            # Its worker may overwrite it meanwhile.
+            self._undigested[name] = None
+            leased.slot.close()
 
         def digest() -> None:
-            digested = with_digests(leased)
+            # Also without digests: one thread keeps the order in which the snapshots were announced.
+            began_s = time.monotonic()
+            digested = leased if later else with_digests(leased)
+            if optional and not later:
+                self._digest_due_s = time.monotonic() + (time.monotonic() - began_s) * (1 / DIGEST_SHARE - 1)
             self._later(lambda: self._on_digested(digested))
 
         self._num_digesting += 1

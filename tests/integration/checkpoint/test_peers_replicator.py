@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.memory.folder import Held
-from elastictrain.checkpoint.memory.records import store_digests
+from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers import pace
 from elastictrain.checkpoint.peers import replicator as replicator_module
@@ -175,15 +175,19 @@ def test_a_buddy_that_comes_late(a: Path, b: Host, tmp_path: Path) -> None:
         desk.wait_replicated((0, 1))
 
 
-def test_digests_that_come_late(a: Path, b: Host) -> None:
+def test_missing_digests_are_computed_once_the_slot_is_free(a: Path, b: Host) -> None:
     desk = Desk()
+    fill_slot(a, "own-r00000-s0", facts_of(), digests=False)
+    slot = Slot.make(str(a / "own-r00000-s0"), size_bytes=LAYOUT.size_bytes)
+    assert slot.lock(shared=False)
     with replicating(a, b.peer, desk) as replicator:
-        fill_slot(a, "own-r00000-s0", facts_of(), digests=False)
         replicator.send([Held(0, "own-r00000-s0", facts_of())])
         time.sleep(0.15)
         assert (desk.replicated, desk.failed) == ([], [])
-        store_digests(str(a / "own-r00000-s0"), facts_of(), put_of(facts_of())[0].digests)
+        slot.unlock()
         desk.wait_replicated((0, 1))
+    slot.close()
+    assert load_digests(str(a / "own-r00000-s0"), facts_of()) == put_of(facts_of())[0].digests
 
 
 def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
@@ -290,24 +294,26 @@ def test_a_slot_that_is_being_written_is_told_of_each_time(a: Path, b: Host) -> 
     slot.close()
 
 
-def test_digests_that_never_come_are_told_of(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_stays_locked_is_told_of(a: Path, b: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
-    fill_slot(a, "own-r00000-s0", facts_of(step=1))
-    for path in a.glob("*digest*"):
-        path.unlink()
-    monkeypatch.setattr(replicator_module, "DIGEST_LIMIT_S", 0.05)
+    fill_slot(a, "own-r00000-s0", facts_of(step=1), digests=False)
+    slot = Slot.make(str(a / "own-r00000-s0"), size_bytes=LAYOUT.size_bytes)
+    assert slot.lock(shared=False)
+    monkeypatch.setattr(replicator_module, "LOCKED_MOST_S", 0.05)
     with replicating(a, b.peer, desk) as replicator:
         replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         desk.wait(lambda: desk.failed != [])
+    slot.close()
     ((rank, step, reason),) = desk.failed
     assert (rank, step) == (0, 1)
     assert "0.05 s" in reason
 
 
-def test_a_layout_that_is_gone_is_told_of(a: Path, b: Host) -> None:
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_layout_that_is_gone_is_told_of(a: Path, b: Host, digests: bool) -> None:
     desk = Desk()
     with replicating(a, b.peer, desk) as replicator:
-        fill_slot(a, "own-r00000-s0", facts_of())
+        fill_slot(a, "own-r00000-s0", facts_of(), digests=digests)
         (a / f"layout-{LAYOUT.digest}.json").unlink()
         replicator.send([Held(0, "own-r00000-s0", facts_of())])
         desk.wait(lambda: desk.failed != [])

@@ -12,10 +12,12 @@ from typing import cast
 import pytest
 
 from elastictrain.checkpoint import writer
+from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.saver import commit_protocol, connections, event_log
+from elastictrain.checkpoint.saver import commit_protocol, connections, event_log, service
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol
 from elastictrain.checkpoint.saver.messages import encode
+from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, with_digests
 from elastictrain.checkpoint.saver.process import SaverStarter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey, proof_of
 from elastictrain.errors import StorageError
@@ -553,3 +555,80 @@ def test_a_saver_that_its_parent_does_not_reap_has_ended(memory: Path) -> None:
         assert time.monotonic() - began_s < 10.0
         assert Path(f"/proc/{pid}").exists()
         parent.kill()
+
+
+def digested(memory: Path, index: int, step: int, *, rank: int = 0, world_size: int = 1) -> bool:
+    facts = facts_of(step, rank=rank, world_size=world_size)
+    return load_digests(str(memory / f"own-r{rank:05d}-s{index}"), facts) is not None
+
+
+@pytest.fixture
+def digests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps whose digests the saver has computed; each takes a while."""
+    steps: list[int] = []
+
+    def compute(leased: LeasedSnapshot) -> LeasedSnapshot:
+        steps.append(leased.facts.step)
+        time.sleep(0.02)
+        return with_digests(leased)
+
+    monkeypatch.setattr(service, "with_digests", compute)
+    return steps
+
+
+def test_of_many_snapshots_few_are_digested_and_what_stays_is(
+    memory: Path, run: Path, digests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "DIGEST_SHARE", 0.2)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        began_s = time.monotonic()
+        for step in range(1, 21):
+            put(memory, facts_of(step), index=step % 2, digests=False)
+            worker.send(op="snapshot", slot=step % 2, step=step, durable=False)
+            assert worker.hear("seen")["step"] == step
+        # Each digest takes 20 ms here, and a pause of 80 ms follows it.
+        assert len(digests) <= 1 + (time.monotonic() - began_s) / 0.1
+        until(lambda: digested(memory, 0, 20) and digested(memory, 1, 19))
+        worker.send(op="finish")
+        worker.bye()
+
+
+def test_snapshots_of_a_worker_that_has_ended_are_digested_at_once(
+    memory: Path, run: Path, digests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "DIGEST_SHARE", 1e-6)
+    with keeping(memory, run):
+        workers = [Worker(memory, rank=rank, ranks=(0, 1)) for rank in range(2)]
+        for step in range(1, 5):
+            for rank, worker in enumerate(workers):
+                put(memory, facts_of(step, rank=rank, world_size=2), index=step % 2, digests=False)
+                worker.send(op="snapshot", slot=step % 2, step=step, durable=False)
+                worker.hear("seen")
+        assert digests == [1]
+        workers[1].socket.close()
+        until(lambda: all(digested(memory, step % 2, step, rank=1, world_size=2) for step in (3, 4)))
+        assert not digested(memory, 0, 4, world_size=2)
+        workers[0].send(op="finish")
+        workers[0].bye()
+
+
+def test_an_undigested_snapshot_keeps_no_slot_and_overtakes_no_save(memory: Path, run: Path, digests: list[int]) -> None:
+    with keeping(memory, run):
+        workers = [Worker(memory, rank=rank, ranks=(0, 1)) for rank in range(2)]
+        for step, reason in ((1, ""), (2, ""), (3, "interval"), (4, "")):
+            for rank, worker in enumerate(workers):
+                index = step % 3
+                put(memory, facts_of(step, rank=rank, world_size=2, reason=reason), index=index, digests=False)
+                worker.send(op="snapshot", slot=index, step=step, durable=bool(reason))
+                worker.hear("seen")
+        # The snapshots of step 4 need no digest, but they do not arrive before those of step 3.
+        assert [worker.hear("saved")["step"] for worker in workers] == [3, 3]
+        slot = Slot.make(str(memory / "own-r00001-s1"), size_bytes=layout_of().size_bytes)
+        assert slot.lock(shared=False)
+        slot.close()
+        workers[0].send(op="finish")
+        for worker in workers:
+            worker.bye()
+    assert checkpoints(run) == [3]
+    assert not events(run, "checkpoint_failed")

@@ -15,6 +15,7 @@ from elastictrain.storage.private import (
     make_private_folders,
     open_private_file,
     temporary_folder,
+    who_else_may_write,
     why_not_private,
     write_file,
 )
@@ -54,6 +55,25 @@ def test_what_is_private(mode: int, uid: int, folder: bool, private: bool) -> No
     if not private:
         assert "/tmp/name" in why
         assert f"user {uid}" in why
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "others"),
+    [
+        (stat.S_IFREG | 0o644, 1000, False),
+        (stat.S_IFREG | 0o600, 0, False),
+        (stat.S_IFDIR | 0o755, 0, False),
+        (stat.S_IFREG | 0o600, 1001, True),
+        (stat.S_IFREG | 0o620, 1000, True),
+        (stat.S_IFREG | 0o602, 0, True),
+        (stat.S_IFDIR | 0o777, 1000, True),
+        (stat.S_IFDIR | stat.S_ISVTX | 0o777, 0, True),
+        (stat.S_IFLNK | 0o777, 1000, False),
+        (stat.S_IFLNK | 0o777, 1001, True),
+    ],
+)
+def test_who_else_may_write(mode: int, uid: int, others: bool) -> None:
+    assert bool(who_else_may_write("/run/x", seen(mode, uid=uid), own_uid=1000)) is others
 
 
 def test_what_is_made_is_private(tmp_path: Path) -> None:

@@ -1,0 +1,184 @@
+"""A run under the launcher for `bench_recovery.py`: its processes, its events as they are written, and what it uses."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from recovery_report import Row, Sample
+
+from elastictrain.liveness.monitor_client import default_parent
+from elastictrain.liveness.progress import STEP_PHASES
+from elastictrain.liveness.progress_file import ProgressFileReader
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 300.0
+STOP_LIMIT_S = 120.0
+LOOK_S = 0.02
+GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+class StuckError(Exception):
+    """The run ended, or made no new step in time."""
+
+
+@dataclass(slots=True)
+class Events:
+    """Rows of rank 0 and of the launcher, read as they are written."""
+
+    run_dir: Path
+    rows: list[Row] = field(default_factory=list)  # of rank 0, by time
+    launcher: list[Row] = field(default_factory=list)
+    _read: dict[str, int] = field(default_factory=dict)
+
+    def look(self) -> list[Row]:
+        """Reads what is new; returns the rows of rank 0."""
+        for kind, pattern in ((self.rows, "*-r00000*.jsonl"), (self.launcher, "launcher-*.jsonl")):
+            for path in sorted((self.run_dir / "events").glob(pattern)):
+                before = self._read.get(path.name, 0)
+                if path.stat().st_size > before:
+                    with path.open("rb") as file:
+                        file.seek(before)
+                        # The line that is being written is read when it is whole.
+                        data = file.read().rpartition(b"\n")[0]
+                    self._read[path.name] = before + len(data) + bool(data)
+                    kind += [json.loads(line) for line in data.splitlines()]
+            kind.sort(key=lambda row: float(row["time"]))
+        return self.rows
+
+
+@dataclass(slots=True)
+class Run:
+    """A launcher with its workers. All that it started ends with `started`."""
+
+    process: "subprocess.Popen[bytes]"
+    folder: Path
+    events: Events
+
+    def family(self) -> dict[int, psutil.Process]:
+        with suppress(psutil.Error):
+            return {one.pid: one for one in psutil.Process(self.process.pid).children(recursive=True)}
+        return {}
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """Living workers by rank."""
+        found: dict[int, psutil.Process] = {}
+        for one in self.family().values():
+            with suppress(psutil.Error):
+                rank = rank_of(one)
+                if rank is not None and one.status() not in GONE:
+                    found[rank] = max(found.get(rank, one), one, key=lambda process: process.create_time())
+        return dict(sorted(found.items()))
+
+    def wait(self, condition: Callable[[], object], *, what: str, limit_s: float = LIMIT_S, every_s: float = LOOK_S) -> None:
+        """Raises: StuckError."""
+        until_s = time.monotonic() + limit_s
+        while not condition():
+            if self.process.poll() is not None:
+                raise StuckError(f"the launcher ended with exit code {self.process.returncode} while waiting for {what}")
+            if time.monotonic() > until_s:
+                raise StuckError(f"waited {limit_s:.0f} s for {what}")
+            time.sleep(every_s)
+
+    def stop(self) -> int:
+        """Exit code of the launcher, which was asked to stop unless it had ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_LIMIT_S)
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Forked workers are named after their rank; others have it in their environment."""
+    name = process.name()
+    if name.startswith("rank ") and name[5:].isdigit():
+        return int(name[5:])
+    if "elastictrain.run" in process.cmdline():
+        return int(process.environ().get("RANK", "-1"))
+    return None
+
+
+@contextmanager
+def started(overrides: Mapping[str, str], folder: Path, memory: Path) -> Iterator[Run]:
+    """A run in `folder`, with a host memory of its own in `memory`; both are made."""
+    folder.mkdir()
+    memory.mkdir()
+    options = {"checkpoint.memory_dir": str(memory), "run.dir": str(folder / "run"), **overrides}
+    command = [sys.executable, "-m", "elastictrain.launch", *(f"{name}={value}" for name, value in options.items())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    run = Run(process, folder, Events(folder / "run"))
+    try:
+        yield run
+    finally:
+        family = [*run.family().values(), psutil.Process(process.pid)] if process.poll() is None else []
+        for one in [*family, *savers(memory)]:
+            with suppress(psutil.Error):
+                one.kill()
+        process.wait()
+
+
+def savers(memory: Path) -> list[psutil.Process]:
+    """Savers whose host memory lies below a folder; they outlive their launcher."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = process.cmdline()
+            if "elastictrain.checkpoint.saver" in line and line[-1].startswith(str(memory)):
+                found.append(process)
+    return found
+
+
+def sample(run: Run, memory: Path) -> list[Sample]:
+    """Resources of launcher, fork server, each worker and the saver; of the memory that files use, and of GPUs."""
+    processes = {"launcher": psutil.Process(run.process.pid)}
+    for one in run.family().values():
+        with suppress(psutil.Error):
+            if "elastictrain.launch.fork_server" in one.cmdline() and one.ppid() == run.process.pid:
+                processes["fork server"] = one
+    processes |= {f"rank {rank}": one for rank, one in run.workers().items()}
+    processes |= {f"saver {number}": one for number, one in enumerate(savers(memory), 1)}
+    found = []
+    for label, process in processes.items():
+        with suppress(psutil.Error):
+            size = process.memory_info().rss
+            found.append(Sample(label, {"descriptors": process.num_fds(), "threads": process.num_threads(), "bytes": size}))
+    for label, folder in (("host memory", memory), ("marks", Path(default_parent()))):
+        blocks = 0
+        for path in folder.rglob("*"):
+            with suppress(OSError):
+                blocks += path.stat().st_blocks
+        found.append(Sample(label, {"bytes": 512.0 * blocks}))
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        found += [Sample(f"GPU {index}", {"bytes": float(one) * 2**20}) for index, one in enumerate(said.split())]
+    return found
+
+
+def reached(run: Run, moment: str, since: float, since_s: float) -> bool:
+    """Whether a recovery that began at `since` (Unix) or `since_s` (monotonic) has come to a moment.
+
+    That is an event of rank 0 or of the launcher, by name, or a phase (`elastictrain.liveness.progress.Phase`) of a worker; the
+    phases of a step only before the first one is done, because survivors may enter them before they notice.
+    """
+    run.events.look()
+    if any(row["event"] == moment and row["time"] > since for row in (*run.events.rows, *run.events.launcher)):
+        return True
+    workers = {one.pid for one in run.workers().values()}
+    for path in Path(default_parent()).glob("*/r*.marks"):
+        with suppress(OSError, ValueError), closing(ProgressFileReader(str(path.parent), int(path.stem[1:]))) as reader:
+            if reader.pid in workers and (progress := reader.read()) is not None:
+                mark = progress.mark
+                late = mark.first_step_done and mark.phase in STEP_PHASES
+                if mark.phase == moment and mark.since_s > since_s and not late:
+                    return True
+    return False
