@@ -22,7 +22,11 @@ def prepare(context: TrainContext) -> BuiltState | None:
     """Build a rank's part of the model, and run one step whose results count for nothing; None without memory to spare.
     Collective: no."""
     size, identity = measure_state(context.task), context.identity
-    if context.backend == "nccl" or size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1):
+    if context.backend == "nccl" or context.config.parallel.kind != "ddp":
+        # torch remembers per process which part of a tensor a rank has, by a mesh that is equal on all ranks; and this process
+        # may get another rank.
+        return None
+    if size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1):
         return None
     introduction = Introduction(identity.host, identity.local_world_size, context.backend, "")
     context.generation = AgreedGeneration("standby", (introduction,))

@@ -236,11 +236,7 @@ class Worker:
 
     def _adopt(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        before, identity = self.identity, read_identity(os.environ)
-        self.identity = identity
-        if identity.rank != before.rank and self.config.parallel.kind != "ddp":
-            # Another rank has shards of other sizes where a dimension is not even.
-            self.built = None
+        identity = self.identity = read_identity(os.environ)
         self.tracker.begin_generation()
         self.stop.renew(os.environ.get(STOP_FILE_VARIABLE), quiet=identity.local_rank > 0)
         self.prefix.rank = identity.rank
