@@ -98,6 +98,7 @@ class _Run:
     reused: bool = False  # whether all of them existed before, and were ready
     started: bool = False  # whether the fork server has carried out the order
     failed: dict[int, int] = field(default_factory=dict)  # exit codes of the workers that failed first, by local rank
+    unknown: list[psutil.Process] = field(default_factory=list)  # children of a server that was killed before it told of them
     killed: list[psutil.Process] = field(default_factory=list)
     killed_s: float | None = None
 
@@ -251,8 +252,7 @@ class WorkerGroup:
             # A stopped server starts no worker between this look and its end.
             server.send_signal(signal.SIGSTOP)
             with suppress(psutil.Error):
-                for one, process in zip(run.workers, psutil.Process(server.pid).children(), strict=False):
-                    one.process = one.process or process
+                run.unknown = psutil.Process(server.pid).children()
             server.kill()
         self._kill(run)
 
@@ -279,6 +279,8 @@ class WorkerGroup:
                 break
             time.sleep(_PAUSE_S)
         self._drop_server()
+        self._wakes.close()
+        self._woken.close()
 
     def wait_until_gone(self, limit_s: float) -> None:
         """Wait until nothing that was started here holds devices or memory: the next launcher does not know of it."""
@@ -292,7 +294,7 @@ class WorkerGroup:
 
     def wait(self, limit_s: float) -> None:
         """Wait until a worker or the fork server has something to report, or for `wake`, at most for `limit_s`."""
-        sockets = [self._woken, *(one.connection for one in self._workers if one.connection.fileno() >= 0)]
+        sockets = [one for one in (self._woken, *(one.connection for one in self._workers)) if one.fileno() >= 0]
         if self._channel is not None and self._server is not None and self._server.poll() is None:
             sockets.append(self._channel)
         ready = select.select(sockets, [], [], limit_s)[0]
@@ -394,7 +396,7 @@ class WorkerGroup:
         taking_part = [one for one in run.workers if one.lives and one.waiting is None]
         for one in taking_part:
             one.killed = True
-        family = [one.process for one in taking_part if one.process is not None]
+        family = [*run.unknown, *(one.process for one in taking_part if one.process is not None)]
         run.killed = [one for one in _with_children(family) if not _outlives(one)]
         self._leaving.update(known for one in run.killed if (known := identify(one.pid)) is not None and one.is_running())
         for one in run.killed:

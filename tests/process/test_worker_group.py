@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -88,7 +89,7 @@ def hold(pid: int) -> Callable[[], None]:
     return release
 
 
-def stands_in(*workers: Sequence[str], then: str = "time.sleep(600)") -> list[str]:
+def stands_in(*workers: Sequence[str], then: str = "time.sleep(600)") -> str:
     """A fork server of which only the processes count; `then` may `tell` of their ends."""
     program = f"""
         import json, os, subprocess, sys, time
@@ -99,7 +100,7 @@ def stands_in(*workers: Sequence[str], then: str = "time.sleep(600)") -> list[st
         tell(pids=[worker.pid for worker in workers])
         {then}
     """
-    return [sys.executable, "-c", textwrap.dedent(program)]
+    return textwrap.dedent(program)
 
 
 class Clock:
@@ -117,12 +118,21 @@ class Host:
 
     def __init__(self, *workers: Sequence[str], then: str = "time.sleep(600)") -> None:
         self.clock = Clock()
-        self.program = stands_in(*workers, then=then)
-        self.group = WorkerGroup(program=self.program, clock=self.clock)
+        self.group = WorkerGroup(program=self.file(stands_in(*workers, then=then)), clock=self.clock)
         others = set(psutil.Process().children())
-        self.group.start((), ({},), store_port=0)
+        self.group.start((), tuple({"RANK": str(rank)} for rank in range(len(workers) or 1)), store_port=0)
         (self.server,) = set(psutil.Process().children()) - others
         self.family: list[psutil.Process] = []
+
+    def file(self, program: str) -> list[str]:
+        """The command of the fork server, which may become another program with its next start."""
+        handle, self._path = tempfile.mkstemp(suffix=".py")
+        os.close(handle)
+        self.become(program)
+        return [sys.executable, self._path]
+
+    def become(self, program: str) -> None:
+        Path(self._path).write_text(program)
 
     def see(self, number: int) -> list[psutil.Process]:
         """Wait until there are so many, and until the launcher knows the workers."""
@@ -159,6 +169,7 @@ class Host:
 
     def clean(self) -> None:
         self.group.close()
+        Path(self._path).unlink()
         for one in (self.server, *self.family):
             if one.is_running():
                 os.kill(one.pid, signal.SIGKILL)
@@ -229,14 +240,16 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     leaver = leave_one_behind(host)
     told = tmp_path / "told"
     program = f"import json, os, sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.exit(1)"
-    host.program[:] = [sys.executable, "-c", program]
+    host.become(program)
     host.group.start(("x=1",), ({"A": "b"}, {"A": "c"}), store_port=7)
     assert host.end() == WorkersEnd(1, {})
     leaving = identify(leaver.process.pid)
     assert leaving is not None
     previous_workers = {PREVIOUS_WORKERS: encode_processes([leaving])}
     environments = [{"A": "b", **previous_workers}, {"A": "c", **previous_workers}]
-    assert json.loads(told.read_text()) == {"arguments": ["x=1"], "environments": environments, "store_port": 7, "order": 2}
+    assert json.loads(told.read_text()) == {
+        "arguments": ["x=1"], "environments": environments, "store_port": 7, "order": 2, "folder": "",
+    }  # fmt: skip
     leaver.release()
 
 
@@ -270,7 +283,7 @@ def test_nobody_waits_for_ever_to_be_asked_how_he_ended(hosts: list[Host]) -> No
 def test_who_is_left_of_two_starts_ago_is_not_forgotten(hosts: list[Host]) -> None:
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
     leaver = leave_one_behind(host)
-    host.program[:] = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(1)"]
+    host.become("import sys; sys.stdin.readline(); sys.exit(1)")
     host.group.start((), ({},), store_port=0)
     assert host.end() == WorkersEnd(1, {})
     assert_waits_for(leaver, host)

@@ -228,6 +228,26 @@ def test_a_deadline_that_is_told_again_is_said_once_and_nothing_by_who_is_mute(c
         assert listener.request.deadline_s == 72.0
 
 
+def test_requests_of_a_generation_that_has_ended_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    write_stop_note(str(first), StopNote("grow", 1100.0))
+    write_stop_note(str(second), StopNote("spot", 1150.0))
+    with listening(lambda: 42.0, stop_file=first) as listener:
+        listener.quiet = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request_of(listener) == StopRequest("grow", 42.0, 100.0)
+        listener.renew(str(second), quiet=False)
+        assert listener.request is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Neither the first reason nor its earlier deadline.
+        assert request_of(listener) == StopRequest("spot", 42.0, 150.0)
+        assert len(caplog.messages) == 1, "another rank of the host speaks now"
+        listener.renew(None, quiet=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request_of(listener) == StopRequest("SIGTERM", 42.0)
+        assert len(caplog.messages) == 1
+
+
 def test_close_puts_everything_back() -> None:
     seen: list[int] = []
     mine = lambda number, frame: seen.append(number)  # noqa: E731

@@ -5,7 +5,9 @@ from elastictrain.liveness.progress_file import RankProgress
 from elastictrain.liveness.rank_monitor import ObservedRank
 
 
-def marks(rank: int = 0, *, phase: Phase = Phase.REDUCE, ending: bool = False, bound_s: float = 10.0) -> RankProgress:
+def marks(
+    rank: int = 0, *, phase: Phase = Phase.REDUCE, ending: bool = False, bound_s: float = 10.0, closed: bool = False
+) -> RankProgress:
     return RankProgress(
         pid=1000 + rank,
         rank=rank,
@@ -17,6 +19,7 @@ def marks(rank: int = 0, *, phase: Phase = Phase.REDUCE, ending: bool = False, b
         sequence=1,
         pulse=1,
         ending=ending,
+        closed=closed,
     )
 
 
@@ -29,5 +32,6 @@ def seen(
     stopped: bool = False,
     gone_s: float | None = None,
     ending: bool = False,
+    closed: bool = False,
 ) -> ObservedRank:
-    return ObservedRank(marks(rank, phase=phase, ending=ending), unchanged_s, still_s, stopped, gone_s)
+    return ObservedRank(marks(rank, phase=phase, ending=ending, closed=closed), unchanged_s, still_s, stopped, gone_s)

@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker
+from elastictrain.liveness.progress import ENOUGH_STEPS, Phase, ProgressMark, ProgressTracker
 
 
 def test_begins_at_the_start() -> None:
@@ -61,3 +61,36 @@ def test_the_longest_phase_of_a_step_is_remembered_from_the_first_step_on() -> N
     assert spend(Phase.REDUCE, 5.0) == 7.0
     assert spend(Phase.SAVE, 50.0) == 7.0, "a save has a bound of its own"
     assert spend(Phase.EVAL, 8.0) == 8.0
+
+
+def test_another_generation_begins_like_a_new_process_but_knows_how_long_a_step_takes() -> None:
+    now_s = [0.0]
+    tracker = ProgressTracker(lambda: now_s[0])
+    followed: list[ProgressMark] = []
+    tracker.follow(followed.append)
+    tracker.first_step_done()
+    for step in range(1, ENOUGH_STEPS + 3):
+        for phase in (Phase.DATA, Phase.FORWARD):
+            tracker.set_phase(phase, step=step)
+            now_s[0] += 2.0
+    before, seen = tracker.mark, len(followed)
+    assert before.first_step_done
+    tracker.set_phase(Phase.DETACH, step=tracker.mark.step)
+    tracker.set_phase(Phase.STANDBY)
+    now_s[0] += 1000.0
+    tracker.begin_generation()
+    mark = tracker.mark
+    assert (mark.phase, mark.step, mark.since_s, mark.first_step_done) == (Phase.START, 0, now_s[0], False)
+    assert (mark.longest_s, mark.usual_s) == (2.0, before.usual_s), "waiting for a rank is no step"
+    tracker.set_phase(Phase.BUILD)
+    assert len(followed) == seen + 2, "the observers of the generation before are told nothing more"
+    # A first step that compiles is no measure of what comes later.
+    tracker.set_phase(Phase.FORWARD, step=9)
+    now_s[0] += 500.0
+    tracker.set_phase(Phase.DATA, step=10)
+    assert (tracker.mark.longest_s, tracker.mark.usual_s) == (2.0, before.usual_s)
+
+
+def test_who_waits_for_a_rank_or_leaves_a_group() -> None:
+    marks = {phase: ProgressMark(phase, 0, 0, 0.0, False) for phase in Phase}
+    assert [phase for phase, mark in marks.items() if not mark.in_collective] == [Phase.STANDBY, Phase.START, Phase.DATA]

@@ -1,5 +1,6 @@
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,26 @@ def test_a_deleted_file_is_still_read_and_a_closed_one_takes_no_more(tmp_path: P
     assert found is not None
     assert found.mark.phase is Phase.START
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_looks_learns_that_a_process_has_left_its_generation(tmp_path: Path) -> None:
+    writer, reader = pair(tmp_path)
+    writer.write(ProgressMark(Phase.DETACH, 7, 0, 1.0, True), bound_s=1.0, limit_s=2.0)
+    before = reader.read()
+    writer.close()
+    after = reader.read()
+    writer.close()
+    assert before is not None
+    assert after is not None
+    assert (before.closed, after.closed) == (False, True)
+    assert after == replace(before, closed=True)
+    # The next generation of the same process has another file, even in the same place.
+    second, reader_of_second = pair(tmp_path)
+    found = reader_of_second.read()
+    assert found is not None
+    assert not found.closed
+    assert reader.read() == after
+    second.close()
 
 
 def test_memory_that_is_not_there_is_missed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

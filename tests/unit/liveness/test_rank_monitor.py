@@ -122,6 +122,16 @@ def test_it_leaves_when_the_last_one_is_gone(tmp_path: Path, monkeypatch: pytest
     assert not host.turn()
 
 
+def test_it_leaves_when_all_have_ended_or_left_the_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=0.1))}, monkeypatch)
+    assert host.turn()
+    host.workers[0].now = seen(0, phase=Phase.DETACH)
+    assert host.turn()
+    host.workers[0].now = seen(0, phase=Phase.DETACH, closed=True)
+    assert not host.turn()
+    assert (host.workers[0].killed, host.hangs) == (0, [])
+
+
 def test_it_does_not_wait_for_ever_for_a_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(tmp_path, {}, monkeypatch)
     assert host.turn(9.0)
@@ -273,6 +283,18 @@ def test_a_survivor_is_not_waited_for() -> None:
 def test_at_the_end_of_a_run_the_others_leave_first() -> None:
     assert kinds(seen(0), seen(1, phase=Phase.END, gone_s=60.0)) == []
     assert kinds(seen(0, phase=Phase.END), seen(1, gone_s=60.0)) == []
+
+
+@given(st.floats(0.0, 1e6), st.floats(0.0, 1e6), st.booleans(), st.booleans(), st.none() | st.floats(0.0, 1e6))
+def test_who_has_left_its_generation_is_not_ended_and_nobody_is_left_behind_by_it(
+    unchanged_s: float, still_s: float, stopped: bool, ending: bool, gone_s: float | None
+) -> None:
+    left = seen(
+        0, phase=Phase.DETACH, unchanged_s=unchanged_s, still_s=still_s, stopped=stopped, ending=ending, gone_s=gone_s, closed=True
+    )
+    assert kinds(left, seen(1)) == []
+    assert kinds(left, seen(1, gone_s=SURVIVOR_S + 0.1), seen(2)) == [(2, "left behind")]
+    assert kinds(left, seen(1, unchanged_s=10.5, still_s=10.4)) == [(1, "frozen")]
 
 
 @given(unchanged_s=st.floats(0.0, 9.9), still_s=st.floats(0.0, 9.9), phase=st.sampled_from(list(Phase)))
