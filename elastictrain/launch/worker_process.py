@@ -40,6 +40,7 @@ class WorkerProcess:
     code: int | None = None  # its exit code; negative for a signal
     killed: bool = False  # whether its launcher has killed it
     waiting: int | None = None  # while it waits for a rank: the exit code with which it left the last generation
+    early: bool = False  # whether it got its rank before it has said that it waits for one
     introduced: bool = False  # whether it has gone to meet the other ranks of the present generation
     attached: bool = False  # whether its groups of the present generation are made
     transport: str = ""  # variables for NCCL and gloo that its preflight has set
@@ -60,6 +61,7 @@ class WorkerProcess:
 
     def choose(self, environment: Mapping[str, str]) -> None:
         """It takes part in the next generation with this rank, from `attach` on."""
+        self.early = self.waiting is None
         self.environment, self.standby = environment, False
         self.waiting, self.introduced, self.attached = None, False, False
 
@@ -86,6 +88,9 @@ class WorkerProcess:
                             _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
+                        case Detached() if self.early:
+                            # It did not know of its rank yet.
+                            self.early = False
                         case Detached(exit_code):
                             self.waiting = exit_code
 

@@ -60,6 +60,7 @@ class Server:
         if worker:
             (self.folder / "made_up_worker.py").write_text(worker)
             program += f"\nsys.path.insert(0, {str(self.folder)!r})\nmodule._MODULE = 'made_up_worker'\n"
+        self.group.close()
         self.group = WorkerGroup(program=[sys.executable, "-u", "-c", PROGRAM.format(program=program)])
         others = set(psutil.Process().children())
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN) if ignored else None
