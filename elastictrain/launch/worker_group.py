@@ -369,8 +369,10 @@ class WorkerGroup:
             # The store is reaped with them, should its server end first.
             self._leaving.update(known for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None)
             for index, pid in enumerate(pids):
-                with suppress(psutil.Error):
-                    of_order[index].process = psutil.Process(pid)
+                # A standby may have been given up before it was known.
+                if (one := of_order.get(index)) is not None:
+                    with suppress(psutil.Error):
+                        one.process = psutil.Process(pid)
         if pids is not None and run is not None and run.order == order:
             run.started, self.unforked = True, unforked
             for worker in self._attaching:

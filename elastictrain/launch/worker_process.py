@@ -83,7 +83,7 @@ class WorkerProcess:
                 for message in self._lines.feed(data):
                     match message:
                         case Introduced():
-                            self.introduced = True
+                            self.introduced, self.early = True, False
                         case Monitored(folder, facts):
                             _start_monitor(folder, facts)
                         case Attached(transport):
