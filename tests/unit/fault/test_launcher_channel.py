@@ -176,7 +176,8 @@ class TestTheEndOfTheLauncher:
         launcher.channel.send(Introduced())
 
     @pytest.mark.parametrize(
-        "garbage", [b"\n", b"{}\n", b"\xff\n", b'{"type":"detached","exit_code":0}\n', b'{"type":"attach","environment":{"A":1}}\n']
+        "garbage",
+        [b"\n", b"{}\n", b"\xff\n", b'{"type":"detached","exit_code":0}\n', b'{"type":"attach","environment":{"A":1}}\n'],
     )
     def test_garbage_counts_as_that(self, garbage: bytes, launcher: Launcher) -> None:
         launcher.connection.sendall(garbage)

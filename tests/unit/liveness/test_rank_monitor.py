@@ -290,7 +290,14 @@ def test_who_has_left_its_generation_is_not_ended_and_nobody_is_left_behind_by_i
     unchanged_s: float, still_s: float, stopped: bool, ending: bool, gone_s: float | None
 ) -> None:
     left = seen(
-        0, phase=Phase.DETACH, unchanged_s=unchanged_s, still_s=still_s, stopped=stopped, ending=ending, gone_s=gone_s, closed=True
+        0,
+        phase=Phase.DETACH,
+        unchanged_s=unchanged_s,
+        still_s=still_s,
+        stopped=stopped,
+        ending=ending,
+        gone_s=gone_s,
+        closed=True,
     )
     assert kinds(left, seen(1)) == []
     assert kinds(left, seen(1, gone_s=SURVIVOR_S + 0.1), seen(2)) == [(2, "left behind")]

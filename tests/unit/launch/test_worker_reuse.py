@@ -1,0 +1,484 @@
+"""Which workers take part in the next generation, which are killed, and what the launcher takes for the end of one."""
+
+import json
+import random
+import threading
+import time
+
+import pytest
+
+from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced
+from elastictrain.identity import PREVIOUS_WORKERS
+from elastictrain.launch.worker_group import WorkersEnd
+from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
+
+__all__ = ["world"]
+KILLED = WorkersEnd(-9, {})
+
+
+def environments(world: World) -> list[dict[str, str]]:
+    """Of the ranks that the fork server was last ordered to start."""
+    found: list[dict[str, str]] = world.server.orders[-1]["environments"]
+    return found
+
+
+def ranks(world: World) -> list[str]:
+    return [one["RANK"] for one in environments(world)]
+
+
+class TestNewWorkers:
+    def test_each_gets_its_rank_and_a_channel_of_its_own(self, world: World) -> None:
+        first, second = world.begin(2)
+        order = world.server.orders[0]
+        assert (order["arguments"], order["store_port"], order["folder"]) == (list(ARGUMENTS), 7, "/tmp/1")
+        assert world.server.command[-1] == ARGUMENTS[0], "the server prepares for them"
+        assert [(one["RANK"], one[PREVIOUS_WORKERS]) for one in order["environments"]] == [("0", ""), ("1", "")]
+        first.say(Introduced())
+        assert world.group.poll() is None
+        assert world.group.silent == [1]
+        second.say(Introduced(), Attached(""))
+        assert world.group.poll() is None
+        assert (world.group.silent, world.group.attached, world.group.reused) == ([], False, False)
+        first.say(Attached(""))
+        assert world.group.poll() is None
+        assert world.group.attached
+
+    def test_none_is_told_to_attach(self, world: World) -> None:
+        workers = world.begin(2)
+        assert world.group.poll() is None
+        assert [one.heard() for one in workers] == [[], []]
+
+
+class TestSurvivors:
+    def test_keep_their_ranks_and_the_dead_one_is_started_anew(self, world: World) -> None:
+        first, dead, last = world.begin(3)
+        world.train([first, dead, last])
+        world.fail(dead, [first, last])
+        assert [one.heard() for one in (first, last)] == [[Detach("a worker is gone")]] * 2
+        assert len(world.group.waiting) == 2
+        world.group.start(ARGUMENTS, world.places(3), store_port=8)
+        (new,) = world.server.start_workers(told=False)
+        assert ranks(world) == ["1"]
+        assert world.group.poll() is None
+        assert (first.heard(), last.heard()) == ([], []), "the store of the generation may not be there yet"
+        world.server.tell_started([new])
+        assert world.group.poll() is None
+        told = [one.heard() for one in (first, last)]
+        assert all(isinstance(one, Attach) for (one,) in told)
+        got = [one.environment for (one,) in told if isinstance(one, Attach)]
+        assert [(one["RANK"], one["ELASTICTRAIN_GENERATION"]) for one in got] == [("0", "2"), ("2", "2")]
+        assert not any(one.was_killed for one in (first, last))
+        assert (world.group.silent, world.group.attached, world.group.reused) == ([0, 1, 2], False, False)
+
+    def test_all_of_them_are_used_again_where_another_host_failed(self, world: World) -> None:
+        workers = world.begin(2, world_size=4, first=2)
+        world.train(workers)
+        world.group.detach("b has failed")
+        for one in workers:
+            one.say(Detached(71))
+        assert world.group.poll() == WorkersEnd(1, {0: 71, 1: 71})
+        assert world.begin(2, world_size=4, first=2) == []
+        assert world.group.poll() is None
+        assert world.group.reused
+
+    @pytest.mark.parametrize("place", [{"world_size": 5}, {"world_size": 4, "first": 1}], ids=["world", "rank"])
+    def test_that_were_built_for_another_group_are_killed(self, place: dict[str, int], world: World) -> None:
+        first, dead = world.begin(2, world_size=4)
+        world.train([first, dead])
+        world.fail(dead, [first])
+        new = world.begin(2, **place)
+        assert first.was_killed
+        assert len(new) == 2
+        assert world.group.poll() is None
+        first.die()
+        assert world.group.poll() is None
+        assert world.group.failed == {}, "its end is none of the new ones"
+
+    def test_that_are_too_many_are_killed(self, world: World) -> None:
+        workers = world.begin(2)
+        world.group.detach("over")
+        for one in workers:
+            one.say(Detached(71))
+        assert world.group.poll() is not None
+        world.begin(1, world_size=2)
+        assert [one.was_killed for one in workers] == [True, True], "the number of workers of a host has changed"
+
+    def test_get_the_transport_that_was_found_and_so_do_the_new_ones(self, world: World) -> None:
+        transport = json.dumps({"NCCL_SOCKET_IFNAME": "eth7"})
+        first, dead = world.begin(2)
+        world.train([first, dead], transport=transport)
+        world.fail(dead, [first])
+        first.heard()
+        world.begin(2)
+        assert environments(world)[0]["NCCL_SOCKET_IFNAME"] == "eth7"
+        assert world.group.poll() is None
+        (told,) = first.heard()
+        assert isinstance(told, Attach)
+        assert told.environment["NCCL_SOCKET_IFNAME"] == "eth7"
+
+    @pytest.mark.parametrize("transport", ["", "{", "[]", '{"A": 1}'])
+    def test_whose_transport_cannot_be_read_have_none(self, transport: str, world: World) -> None:
+        first, dead = world.begin(2)
+        world.train([first, dead], transport=transport)
+        world.fail(dead, [first])
+        world.begin(2)
+        assert "A" not in environments(world)[0]
+
+    def test_one_that_dies_while_it_waits_is_replaced(self, world: World) -> None:
+        first, dead, last = world.begin(3)
+        world.train([first, dead, last])
+        world.fail(dead, [first, last])
+        last.die()
+        world.begin(3)
+        assert ranks(world) == ["1", "2"]
+        assert world.group.poll() is None
+        assert world.group.failed == {}
+
+    def test_one_that_has_died_unseen_is_no_survivor(self, world: World) -> None:
+        """The fork server has not told of it yet."""
+        first, dead = world.begin(2)
+        world.train([first, dead])
+        world.fail(dead, [first])
+        first.process.alive = False
+        assert world.group.waiting == []
+        world.begin(2)
+        assert ranks(world) == ["0", "1"]
+
+    def test_one_that_dies_after_its_choice_fails_the_generation(self, world: World) -> None:
+        first, dead = world.begin(2)
+        world.train([first, dead])
+        world.fail(dead, [first])
+        (new,) = world.begin(2)
+        first.die(-11)
+        assert world.group.poll() is None
+        assert world.group.failed == {0: -11}
+        new.say(Introduced(), Detached(71))
+        assert world.group.poll() == WorkersEnd(1, {0: -11})
+        assert len(world.group.waiting) == 1
+
+
+class TestHowAGenerationEnds:
+    def test_a_death_counts_before_the_codes_of_those_that_left(self, world: World) -> None:
+        first, dead, last = world.begin(3)
+        first.say(Detached(71))
+        assert world.group.poll() is None
+        assert world.group.failed == {0: 71}
+        dead.die(-6)
+        assert world.group.poll() is None
+        assert world.group.failed == {1: -6}
+        last.say(Detached(71))
+        assert world.group.poll() == WorkersEnd(1, {1: -6})
+
+    def test_the_first_death_counts(self, world: World) -> None:
+        first, second, _ = workers = world.begin(3)
+        second.die(-9)
+        assert world.group.poll() is None
+        first.die(-15)
+        assert world.group.poll() is None
+        assert world.group.failed == {1: -9}
+        workers[2].die(0)
+        assert world.group.poll() == WorkersEnd(1, {1: -9})
+
+    def test_where_none_died_the_codes_of_those_that_left_count(self, world: World) -> None:
+        workers = world.begin(2)
+        for one, code in zip(workers, (71, 70), strict=True):
+            one.say(Detached(code))
+        assert world.group.poll() == WorkersEnd(1, {0: 71, 1: 70})
+
+    def test_all_well(self, world: World) -> None:
+        for one in world.begin(2):
+            one.die(0)
+        assert world.group.poll() == WorkersEnd(0, {})
+        assert world.group.waiting == []
+
+    def test_those_that_have_left_are_neither_asked_nor_told_nor_killed(self, world: World) -> None:
+        left, hangs = world.begin(2)
+        left.say(Detached(71))
+        assert world.group.poll() is None
+        world.group.detach("over")
+        world.group.ask_to_stop()
+        assert (left.heard(), hangs.heard()) == ([], [Detach("over")])
+        assert (left.process.signals, hangs.process.signals) == ([], [15])
+        world.group.kill()
+        assert world.group.poll() == WorkersEnd(1, {0: 71})
+        assert (left.was_killed, hangs.was_killed) == (False, True)
+        assert len(world.group.waiting) == 1
+        world.begin(2)
+        assert ranks(world) == ["1"]
+
+    def test_those_that_were_killed_by_us_explain_nothing(self, world: World) -> None:
+        one, other = world.begin(2)
+        assert world.group.poll() is None
+        world.group.kill()
+        for worker in (one, other):
+            worker.die(-9)
+        assert world.group.poll() == KILLED
+
+    def test_the_end_of_the_fork_server_is_the_end_of_all(self, world: World) -> None:
+        workers = world.begin(2)
+        assert world.group.poll() is None
+        workers[0].say(Detached(71))
+        assert world.group.poll() is None
+        world.server.kill()
+        ended = world.group.poll()
+        assert ended is not None
+        assert ended.code != 0
+        assert world.group.waiting == []
+        world.begin(2)
+        assert (len(world.servers), ranks(world)) == (2, ["0", "1"])
+
+    def test_a_fork_server_that_dies_while_workers_wait_takes_them_along(self, world: World) -> None:
+        first, dead = world.begin(2)
+        world.train([first, dead])
+        world.fail(dead, [first])
+        world.server.kill()
+        world.group.prepare()
+        assert world.group.waiting == []
+        world.begin(2)
+        assert (len(world.servers), ranks(world)) == (2, ["0", "1"])
+
+
+class TestStandby:
+    def keep(self, world: World) -> FakeWorker:
+        world.group.keep_standby(ARGUMENTS, {**world.places(2)[-1]})
+        (standby,) = world.server.start_workers()
+        return standby
+
+    def test_takes_the_place_of_the_dead(self, world: World) -> None:
+        first, dead = world.begin(2)
+        standby = self.keep(world)
+        assert (standby.environment["ELASTICTRAIN_STANDBY"], standby.environment["RANK"]) == ("1", "1")
+        assert world.server.orders[-1]["store_port"] is None, "the store of the generation must stay"
+        world.train([first, dead])
+        standby.say(Detached(0))
+        world.fail(dead, [first])
+        assert world.begin(2) == []
+        assert world.group.poll() is None
+        (told,) = standby.heard()
+        assert isinstance(told, Attach)
+        assert (told.environment["RANK"], told.environment["ELASTICTRAIN_GENERATION"]) == ("1", str(world.number))
+        assert world.group.reused
+        world.train([first, standby])
+        assert world.group.attached
+
+    def test_takes_it_while_it_still_warms(self, world: World) -> None:
+        dead, *_ = world.begin(1)
+        standby = self.keep(world)
+        world.train([dead])
+        dead.die()
+        assert world.group.poll() == WorkersEnd(1, {0: -9})
+        assert world.begin(1) == []
+        assert world.group.poll() is None
+        assert not world.group.reused, "it needs the time of a new process"
+        standby.say(Detached(0))
+        assert world.group.poll() is None, "it takes part from now on, and has not left"
+        standby.say(Introduced(), Attached(""))
+        assert world.group.poll() is None
+        assert world.group.attached
+        standby.die(0)
+        assert world.group.poll() == WorkersEnd(0, {})
+
+    def test_one_is_enough(self, world: World) -> None:
+        world.begin(2)
+        self.keep(world)
+        world.group.keep_standby(ARGUMENTS, world.places(2)[-1])
+        with pytest.raises(BlockingIOError):
+            world.server.start_workers()
+
+    def test_is_no_worker_of_the_generation(self, world: World) -> None:
+        workers = world.begin(2)
+        standby = self.keep(world)
+        standby.say(Detached(0))
+        assert world.group.poll() is None
+        world.group.detach("over")
+        world.group.ask_to_stop()
+        assert (standby.heard(), standby.process.signals) == ([], [])
+        assert world.group.waiting == []
+        for one in workers:
+            one.die(0)
+        assert world.group.poll() == WorkersEnd(0, {})
+
+    def test_that_dies_while_it_warms_fails_nothing_and_is_replaced(self, world: World) -> None:
+        first, dead = world.begin(2)
+        standby = self.keep(world)
+        standby.die(78)
+        assert world.group.poll() is None
+        assert world.group.failed == {}
+        again = self.keep(world)
+        world.train([first, dead])
+        world.fail(dead, [first])
+        assert world.begin(2) == []
+        assert world.group.poll() is None
+        assert isinstance(again.heard()[0], Attach)
+
+    def test_that_has_died_unseen_takes_no_place(self, world: World) -> None:
+        first, dead = world.begin(2)
+        standby = self.keep(world)
+        world.train([first, dead])
+        world.fail(dead, [first])
+        standby.process.alive = False
+        assert len(world.begin(2)) == 1
+
+    def test_outlives_a_generation_in_which_nobody_died(self, world: World) -> None:
+        workers = world.begin(2)
+        standby = self.keep(world)
+        standby.say(Detached(0))
+        world.group.detach("b has failed")
+        for one in workers:
+            one.say(Detached(71))
+        assert world.group.poll() is not None
+        world.begin(2)
+        assert world.group.poll() is None
+        assert (standby.heard(), standby.was_killed) == ([], False)
+
+
+class TestReleasing:
+    def test_kills_those_that_wait_and_nobody_else(self, world: World) -> None:
+        first, dead, last = world.begin(3)
+        world.group.keep_standby(ARGUMENTS, world.places(3)[-1])
+        (standby,) = world.server.start_workers()
+        world.train([first, dead, last])
+        world.fail(dead, [first, last])
+        world.group.release()
+        assert [one.was_killed for one in (first, last, standby)] == [True, True, False]
+        assert world.group.waiting == []
+        world.group.release()
+        world.begin(3)
+        assert len(environments(world)) == 2, "the standby takes the first place"
+        for one in (first, last):
+            one.die()
+        assert world.group.poll() is None
+        assert world.group.failed == {}
+
+    def test_closing_kills_the_standby_as_well(self, world: World) -> None:
+        first, dead = world.begin(2)
+        world.group.keep_standby(ARGUMENTS, world.places(2)[-1])
+        (standby,) = world.server.start_workers()
+        world.train([first, dead])
+        world.fail(dead, [first])
+        world.group.close()
+        assert [one.was_killed for one in (first, standby)] == [True, True]
+        world.group.close()
+
+
+class TestWaiting:
+    def test_ends_with_a_message(self, world: World) -> None:
+        (worker,) = world.begin(1)
+        assert world.group.poll() is None
+        threading.Timer(0.05, lambda: worker.say(Introduced())).start()
+        began = time.monotonic()
+        while world.group.silent:
+            world.group.wait(10.0)
+        assert time.monotonic() - began < 5
+
+    def test_ends_when_it_is_woken_and_only_then_once(self, world: World) -> None:
+        threading.Timer(0.05, world.group.wake).start()
+        began = time.monotonic()
+        world.group.wait(10.0)
+        assert time.monotonic() - began < 5
+        began = time.monotonic()
+        world.group.wait(0.1)
+        assert time.monotonic() - began >= 0.1
+
+    def test_a_thousand_wakes_block_nobody(self, world: World) -> None:
+        for _ in range(100_000):
+            world.group.wake()
+        for _ in range(20):
+            world.group.wait(0.0)
+
+    def test_a_worker_that_has_ended_does_not_keep_it_awake(self, world: World) -> None:
+        first, _ = world.begin(2)
+        first.die()
+        assert world.group.poll() is None
+        world.group.wait(0.0)
+        began = time.monotonic()
+        world.group.wait(0.1)
+        assert time.monotonic() - began >= 0.1
+
+    def test_goes_on_after_the_group_is_closed(self, world: World) -> None:
+        """The launcher still waits for its saver then."""
+        world.begin(1)
+        world.group.close()
+        world.group.wake()
+        began = time.monotonic()
+        world.group.wait(0.1)
+        assert time.monotonic() - began >= 0.1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_over_random_histories_each_rank_has_one_living_process_and_no_process_is_lost(seed: int, world: World) -> None:
+    chance, warming = random.Random(seed), list[FakeWorker]()
+    for _ in range(chance.randint(2, 8)):
+        size = chance.choice([2, 2, 2, 3])
+        world.begin(size, store_port=chance.choice([0, 7]))
+        assert world.group.poll() is None
+        part = taking_part(world)
+        assert sorted(part) == [str(rank) for rank in range(size)]
+        assert all(one.process.alive for one in part.values())
+        assert len({one.process.pid for one in part.values()}) == size
+        for one in part.values():
+            if one in warming:
+                warming.remove(one)
+                one.say(Detached(0))
+                assert world.group.poll() is None
+            one.say(Introduced(), Attached(""))
+        assert world.group.poll() is None
+        assert (world.group.attached, world.group.silent) == (True, [])
+        if chance.random() < 0.7:
+            warming += keep_standby(world, environments_of(part)[-1], chance)
+        dead = [one for one in part.values() if chance.random() < 0.4]
+        for one in dead:
+            one.die(chance.choice([-9, -11, 1]))
+        world.group.poll() if len(dead) < size else None
+        world.group.detach("over")
+        stuck = [one for one in part.values() if one not in dead and chance.random() < 0.2]
+        for one in part.values():
+            if one not in dead and one not in stuck:
+                one.say(Detached(71))
+        if stuck:
+            assert world.group.poll() is None
+            world.group.kill()
+        ended = world.group.poll()
+        assert ended is not None
+        assert ended.code != 0
+        assert len(world.group.waiting) == size - len(dead) - len(stuck)
+        if chance.random() < 0.2:
+            world.group.release()
+            assert world.group.waiting == []
+    world.group.close()
+    assert [one for one in world.workers if one.process.alive and not one.was_killed] == []
+
+
+def keep_standby(world: World, environment: dict[str, str], chance: random.Random) -> list[FakeWorker]:
+    """Have one prepared, which may be ready, or dead; returns it if it still warms."""
+    world.group.keep_standby(ARGUMENTS, environment)
+    try:
+        (standby,) = world.server.start_workers()
+    except BlockingIOError:
+        return []
+    what = chance.random()
+    if what < 0.6:
+        standby.say(Detached(0))
+    elif what < 0.8:
+        standby.die(70)
+    else:
+        return [standby]
+    return []
+
+
+def taking_part(world: World) -> dict[str, FakeWorker]:
+    """By rank: those that were started with it, or were told of it, for the present generation."""
+    part = {}
+    for one in world.workers:
+        told = [message for message in one.heard() if isinstance(message, Attach)] if one.process.alive else []
+        environment = told[-1].environment if told else one.environment
+        one.environment = environment
+        mine = environment["ELASTICTRAIN_GENERATION"] == str(world.number)
+        if mine and one.process.alive and (told or "ELASTICTRAIN_STANDBY" not in environment):
+            assert environment["RANK"] not in part
+            part[environment["RANK"]] = one
+    return part
+
+
+def environments_of(part: dict[str, FakeWorker]) -> list[dict[str, str]]:
+    return [dict(part[rank].environment) for rank in sorted(part)]
