@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from elastictrain.checkpoint.copier import Arena, free_indices, slot_indices
+from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.folder import SlotName, slot_names
+from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import Slot
 from tests.unit.checkpoint.memory.madeslots import facts_of, layout_of, put
 
@@ -69,6 +71,47 @@ def test_slots_become_ready_and_keep_what_is_in_them(tmp_path: Path) -> None:
     arena.close()
     assert arena.slots[0] is None
     assert Slot.open(f"{tmp_path}/own-r00000-s1").facts == facts_of(3)
+
+
+def test_slots_are_made_once_however_many_generations_begin_with_them(tmp_path: Path) -> None:
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU)
+    arena.start()
+    wait_for(partial(arena.slots.__getitem__, 0))
+    slot = arena.slots[0]
+    arena.start()
+    assert arena.slots == [slot]
+    arena.close()
+
+
+OTHER_LAYOUT = RankLayout((Item("other", "float32", (3,), (0,), (3,)),), shard_bytes=500)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "fits"),
+    [
+        (LAYOUT, [SlotName("own", 0, 1), SlotName("own", 0, 0)], True),
+        (OTHER_LAYOUT, [SlotName("own", 0, 1), SlotName("own", 0, 0)], False),
+        # Ranks refer to slots by their place.
+        (LAYOUT, [SlotName("own", 0, 0), SlotName("own", 0, 1)], False),
+        (LAYOUT, [SlotName("own", 0, 1)], False),
+        (LAYOUT, [SlotName("own", 0, 1), SlotName("own", 0, 0), SlotName("own", 0, 2)], False),
+        (LAYOUT, [SlotName("own", 1, 1), SlotName("own", 1, 0)], False),
+    ],
+)
+@pytest.mark.parametrize("started", [False, True])
+def test_slots_are_kept_for_the_same_rank_layout_and_places(
+    started: bool, layout: RankLayout, names: list[SlotName], fits: bool, tmp_path: Path
+) -> None:
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[1, 0], device=CPU)
+    if started:
+        arena.start()
+        wait_for(partial(arena.slots.__getitem__, 1))
+    assert arena.fits(layout, names) is fits
+    arena.broken = "own-r00000-s1 was removed"
+    assert not arena.fits(layout, names)
+    arena.broken = ""
+    arena.close()
+    assert not arena.fits(layout, names)
 
 
 def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -353,3 +353,161 @@ def test_buffers_are_copied_before_a_forward_pass_can_change_them(tmp_path: Path
         )
         raw = bytes(slot.data[base + placed.start : base + placed.start + 280])
         assert raw == (torch.arange(70, dtype=torch.float32) + 7).numpy().tobytes()
+
+
+def bits(folder: Path, index: int) -> dict[str, bytes]:
+    """The tensors in a slot."""
+    slot = Slot.open(f"{folder}/own-r00000-s{index}")
+    found = {
+        placed.item.name: bytes(slot.data[base + placed.start : base + placed.start + placed.item.size_bytes])
+        for file, base in zip(LAYOUT.template, LAYOUT.starts, strict=True)
+        for placed in file.items
+    }
+    slot.close()
+    return found
+
+
+def bits_of(parts: Mapping[str, Tensor]) -> dict[str, bytes]:
+    return {name: part.numpy().tobytes() for name, part in parts.items()}
+
+
+def following(taken: Taken, *, steps: list[int | None], incarnation: str = "000002-bb") -> Taken:
+    """The next generation in the same process, with the same slots."""
+    link, events = FakeLink(), []
+    copier = Copier(LAYOUT, changing=frozenset(), device=CPU)
+    facts = replace(taken.snapshots.facts, incarnation=incarnation)
+    snapshots = Snapshots(
+        taken.arena, copier, cast(SaverLink, link), facts=facts, steps=steps, flush_records=lambda: None, record=events.append
+    )
+    return Taken(snapshots, taken.arena, link, copier, events, [])
+
+
+class TestAGenerationThatEnds:
+    """Its process keeps the slots, and the next one in it writes to them again."""
+
+    def test_leaves_whole_snapshots_and_all_slots_unlocked(self, tmp_path: Path) -> None:
+        with taking(tmp_path) as taken:
+            for place, step in ((0, 5), (1, 6)):
+                busy(taken)
+                taken.take(place, step)
+                taken.finish(step)
+            busy(taken)
+            slots = [Slot.open(f"{tmp_path}/own-r00000-s{index}") for index in (0, 1)]
+            assert not all(slot.lock(shared=False) for slot in slots)
+            for slot in slots:
+                slot.unlock()
+            taken.snapshots.stop()
+            assert all(slot.lock(shared=False) for slot in slots), "the saver, or who restores, can have them"
+            facts = [slot.facts for slot in slots]
+            assert [one.step for one in facts if one is not None] == [5, 6]
+            for slot in slots:
+                slot.close()
+            assert all(slot is not None for slot in taken.arena.slots), "they stay mapped"
+            assert taken.arena.fits(LAYOUT, taken.arena.names)
+            taken.snapshots.stop()
+
+    def test_a_snapshot_that_lacks_its_counters_stays_torn(self, tmp_path: Path) -> None:
+        """Whether its step was good, nobody knows any more."""
+        with taking(tmp_path) as taken:
+            busy(taken)
+            whole = taken.take(0, 5)
+            taken.finish(5)
+            busy(taken)
+            taken.take(1, 6)
+            taken.snapshots.before_update()
+            taken.snapshots.stop()
+            assert taken.link.announced == [(0, 5, False)]
+            torn = Slot.open(f"{tmp_path}/own-r00000-s1")
+            assert torn.facts is None
+            assert torn.lock(shared=False)
+            torn.close()
+            assert bits(tmp_path, 0) == bits_of(whole)
+
+    def test_one_that_is_being_copied_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        go_on, copy = threading.Event(), copier_module.copy_on_host
+
+        def slowly(*arguments: object) -> None:
+            assert go_on.wait(10)
+            copy(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(copier_module, "copy_on_host", slowly)
+        with taking(tmp_path) as taken:
+            busy(taken)
+            parts = taken.take(0, 5)
+            taken.snapshots.deliver(5, {"step": 5})
+            threading.Timer(0.1, go_on.set).start()
+            taken.snapshots.stop()
+            assert bits(tmp_path, 0) == bits_of(parts)
+            assert Slot.open(f"{tmp_path}/own-r00000-s0").facts is not None
+
+    def test_a_copy_that_does_not_end_keeps_the_process_from_going_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would write into a snapshot of the next generation."""
+        go_on, copy = threading.Event(), copier_module.copy_on_host
+
+        def stuck(*arguments: object) -> None:
+            assert go_on.wait(10)
+            copy(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(copier_module, "copy_on_host", stuck)
+        with taking(tmp_path) as taken:
+            busy(taken)
+            taken.take(0, 5)
+            with monkeypatch.context() as hurried:
+                hurried.setattr(module, "_CLOSE_S", 0.1)
+                with pytest.raises(CheckpointError):
+                    taken.snapshots.stop()
+            slot = Slot.open(f"{tmp_path}/own-r00000-s0")
+            assert not slot.lock(shared=True), "nobody may read what is still being written"
+            slot.close()
+            go_on.set()
+
+    def test_the_next_one_keeps_what_is_whole_and_writes_what_is_torn(self, tmp_path: Path) -> None:
+        with taking(tmp_path) as taken:
+            busy(taken)
+            whole = taken.take(0, 5)
+            taken.finish(5)
+            busy(taken)
+            taken.take(1, 6)
+            taken.snapshots.before_update()
+            taken.snapshots.stop()
+            mapped = [id(slot) for slot in taken.arena.slots]
+            second = following(taken, steps=[5, None])
+            assert second.snapshots.status(due=True) == ((True, False), (False, True)), "the newest is protected"
+            parts = second.take(1, 6)
+            second.finish(6)
+            assert (bits(tmp_path, 0), bits(tmp_path, 1)) == (bits_of(whole), bits_of(parts))
+            facts = Slot.open(f"{tmp_path}/own-r00000-s1").facts
+            assert facts is not None
+            assert (facts.step, facts.incarnation) == (6, "000002-bb")
+            assert [id(slot) for slot in taken.arena.slots] == mapped, "nothing was mapped, or locked, anew"
+            second.snapshots.stop()
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_over_many_generations_each_slot_holds_the_bits_of_its_step(self, seed: int, tmp_path: Path) -> None:
+        chance = random.Random(seed)
+        with taking(tmp_path, slots=2) as first:
+            now, step, expected = first, 0, dict[int, dict[str, Tensor]]()
+            for number in range(2, 8):
+                for _ in range(chance.randint(0, 4)):
+                    step += 1
+                    free = [place for place, is_busy in enumerate(busy(now)) if not is_busy]
+                    place = chance.choice(free)
+                    parts = now.take(place, step)
+                    expected.pop(place, None)
+                    now.snapshots.before_update()
+                    if chance.random() < 0.3:
+                        # The generation ends before the figures of the step are known.
+                        break
+                    now.finish(step)
+                    expected[place] = parts
+                now.snapshots.stop()
+                for place in range(2):
+                    facts = Slot.open(f"{tmp_path}/own-r00000-s{place}").facts
+                    assert (facts is not None) == (place in expected)
+                    if facts is not None:
+                        assert bits(tmp_path, place) == bits_of(expected[place])
+                        assert facts.step == int(expected[place]["b"])
+                steps = [int(expected[place]["b"]) if place in expected else None for place in range(2)]
+                now = following(first, steps=steps, incarnation=f"{number:06d}-xx")

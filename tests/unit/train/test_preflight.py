@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastictrain.bounded_json import encode_record
@@ -17,7 +18,7 @@ from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
-from elastictrain.identity import Identity
+from elastictrain.identity import Identity, Launcher, RecoveryPlan, Rung
 from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupFindings, Request
 from elastictrain.preflight.host_preflight import HostPreflight, Report
@@ -62,6 +63,8 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         settings: PreflightGroup | None = None,
         hosts: str = "a",
         backend: str = "gloo",
+        launcher: Launcher | None = None,
+        exchange: StoreExchange | None = None,
     ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
@@ -80,14 +83,14 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         plain = config(steps=3)
         context = context_of(
             config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
-            identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1),
+            identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1, launcher=launcher),
             generation=AgreedGeneration("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in hosts)),
             store=store,
             journal=SimpleNamespace(record=recorded.append),
             samples=SimpleNamespace(digest="x"),
             backend=backend,
         )
-        return RunPreflight(context, StoreExchange(dist.HashStore())), recorded, checked
+        return RunPreflight(context, exchange or StoreExchange(dist.HashStore())), recorded, checked
 
     return made
 
@@ -124,11 +127,13 @@ def test_a_restart_is_quick_unless_the_transport_failed(
     assert checked[0].after_failure is (level == "full")
 
 
-def follower(exchange: StoreExchange, store: Store, *, limit_s: float) -> RunPreflight:
+def follower(
+    exchange: StoreExchange, store: Store, *, limit_s: float, level: str = "auto", launcher: Launcher | None = None
+) -> RunPreflight:
     plain = config(steps=3)
     context = context_of(
-        config=replace(plain, preflight=replace(plain.preflight, level="auto", limit_s=limit_s)),
-        identity=Identity(1, 2, 1, 2, "a", launched=True),
+        config=replace(plain, preflight=replace(plain.preflight, level=level, limit_s=limit_s)),  # type: ignore[arg-type]
+        identity=Identity(1, 2, 1, 2, "a", launched=True, launcher=launcher),
         generation=AgreedGeneration("000007-aa", (Introduction("a", 2, "gloo", "d"),) * 2),
         store=store,
     )
@@ -140,6 +145,67 @@ def test_the_other_ranks_take_the_level_that_the_first_one_chose(store: Store) -
     exchange.put("level", encode_record(Chosen(Level.FULL, "because", after_failure=True)))
     chosen = follower(exchange, store, limit_s=5.0).chosen
     assert (chosen.level, chosen.reason, chosen.after_failure) == (Level.FULL, "because", True)
+
+
+def launched(rung: Rung | None = None) -> Launcher:
+    plan = RecoveryPlan(rung, ("rank 1 on a",), "SIGKILL", 0.0, 7) if rung is not None else None
+    return Launcher(1, 2, restarted=rung is not None, folder="/tmp/x", recovery=plan)
+
+
+class TestRecoveringInPlace:
+    """The hosts and links are those that trained a moment ago: only the new group is checked."""
+
+    @pytest.mark.parametrize("wanted", ["auto", "quick", "full"])
+    @pytest.mark.parametrize("rung", ["in_place", "restart", "regroup", None])
+    def test_only_then(self, wanted: str, rung: Rung | None, make: Make, store: Store) -> None:
+        end(store, "000006-bb", 0)
+        chosen = make(level=wanted, hosts="ab", launcher=launched(rung))[0].chosen
+        usual = {"auto": "full" if rung is None else "quick"}.get(wanted, wanted)
+        assert chosen.level == ("group" if rung == "in_place" else usual)
+
+    def test_off_stays_off(self, make: Make) -> None:
+        assert make(level="off", hosts="ab", launcher=launched("in_place"))[0].chosen.level is Level.OFF
+
+    @pytest.mark.parametrize("wanted", ["auto", "quick", "full"])
+    def test_a_rank_that_knows_of_no_recovery_follows_the_first(self, wanted: str, make: Make, store: Store) -> None:
+        """Launchers judge for their own hosts, and ranks that check different things would wait for each other for ever."""
+        exchange = StoreExchange(dist.HashStore())
+        first = make(level=wanted, hosts="ab", launcher=launched("in_place"), exchange=exchange)[0]
+        second = follower(exchange, store, limit_s=5.0, level=wanted, launcher=launched("restart"))
+        assert (first.chosen.level, second.chosen) == (Level.GROUP, first.chosen)
+
+    def test_hosts_are_not_checked(self, make: Make) -> None:
+        preflight, recorded, checked = make(hosts="ab", launcher=launched("in_place"))
+        preflight.check_hosts()
+        assert (recorded, checked) == ([], [])
+
+    @pytest.mark.parametrize(("sums", "error"), [((3, 3), None), ((3, 4), PreflightError), ((1, 1), PreflightError)])
+    def test_the_first_collective_must_be_right_in_every_place(
+        self, sums: tuple[int, int], error: type[Exception] | None, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        summed: list[list[int]] = []
+
+        def all_reduce(tensor: torch.Tensor) -> None:
+            summed.append(tensor.tolist())
+            tensor.copy_(torch.tensor(sums))
+
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        preflight, recorded, _ = make(hosts="ab", launcher=launched("in_place"))
+        if error is not None:
+            with pytest.raises(error):
+                preflight.check_group(on_part=lambda _: None)
+            assert recorded == []
+        else:
+            preflight.check_group(on_part=lambda _: None)
+            (event,) = recorded
+            assert isinstance(event, Preflight)
+            assert (event.stage, event.level, event.counts, event.findings) == ("group", "group", {"pass": 1}, ())
+        assert summed == [[1, 1]]
+
+    def test_a_world_of_one_has_no_collective(self, make: Make) -> None:
+        preflight, recorded, _ = make(hosts="a", launcher=launched("in_place"))
+        preflight.check_group(on_part=lambda _: None)
+        assert recorded == []
 
 
 def test_a_rank_that_is_told_no_level_does_not_wait_for_ever(store: Store) -> None:
