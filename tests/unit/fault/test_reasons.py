@@ -200,13 +200,16 @@ def test_a_failed_collective_is_a_transport_failure_that_says_who_was_heard_last
     assert what.sentence.endswith(describe_heard(HEARD))
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.START, Phase.DATA)])
+NO_COLLECTIVES = (Phase.STANDBY, Phase.START, Phase.DATA)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in NO_COLLECTIVES])
 def test_collectives_fail_in_every_phase_that_has_some(phase: Phase) -> None:
     what = classify(TRANSPORT[0], mark=ProgressMark(phase, 1, 0, 0.0, False), last_heard={})
     assert what.exit_code == errors.EXIT_TRANSPORT
 
 
-@pytest.mark.parametrize("phase", [Phase.START, Phase.DATA])
+@pytest.mark.parametrize("phase", NO_COLLECTIVES)
 def test_a_connection_that_breaks_where_no_collective_runs_is_no_transport_failure(phase: Phase) -> None:
     what = classify(RuntimeError("Connection reset by peer"), mark=ProgressMark(phase, 1, 0, 0.0, False), last_heard={})
     assert what.exit_code == errors.EXIT_BUG

@@ -22,6 +22,7 @@ from tests.unit.launch.membership.made import OPTIONS, by_host, end, generation
 
 DONE, LEAVING, GROW, FAILED, LOST = EndKind
 KILLED = 137
+KILLED_TIMES = 10
 
 
 def after(
@@ -191,6 +192,28 @@ def test_three_failures_without_progress_end_the_run() -> None:
     assert pauses == [0.0, 1.0]
 
 
+def test_workers_that_are_killed_from_outside_are_given_up_ten_times_later_and_pause_later() -> None:
+    failures: tuple[GenerationFailure, ...] = ()
+    pauses = []
+    for _ in range(KILLED_TIMES * OPTIONS.max_failures - 1):
+        following = after(failed(code=KILLED, step=0), failures=failures, hosts="a", ready="a")
+        assert following.outcome is GenerationOutcome.RUN
+        failures = following.failures
+        pauses.append(following.pause_s)
+    following = after(failed(code=KILLED, step=0), failures=failures, hosts="a", ready="a")
+    assert (following.outcome, following.exit_code) == (GenerationOutcome.GIVE_UP, EXIT_BUG)
+    at_once = OPTIONS.max_failures + 1
+    assert pauses[:at_once] == [0.0] * at_once, "the cause is outside, and a recovery in place is cheap"
+    assert pauses[at_once : at_once + 3] == [1.0, 2.0, 4.0]
+    assert max(pauses) == OPTIONS.backoff_limit_s
+
+
+@pytest.mark.parametrize("code", [EXIT_BUG, EXIT_TRANSPORT, EXIT_STORAGE, 139])
+def test_one_failure_of_another_kind_ends_that(code: int) -> None:
+    killed = tuple(replace(failure(number), exit_code=KILLED) for number in range(1, OPTIONS.max_failures))
+    assert after(failed(code=code), failures=killed, hosts="a", ready="a").outcome is GenerationOutcome.GIVE_UP
+
+
 def test_progress_refills_the_budget() -> None:
     before = (failure(1), failure(2))
     following = after(failed(step=600, committed=500), failures=before)
@@ -307,7 +330,8 @@ def test_whatever_happens_the_answer_is_the_same_in_any_order_and_failures_are_b
         if following.outcome is not GenerationOutcome.RUN:
             assert (following.exit_code == EXIT_OK) == (following.outcome is GenerationOutcome.DONE)
             return
-        assert len(following.failures) < max_failures or following.excluded
+        killed = all(one.exit_code == KILLED for one in following.failures)
+        assert len(following.failures) < max_failures * (KILLED_TIMES if killed else 1) or following.excluded
         culprits = set(following.excluded) & ready
         assert not culprits or len(ready - culprits) >= min_hosts
         current = replace(generation(current.number + 1, "abcd"), failures=following.failures)

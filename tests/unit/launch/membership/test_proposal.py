@@ -319,9 +319,9 @@ def test_who_is_left_out_and_has_not_read_so_is_no_member_and_stays_left_out() -
 
 
 def test_who_is_left_out_does_not_count_as_a_replacement() -> None:
-    failures = tuple(GenerationFailure(number, ("b",), 137, "", 0, 0, "b: killed") for number in (2, 3))
+    failures = tuple(GenerationFailure(number, ("b",), 139, "", 0, 0, "b: crashed") for number in (2, 3))
     newest = generation(4, "ab", excluded=("c",), failures=failures)
-    ends = (end("b", EndKind.FAILED, 137, number=4),)
+    ends = (end("b", EndKind.FAILED, 139, number=4),)
     looked = cluster(done("b", 4), done("c", 3), me=record("a", ended=4), newest=newest, ends=ends, ended_s=NOW_S)
     two = replace(OPTIONS, min_hosts=2)
     assert created(decide(looked, two)).outcome is GenerationOutcome.GIVE_UP
