@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import msgspec
 import psutil
 
 from elastictrain.bounded_json import as_record
@@ -73,7 +72,7 @@ class WorkerProcess:
 
     def receive(self) -> None:
         """Take note of what it has sent."""
-        with suppress(OSError, msgspec.MsgspecError):
+        with suppress(OSError, ValueError):
             while True:
                 data = self.connection.recv(1 << 16, socket.MSG_DONTWAIT)
                 if not data:
