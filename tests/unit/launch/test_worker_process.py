@@ -2,8 +2,10 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import msgspec
 import psutil
@@ -11,8 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced, Lines, encode_line
+from elastictrain.bounded_json import encode_record
+from elastictrain.fault.launcher_channel import (
+    Attach,
+    Attached,
+    Detach,
+    Detached,
+    FromWorker,
+    Introduced,
+    Lines,
+    Monitored,
+    encode_line,
+)
+from elastictrain.launch import worker_process as module
 from elastictrain.launch.worker_process import WorkerProcess
+from elastictrain.liveness.monitor_client import MonitoredHost
 
 RANK = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "ELASTICTRAIN_GENERATION": "1"}
 
@@ -24,7 +39,7 @@ class Pair:
     one: WorkerProcess
     theirs: socket.socket
 
-    def say(self, *messages: Introduced | Attached | Detached) -> None:
+    def say(self, *messages: FromWorker) -> None:
         self.theirs.sendall(b"".join(map(encode_line, messages)))
         self.one.receive()
 
@@ -167,6 +182,32 @@ def test_who_has_ended_does_not_live(pair: Pair) -> None:
     assert (pair.one.lives, pair.one.over) == (False, True)
     pair.one.code, pair.one.process = None, None
     assert not pair.one.lives, "the fork server has not told of it yet"
+
+
+FACTS = MonitoredHost("000002-ab", "a", (0, 1), "/run\udcff", 1.0, 2.0, "/tmp/x")
+
+
+def test_the_workers_of_a_host_are_watched_from_when_one_of_them_asks_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: SimpleQueue[tuple[str, MonitoredHost, bool, bool]] = SimpleQueue()
+
+    def monitor(folder: str, facts: MonitoredHost) -> None:
+        thread = threading.current_thread()
+        watched.put((folder, facts, thread is threading.main_thread(), thread.daemon))
+
+    monkeypatch.setattr(module, "monitor", monitor)
+    pair.say(Monitored("/dev/shm/marks", encode_record(FACTS).decode()), Introduced())
+    assert watched.get(timeout=10) == ("/dev/shm/marks", FACTS, False, True)
+    assert pair.one.introduced
+
+
+@pytest.mark.parametrize("facts", ["", "{", "[]", "{}", '{"generation": 7}'])
+def test_a_host_that_is_not_described_is_not_watched(facts: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "monitor", pytest.fail)
+    pair.say(Monitored("/dev/shm/marks", facts))
+    pair.say(Introduced())
+    assert pair.one.introduced, "the launcher goes on"
 
 
 def test_messages_are_told_apart() -> None:

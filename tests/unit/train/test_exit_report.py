@@ -1,6 +1,8 @@
 """What a worker tells its launcher, and records, when it ends."""
 
 import os
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from typing import cast
 import pytest
 
 from elastictrain.config.load import load
-from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, ConfigError
+from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, ConfigError, DetachedError, TransportError
 from elastictrain.events import Failure
 from elastictrain.fault.reasons import ExitClassification, Reason, read_reasons
 from elastictrain.identity import Identity, Launcher
@@ -47,10 +49,12 @@ def told(folder: Path) -> Reason:
     return reason
 
 
-def recording(recorded: list[Failure], *, store: object = None) -> TrainContext:
-    # Without a way to close it, a store, or a board that is asked for more than this.
+def recording(recorded: list[Failure], *, store: object = None, calls: list[str] | None = None) -> TrainContext:
+    # Without a store, or a board that is asked for more than this; closed only by who goes on.
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
     heartbeats = SimpleNamespace(last_heard=lambda: HEARD, announce_failure=lambda: None)
+    if calls is not None:
+        journal.close, heartbeats.close = partial(calls.append, "journal"), partial(calls.append, "heartbeats")
     return context_of(journal=journal, heartbeats=heartbeats, store=store, generation=SimpleNamespace(name="000001-aa"))
 
 
@@ -128,3 +132,45 @@ def test_what_was_read_of_a_long_silence_is_kept_also_when_another_rank_turns_ou
     (failure,) = recorded
     assert failure.flight_recorder == "flight/000001-aa-r00001.json"
     assert store.read(failure.flight_recorder) == b'{"entries": []}'
+
+
+class TestAProcessThatGoesOn:
+    """Its generation has failed: the launcher is told, and nothing is waited for."""
+
+    def leave(self, report: ExitReport, error: Exception, context: TrainContext) -> int:
+        code = report.detached(error, context)
+        for thread in threading.enumerate():
+            if thread.name == "close-generation":
+                thread.join(10)
+        return code
+
+    @pytest.mark.parametrize(
+        "error", [DetachedError("rank 0 is gone"), TransportError("reset"), ZeroDivisionError("of garbage")]
+    )
+    def test_ends_with_the_code_of_a_broken_group_whatever_it_was_doing(
+        self, error: Exception, report: ExitReport, tmp_path: Path
+    ) -> None:
+        """What collectives of an aborted group return may break anything."""
+        recorded, calls = list[Failure](), list[str]()
+        report.context = context = recording(recorded, calls=calls)
+        report.loop = cast(Loop, SimpleNamespace(abandon=lambda: calls.append("loop")))
+        assert self.leave(report, error, context) == EXIT_TRANSPORT
+        reason, (failure,) = told(tmp_path), recorded
+        assert (reason.rank, reason.exit_code, reason.phase, reason.step) == (1, EXIT_TRANSPORT, "forward", 9)
+        assert (failure.exit_code, failure.phase, failure.step) == (EXIT_TRANSPORT, "forward", 9)
+        assert calls == ["heartbeats", "journal", "loop"]
+
+    def test_a_generation_that_was_not_complete_is_left_too(self, report: ExitReport, tmp_path: Path) -> None:
+        """It has ended while the ranks were meeting."""
+        context = cast(TrainContext, SimpleNamespace())
+        assert self.leave(report, DetachedError("rank 0 is gone"), context) == EXIT_TRANSPORT
+        assert told(tmp_path).exit_code == EXIT_TRANSPORT
+
+    def test_does_not_wait_for_storage(self, report: ExitReport) -> None:
+        go_on = threading.Event()
+        journal = SimpleNamespace(record=lambda _: go_on.wait(10), close=lambda: None)
+        context = context_of(journal=journal, heartbeats=SimpleNamespace(close=lambda: None))
+        began = time.monotonic()
+        report.detached(DetachedError("rank 0 is gone"), context)
+        assert time.monotonic() - began < 5
+        go_on.set()

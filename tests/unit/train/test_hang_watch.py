@@ -3,19 +3,22 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from elastictrain.bounded_json import parse_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.events import Event, Hang
+from elastictrain.fault.launcher_channel import Monitored
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness import monitor_client
-from elastictrain.liveness.monitor_client import RankMonitorClient
+from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.progress_file import ProgressFileReader
 from elastictrain.liveness.stacks import STACKS_SIGNAL
 from elastictrain.liveness.watchdog import LAUNCHER_PATIENCE_S, LOST_PATIENCE_S, Others, Overdue
 from elastictrain.train import hang_watch as module
@@ -37,12 +40,14 @@ class StalledJournal:
         self.released.wait(10.0)
 
 
-def watch(identity: Identity, journal: object = None) -> tuple[HangWatch, ProgressTracker]:
+def watch(
+    identity: Identity, journal: object = None, *, tell: Callable[[Monitored], None] = lambda _: None
+) -> tuple[HangWatch, ProgressTracker]:
     config = SimpleNamespace(fault=FaultGroup(), run=SimpleNamespace(dir="run"), telemetry=SimpleNamespace(flush_s=1.0))
     tracker = ProgressTracker()
     made = HangWatch(config, identity, tracker)  # type: ignore[arg-type]
     generation = SimpleNamespace(name="000001-abc")
-    made.begin(SimpleNamespace(generation=generation, journal=journal, heartbeats=None, store=None))  # type: ignore[arg-type]
+    made.begin(SimpleNamespace(generation=generation, journal=journal, heartbeats=None, store=None), tell=tell)  # type: ignore[arg-type]
     return made, tracker
 
 
@@ -170,6 +175,40 @@ def test_a_host_that_cannot_be_watched_trains_on(
     tracker.set_phase(Phase.DATA, step=1)
     hangs.beat()
     hangs.close()
+
+
+@pytest.mark.usefixtures("the_signal_as_before")
+@pytest.mark.parametrize(("local_rank", "has_launcher"), [(0, True), (1, True), (0, False), (1, False)])
+def test_a_launcher_watches_its_workers_itself_and_is_told_by_the_first_of_a_host(
+    local_rank: int, has_launcher: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PeerMonitor", NoPeerMonitor)
+    monkeypatch.setattr(monitor_client, "default_parent", lambda: str(tmp_path / "marks"))
+    started: list[str] = []
+    monkeypatch.setattr(RankMonitorClient, "start_monitor", lambda self: started.append(self.folder))
+    launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path / "launch")) if has_launcher else None
+    told: list[Monitored] = []
+    identity = Identity(4 + local_rank, 8, local_rank, 2, "a", launched=True, launcher=launcher)
+    hangs, _ = watch(identity, tell=told.append)
+    folder = f"{tmp_path}/marks/000001-abc-r00004"
+    assert started == ([folder] if local_rank == 0 and launcher is None else [])
+    if local_rank == 0:
+        (message,) = told
+        facts = parse_record(message.facts, MonitoredHost)
+        assert (message.folder, facts.ranks, facts.generation, facts.host) == (folder, (4, 5), "000001-abc", "a")
+        assert facts.launcher_folder == (launcher.folder if launcher is not None else "")
+    else:
+        assert told == []
+    reader = ProgressFileReader(folder, identity.rank)
+    found = reader.read()
+    assert found is not None
+    assert not found.closed
+    hangs.close_monitor()
+    found = reader.read()
+    assert found is not None
+    assert found.closed, "who watches waits for it no more"
+    hangs.close()
+    hangs.beat()
 
 
 def test_what_a_rank_had_entered_when_its_silence_began_is_kept_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
