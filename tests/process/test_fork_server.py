@@ -55,8 +55,14 @@ class Server:
     def start(
         self, *arguments: str, program: str = "", worker: str = "", count: int = 1, store_port: int = 0, ignored: bool = False
     ) -> psutil.Process:
-        """Workers of a new server; `program` runs in it first, `worker` in each worker instead of ours. `ignored`: it is
-        started by somebody who ignores the ends of processes."""
+        """Workers of a new server; the rest is as for `prepare`."""
+        server = self.prepare(program=program, worker=worker, ignored=ignored)
+        self.again(*arguments, count=count, store_port=store_port)
+        return server
+
+    def prepare(self, *, program: str = "", worker: str = "", ignored: bool = False) -> psutil.Process:
+        """A new server; `program` runs in it first, `worker` in each worker instead of ours. `ignored`: it is started by
+        somebody who ignores the ends of processes."""
         if worker:
             (self.folder / "made_up_worker.py").write_text(worker)
             program += f"\nsys.path.insert(0, {str(self.folder)!r})\nmodule._MODULE = 'made_up_worker'\n"
@@ -70,7 +76,6 @@ class Server:
             if before is not None:
                 signal.signal(signal.SIGCHLD, before)
         (server,) = set(psutil.Process().children()) - others
-        self.again(*arguments, count=count, store_port=store_port)
         return server
 
     def again(self, *arguments: str, count: int = 1, store_port: int = 0) -> None:
