@@ -48,6 +48,7 @@ class Introduction:
     digest: str  # of configuration and data: ranks that differ must not train together
     pid: int = 0
     step: int = 0  # the newest step that the process finished in an earlier generation; 0: none, or it is a new process
+    built: bool = False  # whether the process has built its part of the model before
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class AgreedGeneration:
     def pids(self) -> dict[str, int]:
         """The processes by rank."""
         return {str(rank): introduction.pid for rank, introduction in enumerate(self.ranks)}
+
+    @property
+    def some_are_built(self) -> bool:
+        """Whether some rank only exchanges its groups: then all do, since a model that is built on them communicates."""
+        return any(introduction.built for introduction in self.ranks)
 
     @property
     def newest_step(self) -> int:

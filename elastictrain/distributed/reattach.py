@@ -17,12 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.distributed.gloo_sockets import cut_gloo_connections
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, settle_buckets
-from elastictrain.errors import TransportError
 from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_groups, move_ddp, move_fsdp
 
 _POLL_S = 0.01
-
-_detached = threading.Event()
 
 
 def detach(limit_s: float) -> None:
@@ -30,7 +27,6 @@ def detach(limit_s: float) -> None:
     collective raises; a device that is stuck in one becomes idle. A thread that is *making* a group may have connected after
     this call looked: call it again as long as that thread does not raise. Collective: no. Raises: TimeoutError after `limit_s`
     seconds, in which case only the end of the process helps; HostUnfitError."""
-    _detached.set()  # first: figures that the aborted collectives leave must not be taken for results
     errors: list[BaseException] = []
     thread = threading.Thread(target=_abort, args=(errors,), name="abort-groups", daemon=True)
     thread.start()
@@ -50,13 +46,6 @@ def _abort(errors: list[BaseException]) -> None:
         abort_groups()
     except BaseException as error:  # noqa: BLE001  # raised by `detach`
         errors.append(error)
-
-
-def check_attached() -> None:
-    """Raises: TransportError if `detach` was called since the last `reattach`. A device that an abort frees ends its work with
-    arbitrary figures: call this after reading figures from the device, and before acting on them."""
-    if _detached.is_set():
-        raise TransportError("the process groups were aborted, because a rank failed")
 
 
 def forget_step(wrapped: Wrapped) -> None:
@@ -88,7 +77,6 @@ def reattach(wrapping: Wrapping, wrapped: Wrapped) -> Wrapped:
         _check_place(wrapped.bare, mesh.get_rank(), shards=wrapped.shape.shards)
         move_fsdp(wrapped.bare, mesh)
         wrapped = replace(wrapped, groups=tuple(mesh.get_all_groups()))
-    _detached.clear()
     return wrapped
 
 

@@ -100,6 +100,13 @@ class LauncherChannel:
                 return
         act()
 
+    def end_generation(self, reason: str) -> None:
+        """Have this process leave the present generation, as when the launcher asks for it; from any thread."""
+        with self._lock:
+            self.detach_reason, act = self.detach_reason or reason, self._on_detach
+        if act is not None:
+            act()
+
     def check_attached(self) -> None:
         """Raises: DetachedError if the launcher has ended the generation."""
         if self.detach_reason is not None:
@@ -126,10 +133,7 @@ class LauncherChannel:
                 self.detach_reason = None
             self._offers.put(message)
         elif isinstance(message, Detach):
-            with self._lock:
-                self.detach_reason, act = message.reason, self._on_detach
-            if act is not None:
-                act()
+            self.end_generation(message.reason)
 
 
 def open_channel(environment: Mapping[str, str]) -> LauncherChannel | None:

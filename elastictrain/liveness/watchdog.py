@@ -104,10 +104,10 @@ def judge(
 
 @dataclass(eq=False)
 class Watchdog(ClosableThread):
-    """A thread that judges this process at short intervals and calls `end` once when it must end.
+    """A thread that judges this process at short intervals, and calls `end` as long as the process must end.
 
-    `end` does not return in a real process (it writes its report and calls os._exit): an exception in a thread would end
-    nothing.
+    `end` returns only if the process leaves its generation instead. Otherwise it writes its report and calls os._exit: an
+    exception in a thread would end nothing.
     """
 
     options: FaultGroup
@@ -136,4 +136,3 @@ class Watchdog(ClosableThread):
             overdue = judge(mark, now_s=now_s, stop=self.stop(), options=self.options, others=self.others())
             if overdue is not None:
                 self.end(overdue)
-                return

@@ -118,6 +118,14 @@ class HangWatch:
         if self._context is not None and self._tracker.mark.first_step_done:
             self._context.heartbeats.announce_failure()
 
+    def waits_for_another(self, overdue: Overdue) -> bool:
+        """Whether this rank only waits for one that hangs or is gone, as far as is known."""
+        if not overdue.hangs:
+            # A lost rank, for which stacks show nothing; or an end that was asked for and takes too long.
+            return not overdue.show_stacks
+        found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
+        return found is not None and bool(found.guilty) and not found.is_guilty(self._identity.rank)
+
     def name_culprits(self, overdue: Overdue) -> str:
         """Diagnose a hang, as the end of a sentence; takes a bounded time."""
         found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None

@@ -1,4 +1,5 @@
-"""What a standby prepares before it has a rank: the model, and a first step that compiles it, on a group of its own."""
+"""Builds a rank's part of the model without the other ranks: for a standby, and for a newcomer among ranks that have theirs
+already and only exchange their groups."""
 
 from itertools import islice
 
@@ -9,33 +10,43 @@ from elastictrain.data.loader import MicroBatch, read_batch
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.group import lone_group
 from elastictrain.distributed.reattach import detach, forget_step
+from elastictrain.liveness.progress import Phase
 from elastictrain.train.build import BuiltState, build_state
 from elastictrain.train.checks import measure_state
 from elastictrain.train.context import TrainContext
 from elastictrain.train.step import StepFlags, Stepper
 
 _DETACH_S = 10.0
-_ROOM = 3  # times the size of the state that must be free: it must not make a worker run out of memory
+_ROOM = 3  # times the size of the state that must be free: a standby must not make a worker run out of memory
+
+
+def build_alone(context: TrainContext, *, run_step: bool = False) -> BuiltState:
+    """Build a rank's part of the model on a group that communicates with nobody. `run_step`: run one step, too, which compiles
+    and whose results count for nothing. Collective: no. Raises: TimeoutError."""
+    identity = context.identity
+    if not hasattr(context, "generation"):
+        introduction = Introduction(identity.host, identity.local_world_size, context.backend, "")
+        context.generation = AgreedGeneration("", (introduction,))
+    with context.timed("build_alone", Phase.BUILD):
+        context.group = lone_group(identity, backend=context.backend)
+        wrapped, state = build_state(context)
+        if run_step:
+            _run_step(context, Stepper(context, wrapped, state.optimizer))
+        detach(_DETACH_S)
+        forget_step(wrapped)
+    return BuiltState(wrapped, state)
 
 
 def prepare(context: TrainContext) -> BuiltState | None:
-    """Build a rank's part of the model, and run one step whose results count for nothing; None without memory to spare.
-    Collective: no."""
-    size, identity = measure_state(context.task), context.identity
+    """What a standby builds before it has a rank; None if that could do harm, or without memory to spare. Collective: no."""
+    size = measure_state(context.task)
     if context.backend == "nccl" or context.config.parallel.kind != "ddp":
         # torch remembers per process which part of a tensor a rank has, by a mesh that is equal on all ranks; and this process
         # may get another rank.
         return None
     if size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1):
         return None
-    introduction = Introduction(identity.host, identity.local_world_size, context.backend, "")
-    context.generation = AgreedGeneration("standby", (introduction,))
-    context.group = lone_group(identity, backend=context.backend)
-    wrapped, state = build_state(context)
-    _run_step(context, Stepper(context, wrapped, state.optimizer))
-    detach(_DETACH_S)
-    forget_step(wrapped)
-    return BuiltState(wrapped, state)
+    return build_alone(context, run_step=True)
 
 
 def _run_step(context: TrainContext, stepper: Stepper) -> None:

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,10 +40,12 @@ from elastictrain.train.evaluate import show_sample
 from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.snapshot_memory import start_saver
-from elastictrain.train.standby import prepare
+from elastictrain.train.standby import build_alone, prepare
 
 logger = logging.getLogger(__name__)
 
+_AGAIN_S = 0.02
+_FREE_S = 5.0  # by then a main thread whose groups were aborted must have left the generation, or this process ends
 _DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker that takes longer
 
 
@@ -100,13 +104,24 @@ class Worker:
     checked: TrainContext | None = field(default=None, init=False)  # of the generation before, or of a standby
     built: BuiltState | None = field(default=None, init=False)
     link: SaverLink | None = field(default=None, init=False)  # of the present generation
+    _left: threading.Event = field(default_factory=threading.Event, init=False)  # whether the main thread has raised
+    _ending_s: float | None = field(default=None, init=False)  # since when the watchdog has it leave the generation
 
     def __post_init__(self) -> None:
         self.report = self._begin_report()
 
     def end(self, overdue: Overdue) -> None:
-        """Called by the watchdog: end this process."""
-        self.report.overdue(overdue)
+        """Called by the watchdog, again and again: leave the generation if this rank waits for another one in vain, else end this
+        process."""
+        channel, now_s = self.channel, time.monotonic()
+        if channel is None or overdue.exit_code != EXIT_TRANSPORT or not self.report.hangs.waits_for_another(overdue):
+            self.report.overdue(overdue)
+        elif self._ending_s is None:
+            self._ending_s = now_s
+            channel.end_generation(f"{overdue.reason}{self.report.hangs.name_culprits(overdue)}")
+            self.report.hangs.keep_record()
+        elif now_s - self._ending_s > _FREE_S and not self._left.is_set():
+            self.report.overdue(overdue)
 
     def others(self) -> Others:
         """What is known of the other ranks of the present generation."""
@@ -151,26 +166,30 @@ class Worker:
 
     def _take_part(self) -> int:
         """Take part in a generation; returns the exit code if the run ends in order."""
-        report, identity, before = self.report, self.identity, self.built
+        report, identity = self.report, self.identity
         context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone()
-        if before is None:
+        if self.built is None:
             claim_memory(context)
         self._tell(Introduced())
+        self._left.clear()
+        if self.channel is not None:
+            self.channel.on_detach(self._abort)
+        before = self.built
         finished = before.finished_step if before is not None else 0
-        meet(context, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
+        meet(context, built=before is not None, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
         report.context = context
         self.prefix.incarnation = context.generation.name
         report.hangs.begin(context, tell=self._tell)
+        if self.built is None and context.generation.some_are_built:
+            self.built = build_alone(context)
         form_group(context)
-        if self.channel is not None:
-            self.channel.on_detach(self._abort)
-            self.channel.send(Attached(os.environ.get(OWN_VARIABLES, "")))
+        self._tell(Attached(os.environ.get(OWN_VARIABLES, "")))
         # The process that would restart this worker; the launcher's process from which it forks may be replaced.
         agent = self.parent if identity.launched else os.getpid()
         report.hangs.group_formed(context.backend, None)
         link = self.link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
         report.hangs.group_formed(context.backend, link)
-        loop = report.loop = build(context, link, before)
+        loop = report.loop = build(context, link, self.built)
         code, reason = EXIT_OK, "done"
         try:
             loop.run()
@@ -191,11 +210,15 @@ class Worker:
             self.channel.send(message)
 
     def _abort(self) -> None:
-        """Free the main thread from what it waits for in this generation; from any thread."""
+        """Free the main thread from what it waits for in this generation; called by another thread."""
         if self.report.loop is not None:
             self.report.loop.loader.interrupt()
-        with suppress(TimeoutError):
-            detach(_DETACH_S)
+        until_s = time.monotonic() + _DETACH_S
+        # Groups that the main thread is making at this moment can be aborted a moment later.
+        while not self._left.is_set() and time.monotonic() < until_s:
+            with suppress(TimeoutError):
+                detach(_DETACH_S)
+            self._left.wait(_AGAIN_S)
 
     def _may_wait(self, error: Exception) -> bool:
         """Whether this process can go on in the next generation, though the present one has failed."""
@@ -204,9 +227,10 @@ class Worker:
         return self.channel.detach_reason is not None or self.report.classify(error).exit_code == EXIT_TRANSPORT
 
     def _detach(self, error: Exception, context: TrainContext) -> int:
-        """Leave the generation; returns the exit code with which this process would have ended. Raises: TransportError if a part
-        of the generation cannot be ended."""
+        """Leave the generation; returns the exit code with which this process would have ended. Raises: TransportError if a
+        part of the generation cannot be ended."""
         report, loop = self.report, self.report.loop
+        self._left.set()
         exit_code = report.detached(error, context)
         self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
         if self.channel is not None:
@@ -243,7 +267,7 @@ class Worker:
         set_up_logging(self.prefix)
         with suppress(OSError):
             Path("/proc/self/comm").write_text(f"rank {identity.rank}")
-        self.report = self._begin_report()
+        self.report, self._ending_s = self._begin_report(), None
 
     def _begin_report(self) -> ExitReport:
         hangs = HangWatch(self.config, self.identity, self.tracker)
