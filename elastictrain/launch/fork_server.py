@@ -91,6 +91,9 @@ class ForkServer:
                 data, descriptors, _, _ = socket.recv_fds(self._launcher, 1 << 16, _MOST_WORKERS)
                 if not data:
                     return EXIT_OK
+                for descriptor in descriptors:
+                    # A worker that is no fork would inherit the channels of the others.
+                    os.set_inheritable(descriptor, False)
                 received, channels = received + data, channels + descriptors
                 *orders, received = received.split(b"\n")
                 for text in orders:

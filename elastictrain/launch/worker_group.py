@@ -131,6 +131,7 @@ class WorkerGroup:
         self._attaching: list[WorkerProcess] = []  # chosen workers that have not been told yet
         self._wakes, self._woken = socket.socketpair()
         self.unforked = ""  # why the running workers are no forks; empty if they are
+        self._released: set[Process] = set()  # those of `_leaving` that nobody has seen to end
         self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
 
     @property
@@ -263,6 +264,7 @@ class WorkerGroup:
             if not _outlives(one):
                 if (known := identify(one.pid)) is not None:
                     self._leaving.add(known)
+                    self._released.add(known)
                 with suppress(psutil.Error):
                     one.kill()
         for worker in chosen:
@@ -412,8 +414,9 @@ class WorkerGroup:
         return left + [one.pid for one in run.killed if one.is_running() and runs(one.pid)]
 
     def _still_there(self) -> list[Process]:
-        """Processes that hold resources but no longer run; those that still run were waited for and logged."""
-        return [one for one in self._leaving if is_there(one) and not runs(one.pid)]
+        """Processes that hold resources but no longer run; of those that still run the released ones, which nobody has waited
+        for yet."""
+        return [one for one in self._leaving if is_there(one) and (one in self._released or not runs(one.pid))]
 
     def _reap(self) -> None:
         """Reap processes that hold nothing any more: as pid 1 of a container this process is their parent."""
@@ -422,6 +425,7 @@ class WorkerGroup:
                 with suppress(ChildProcessError):
                     os.waitpid(one.pid, os.WNOHANG)
             self._leaving.discard(one)
+            self._released.discard(one)
 
     def _give_up(self, run: _Run, left: Sequence[int]) -> None:
         if left and run.killed_s is not None:
