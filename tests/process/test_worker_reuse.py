@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 from test_fork_server import ANOTHER_THREAD, Server
-from test_worker_group import is_gone, lives
+from test_worker_group import is_gone, lives, spare
 from torchruns import wait_until
 
 from elastictrain.fault.exits import decode
-from elastictrain.identity import FOLDER, PREVIOUS_WORKERS
+from elastictrain.identity import FOLDER
 from elastictrain.launch.worker_group import WorkersEnd
 
 # Speaks with its launcher as a worker does, and notes where it took part; of rank `DEAF` it does not listen.
@@ -216,11 +216,22 @@ def test_closing_ends_those_that_wait_and_the_standby(host: Host) -> None:
     assert all(map(is_gone, left))
 
 
-def test_new_workers_are_told_which_of_the_released_still_hold_something(host: Host) -> None:
+def test_new_workers_wait_for_those_that_were_released(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     first = host.begin(2)
     host.lose(first["1"], rank=1)
-    host.server.group.release()
+    survivor = psutil.Process(first["0"])
+    with monkeypatch.context() as context:
+        # It waits for its device, and does not die at once.
+        spare(survivor, context)
+        host.server.group.release()
     assert host.waiting == {}
+    second = host.begin(2)
+    assert survivor.pid not in second.values()
+    assert [one.pid for one in decode(host.part(0)[1])] == [survivor.pid]
+    assert host.part(1)[1] == host.part(0)[1]
+    # Its channel is closed, and so it ends by itself.
+    wait_until(lambda: is_gone(survivor), timeout_s=20, what="its end")
+    # Those that take part are not waited for, and who has gone is not either.
+    assert host.lose(second["1"], rank=1) == WorkersEnd(1, {1: -9})
     host.begin(2)
-    told = {one.pid for one in decode(host.part(0)[1])}
-    assert told <= {*first.values()}, PREVIOUS_WORKERS
+    assert host.part(1)[1] == ""
