@@ -111,8 +111,8 @@ class Worker:
         self.report = self._begin_report()
 
     def end(self, overdue: Overdue) -> None:
-        """Called by the watchdog, again and again: leave the generation if this rank waits for another one in vain, else end this
-        process."""
+        """Called by the watchdog, again and again: leave the generation if this rank waits for another one in vain, else end
+        this process."""
         channel, now_s = self.channel, time.monotonic()
         if channel is None or overdue.exit_code != EXIT_TRANSPORT or not self.report.hangs.waits_for_another(overdue):
             self.report.overdue(overdue)
