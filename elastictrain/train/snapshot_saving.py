@@ -59,7 +59,9 @@ class SnapshotSaving:
         self._book = SlotBook(snapshots.steps)
         self._rounds = Rounds() if link.replicates else None
         every_steps = self._options.snapshot_every_steps
-        self._cadence = Cadence(len(snapshots.steps), pause_s=pause_s) if every_steps == "auto" else None
+        self._cadence: Cadence | None = None
+        if every_steps == "auto":
+            self._cadence = Cadence(len(snapshots.steps), first=self._context.job.snapshot_interval or FIRST, pause_s=pause_s)
         self._interval = FIRST if every_steps == "auto" else every_steps  # steps between snapshots, as the ranks agree
         self._newest_begun: int | None = None  # step of the newest snapshot, or the one that this generation resumed from
         self._failed_saves = 0  # in a row, as the ranks agree
@@ -166,7 +168,10 @@ class SnapshotSaving:
             # An evaluation after the last step took its time in this one. Slots are made in the background, which slows steps.
             every_steps = self._context.config.train.eval_every_steps
             usable = self._snapshots.ready and not (every_steps and (step - 1) % every_steps == 0)
+            before = self._cadence.learned
             self._cadence.step_took(now_s - self._finished_s, began=self._newest_begun == step, usable=usable)
+            if self._cadence.learned != before:
+                self._context.job.learned(self._cadence.learned)
         self._finished_s = now_s
         self._snapshots.deliver(step, self._synchronous.scalars(step))
 

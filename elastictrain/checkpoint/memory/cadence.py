@@ -70,11 +70,12 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 class Cadence:
     """Learns the interval from the durations of steps."""
 
-    def __init__(self, slots: int, *, pause_s: float = 0.0) -> None:
-        """`slots`: snapshots that memory has room for. `pause_s`: least time between two of them."""
+    def __init__(self, slots: int, *, first: int = FIRST, pause_s: float = 0.0) -> None:
+        """`slots`: snapshots that memory has room for. `first`: the interval before anything is measured. `pause_s`: least time
+        between two snapshots."""
         self._least = least_interval(slots)
         self._pause_s = pause_s
-        self._interval = max(FIRST, self._least)
+        self.learned = min(MOST, max(first, self._least))  # the interval as far as costs decide it
         self._num_steps = 0
         self._plain: deque[tuple[int, float]] = deque(maxlen=MOST_PLAIN)  # numbers and durations of steps
         self._costs: deque[tuple[float, ...]] = deque(maxlen=MOST_COSTS)
@@ -86,9 +87,9 @@ class Cadence:
         """Steps from the newest snapshot to the next one."""
         if not self._plain or self._num_steps - self._plain[-1][0] >= FRESH_STEPS:
             # Without new steps to compare with, slower steps would pass for dearer snapshots.
-            return max(self._interval, TOUCHED + 2)
+            return max(self.learned, TOUCHED + 2)
         # One step later, or an evaluation every so many steps would hit each snapshot, and none could be measured.
-        return self._interval + self._dropped
+        return self.learned + self._dropped
 
     def step_took(self, seconds: float, *, began: bool, usable: bool = True) -> None:
         """Record a step. `began`: a snapshot has begun since the step before it. `usable`: nothing else took time in it, such
@@ -113,11 +114,11 @@ class Cadence:
         plain_s = [seconds for _, seconds in self._plain]
         usual_s, _ = middle(plain_s)
         self._costs.append(tuple(seconds - usual_s for seconds in touched))
-        newest = max(LEAST_COSTS, SPAN // self._interval)
+        newest = max(LEAST_COSTS, SPAN // self.learned)
         least = self._least
         if usual_s > 0:
             least = max(least, min(MOST, math.ceil(self._pause_s / usual_s - 1e-6)))
-        before = self._interval
-        self._interval, reason = decide_interval(before, costs_s=list(self._costs)[-newest:], plain_s=plain_s, least=least)
-        if self._interval != before:
-            logger.debug("snapshots are taken every %d steps from now on: %s", self._interval, reason)
+        before = self.learned
+        self.learned, reason = decide_interval(before, costs_s=list(self._costs)[-newest:], plain_s=plain_s, least=least)
+        if self.learned != before:
+            logger.debug("snapshots are taken every %d steps from now on: %s", self.learned, reason)

@@ -9,8 +9,18 @@ from elastictrain.train.step import StepFlags
 from tests.unit.train.test_snapshot_saving import INTERVAL, Stage, stage
 
 
-def world(size: int, *, slots: int = 2) -> list[Stage]:
-    return [stage(rank=rank, slots=slots, snapshot_every_steps="auto", save_timeout_s=1e6) for rank in range(size)]
+def world(size: int, *, slots: int = 2, interval: int = 0) -> list[Stage]:
+    """`interval`: what the generation before has learned."""
+    return [
+        stage(
+            rank=rank,
+            slots=slots,
+            snapshot_every_steps="auto",
+            save_timeout_s=1e6,
+            learned_interval=interval if rank == 0 else 0,
+        )
+        for rank in range(size)
+    ]
 
 
 def train(ranks: list[Stage], first: int, last: int, *, seconds: float = 1.0, cost_s: float = 0.0) -> None:
@@ -41,6 +51,14 @@ def test_the_interval_follows_the_cost(cost_s: float, interval: int) -> None:
     assert taken[0] == FIRST
     assert taken[-1] - taken[-2] == interval
     assert ranks[1].snapshots.began == ranks[0].snapshots.began
+    assert (ranks[0].learned[-1:], ranks[1].learned) == ([interval], [])
+
+
+def test_the_next_generation_begins_with_what_was_learned() -> None:
+    """Rank 0 alone knows it, and the other ranks learn it by the first flags."""
+    ranks = world(2, interval=4)
+    train(ranks, 101, 120)
+    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [104, 108, 112, 116, 120]
 
 
 @pytest.mark.parametrize("seed", range(50))
