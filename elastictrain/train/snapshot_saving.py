@@ -118,7 +118,7 @@ class SnapshotSaving:
         if self._rounds is not None:
             self._rounds.update(step, sending=flags.sending, failed=flags.unsent)
         if self._cadence is not None:
-            self._interval = flags.snapshot_interval or self._interval
+            self._interval = self._spread(flags.snapshot_interval or self._interval, unsaved=flags.unsaved)
         self._failed_saves = flags.failed_saves
         if self._failed_saves >= self._options.max_failed_saves:
             error = from_first(lambda: self._last_error, group=self._group)
@@ -229,6 +229,14 @@ class SnapshotSaving:
         if self._cadence is not None:
             return self._newest_begun is not None and step - self._newest_begun >= self._interval
         return self._interval > 0 and step % self._interval == 0
+
+    def _spread(self, interval: int, *, unsaved: bool) -> int:
+        """The interval, longer while a save or replicas leave one slot to overwrite: during each copy into it only an older
+        snapshot is whole."""
+        held = {self._durable_step} if unsaved else set()
+        if self._rounds is not None:
+            held |= {step for step in self._rounds.protected if step is not None}
+        return interval if len(self._snapshots.steps) - len(held) > 1 else max(interval, FIRST)
 
     def _is_ours(self, step: int | None) -> bool:
         """Whether the snapshot of this step is one that this generation has begun."""

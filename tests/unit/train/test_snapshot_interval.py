@@ -1,10 +1,12 @@
 """`checkpoint.snapshot_every_steps=auto`: rank 0 learns the interval, and all ranks take the same snapshots."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from elastictrain.checkpoint.memory.cadence import FIRST, least_interval
+from elastictrain.checkpoint.saver.messages import Saved
 from elastictrain.train.step import StepFlags
 from tests.unit.train.test_snapshot_saving import INTERVAL, Stage, stage
 
@@ -96,6 +98,34 @@ def test_a_checkpoint_counts_as_a_snapshot() -> None:
     ranks[0].saving.snapshot(15, reason=INTERVAL)
     train(ranks, 16, 30)
     assert steps_of(ranks[0]) == [10, 15, 25]
+
+
+@pytest.mark.parametrize(
+    ("slots", "taken"), [(2, [104, 108, 110, 120, 130, 134, 138]), (3, [104, 108, 110, 114, 118, 122, 126, 130, 134, 138])]
+)
+def test_snapshots_are_rarer_while_a_save_leaves_one_slot(slots: int, taken: list[int]) -> None:
+    """They would be torn half of the time, and a killed worker would resume from the save."""
+    ranks = world(2, slots=slots, interval=4)
+    train(ranks, 101, 109)
+    for one in ranks:
+        one.saving.on_flags(109, StepFlags.decode(one.saving.flags(110).encode()))
+        one.saving.snapshot(110, reason=INTERVAL)
+    train(ranks, 111, 130)
+    ranks[0].link.saved = [Saved(110, "step-110", 8)]
+    train(ranks, 131, 140)
+    assert steps_of(ranks[0]) == steps_of(ranks[1]) == taken
+
+
+def test_snapshots_are_rarer_while_replicas_leave_one_slot() -> None:
+    """Rounds follow each other: the newest replicated step and the one under way keep their slots."""
+    one = stage(slots=3, snapshot_every_steps="auto", replicates=True, learned_interval=3)
+    train([one], 101, 110)
+    assert [step for step in one.link.sent if step is not None] == [103]
+    one.link.sends = (False, False)
+    train([one], 111, 150)
+    assert len(one.link.sent) == 2
+    gaps = [after - step for step, after in pairwise(steps_of(one)) if step > 115]
+    assert min(gaps) == FIRST
 
 
 def test_an_evaluation_is_no_cost_of_a_snapshot() -> None:
