@@ -8,6 +8,9 @@ no process had done before, how many steps were repeated, and how many survivors
 of recovery, the goodput, what grew, and whether losses and ledger (`-- data.ledger=true`) are those of a run that nothing
 happened to. Exit code 1 if they are not. The goodput is the time that the undisturbed run took for the same steps as a share of
 the time that this one took.
+
+On GPUs losses are equal with `run.deterministic=true` only. Both runs and their checkpoints are in TMPDIR until the end. Deaths
+without a newly committed step between them count as failures: with many in a row set `launch.max_failures`.
 """
 
 import argparse

@@ -124,6 +124,8 @@ def started(overrides: Mapping[str, str], folder: Path, memory: Path) -> Iterato
             with suppress(psutil.Error):
                 one.kill()
         process.wait()
+        # It may be much, and the next run needs it.
+        shutil.rmtree(memory, ignore_errors=True)
 
 
 def savers(memory: Path) -> list[psutil.Process]:

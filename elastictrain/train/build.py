@@ -54,7 +54,6 @@ class BuiltState:
     state: TrainState
     arena: Arena | None = None
     pool: WorkerPool | None = None  # data workers
-    interval: int = 0  # steps between snapshots, as learned
     finished_step: int = 0  # the newest step that the process has finished
 
 
@@ -63,7 +62,7 @@ def detached(loop: Loop) -> BuiltState:
     not end."""
     pool, wrapped = loop.loader.release(), loop.stepper.wrapped
     loop.saving.detach()
-    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, loop.saving.interval, loop.finished_step)
+    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, loop.finished_step)
 
 
 def build(context: TrainContext, link: SaverLink | None, before: BuiltState | None = None) -> Loop:
@@ -98,8 +97,8 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     in_storage = resume.tier in ("storage", "none")
     synchronous = SynchronousSaving(context, checkpointer, state, comparison, ledger, observer)
     with context.timed("slots"):
-        arena, interval = (before.arena, before.interval) if before is not None else (None, 0)
-        saving = make_saving(memory, synchronous, in_storage=in_storage, arena=arena, interval=interval)
+        arena = before.arena if before is not None else None
+        saving = make_saving(memory, synchronous, in_storage=in_storage, arena=arena)
     evaluator = None
     if context.samples.held_out is not None and config.train.eval_every_steps:
         evaluator = Evaluator(context, wrapped, context.samples.held_out)

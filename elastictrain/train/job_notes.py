@@ -1,4 +1,5 @@
-"""Notes of a job that survive the deletion of the run folder: in torchrun's store, or in a file beside the launcher."""
+"""Notes of a job for its next generation: in torchrun's store, or in a file beside the launcher. They survive the deletion of
+the run folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ _INCARNATIONS = 64  # snapshots in host memory are of the last few generations
 
 
 class JobNotes:
-    """Nothing here raises or waits long: the notes matter only where the run folder was deleted."""
+    """Nothing here raises or waits long: a run is right without its notes, unless its folder was deleted."""
 
     def __init__(self, store: dist.Store, identity: Identity) -> None:
         self._store = store
@@ -39,7 +40,16 @@ class JobNotes:
         """Note that this generation resumes from `step`. Step 0 begins the run anew and deletes earlier notes."""
         before = self.read() if step else JobMemory()
         names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
-        self._memory = JobMemory(names, max(step, before.step))
+        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval)
+        self._write()
+
+    @property
+    def snapshot_interval(self) -> int:
+        """The learned steps between snapshots; 0 before any are learned."""
+        return self._memory.snapshot_interval
+
+    def learned(self, snapshot_interval: int) -> None:
+        self._memory = replace(self._memory, snapshot_interval=snapshot_interval)
         self._write()
 
     def committed(self, step: int) -> None:

@@ -105,7 +105,6 @@ class SynchronousSaving:
     requires_finished_step: ClassVar[bool] = True  # whether only a finished step can be saved
     save_pending: ClassVar[bool] = False  # whether an overdue save follows the next finished step; alike on all ranks
     arena: ClassVar[Arena | None] = None  # slots that the next generation in this process can use
-    interval: ClassVar[int] = 0  # steps between snapshots; 0: there are none
     _failed_saves: int = field(default=0, init=False)  # in a row
 
     def first_step_done(self) -> None:

@@ -23,7 +23,6 @@ from elastictrain.checkpoint.memory.budget import (
     memory_of,
     most_buffers,
 )
-from elastictrain.checkpoint.memory.cadence import FIRST
 from elastictrain.checkpoint.memory.folder import SlotName, SnapshotSet, look, make_private, run_folder, run_name
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import VERSION, SnapshotFacts
@@ -177,12 +176,11 @@ def make_saving(
     *,
     in_storage: bool,
     arena: Arena | None = None,
-    interval: int = 0,
 ) -> Saving:
     """Allocate snapshot slots where all hosts have room; else training waits for checkpoints. Collective: yes. `in_storage`:
     storage has the restored state, or there is none. A state that only memory holds stays there until it is durable. `arena`:
-    slots of the generation before, which are used again where they are the right ones; `interval`: between its snapshots, 0 if
-    this process knows none. Raises: CheckpointError; StorageError if that state has to be written first, and cannot be."""
+    slots of the generation before, which are used again where they are the right ones. Raises: CheckpointError;
+    StorageError if that state has to be written first, and cannot be."""
     if memory is None:
         return synchronous
     context, state, link = synchronous.context, synchronous.state, memory.link
@@ -242,8 +240,7 @@ def make_saving(
     )
     # Remotely each snapshot sends the records of its steps: one more object for each log.
     pause_s = 0.0 if isinstance(context.store, LocalStore) else _REMOTE_PAUSE_S
-    known = max(as_record(gather_json(interval, group=group), list[int]))
-    return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s, first_interval=known or FIRST)
+    return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s)
 
 
 def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in_storage: bool) -> SynchronousSaving:

@@ -44,10 +44,9 @@ class SnapshotSaving:
         link: SaverLink,
         *,
         pause_s: float = 0.0,
-        first_interval: int = FIRST,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pause_s`: least time between snapshots whose interval is learned. `first_interval`: this interval at first."""
+        """`pause_s`: least time between snapshots whose interval is learned."""
         self._synchronous = synchronous
         self._context = synchronous.context
         self._snapshots = snapshots
@@ -61,9 +60,10 @@ class SnapshotSaving:
         self._book = SlotBook(snapshots.steps)
         self._rounds = Rounds() if link.replicates else None
         every_steps = self._options.snapshot_every_steps
-        learns = every_steps == "auto"
-        self._cadence = Cadence(len(snapshots.steps), pause_s=pause_s, first=first_interval) if learns else None
-        self._interval = first_interval if every_steps == "auto" else every_steps  # steps between snapshots, as the ranks agree
+        self._cadence: Cadence | None = None
+        if every_steps == "auto":
+            self._cadence = Cadence(len(snapshots.steps), first=self._context.job.snapshot_interval or FIRST, pause_s=pause_s)
+        self._interval = FIRST if every_steps == "auto" else every_steps  # steps between snapshots, as the ranks agree
         self._newest_begun: int | None = None  # step of the newest snapshot, or the one that this generation resumed from
         self._failed_saves = 0  # in a row, as the ranks agree
         self._told_failures = 0  # the same, as rank 0 has reported; flags bring it to the other ranks with a later step
@@ -89,10 +89,6 @@ class SnapshotSaving:
     @property
     def arena(self) -> Arena:
         return self._snapshots.arena
-
-    @property
-    def interval(self) -> int:
-        return self._interval
 
     def first_step_done(self) -> None:
         # Not before: until the first step is done the device has other things to do.
@@ -127,7 +123,7 @@ class SnapshotSaving:
         if self._rounds is not None:
             self._rounds.update(step, sending=flags.sending, failed=flags.unsent)
         if self._cadence is not None:
-            self._interval = flags.snapshot_interval or self._interval
+            self._interval = self._spread(flags.snapshot_interval or self._interval, unsaved=flags.unsaved)
         self._failed_saves = flags.failed_saves
         if self._failed_saves >= self._options.max_failed_saves:
             error = from_first(lambda: self._last_error, group=self._group)
@@ -177,7 +173,10 @@ class SnapshotSaving:
             # An evaluation after the last step took its time in this one. Slots are made in the background, which slows steps.
             every_steps = self._context.config.train.eval_every_steps
             usable = self._snapshots.ready and not (every_steps and (step - 1) % every_steps == 0)
+            before = self._cadence.learned
             self._cadence.step_took(now_s - self._finished_s, began=self._newest_begun == step, usable=usable)
+            if self._cadence.learned != before:
+                self._context.job.learned(self._cadence.learned)
         self._finished_s = now_s
         self._snapshots.deliver(step, self._synchronous.scalars(step))
 
@@ -239,6 +238,14 @@ class SnapshotSaving:
         if self._cadence is not None:
             return self._newest_begun is not None and step - self._newest_begun >= self._interval
         return self._interval > 0 and step % self._interval == 0
+
+    def _spread(self, interval: int, *, unsaved: bool) -> int:
+        """The interval, longer while a save or replicas leave one slot to overwrite: during each copy into it only an older
+        snapshot is whole."""
+        held = {self._durable_step} if unsaved else set()
+        if self._rounds is not None:
+            held |= {step for step in self._rounds.protected if step is not None}
+        return interval if len(self._snapshots.steps) - len(held) > 1 else max(interval, FIRST)
 
     def _is_ours(self, step: int | None) -> bool:
         """Whether the snapshot of this step is one that this generation has begun."""

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,17 +72,31 @@ class Recovered:
     outcomes: list[Outcome]
 
 
+def family(run: Run) -> list[psutil.Process]:
+    """What the launcher has started, and lives."""
+    found = []
+    assert run.process.poll() is None, run.output()[-3000:]
+    for one in psutil.Process(run.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
+
+
 def standbys(run: Run) -> list[psutil.Process]:
-    family = psutil.Process(run.process.pid).children(recursive=True)
-    return [one for one in family if one.name() == STANDBY and one.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for one in family(run):
+        with suppress(psutil.NoSuchProcess):
+            if one.name() == STANDBY:
+                found.append(one)
+    return found
 
 
 def kill_standby(run: Run) -> None:
-    """Kill one that has been started; training must not notice, and another one follows."""
+    """Kill one that waits for a rank, or prepares."""
     wait_until(lambda: bool(standbys(run)), timeout_s=SOON_S, what="a standby")
-    (first,) = standbys(run)
-    kill(first)
-    wait_until(lambda: [one.pid for one in standbys(run)] not in ([], [first.pid]), timeout_s=SOON_S, what="another standby")
+    for one in standbys(run):
+        kill(one)
 
 
 CASES = {
@@ -104,12 +119,10 @@ STATES = [pytest.param(name, marks=[built_later] if name in NEED_STANDBYS else [
 def living(run: Run) -> dict[int, psutil.Process]:
     """Workers that live, by rank; the younger one where a rank has had two."""
     found = []
-    for one in psutil.Process(run.process.pid).children(recursive=True):
-        try:
-            if one.status() != psutil.STATUS_ZOMBIE and (rank := rank_of(one)) is not None and rank >= 0:
+    for one in family(run):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if (rank := rank_of(one)) is not None and rank >= 0:
                 found.append((one.create_time(), rank, one))
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
     return {rank: one for _, rank, one in sorted(found, key=lambda entry: entry[0])}
 
 

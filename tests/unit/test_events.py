@@ -107,6 +107,7 @@ NAMES = {
     "checkpoint_rejected",
     "checkpoints_pruned",
     "failure",
+    "recovery",
     "hang",
     "stop",
 }

@@ -14,11 +14,12 @@ SHARE = 0.01  # largest share of training time that snapshots may cost
 FIRST = 10  # steps between snapshots before anything is measured
 MOST = 10_000
 TOUCHED = 2  # steps that a snapshot may slow: it is copied beside one, and completed beside the next
+NEAR = 8  # steps before and after these: those without a snapshot among them show what a step takes otherwise
 KNOWN_AFTER = 3  # steps until all ranks know that a snapshot is whole: flags are read one step late
 LEAST_COSTS, MOST_COSTS = 6, 32  # snapshots per decision
-LEAST_PLAIN, MOST_PLAIN = 8, 64  # steps without a snapshot, to compare with
 SPAN = 640  # where snapshots are rare, a decision looks at those of so many steps
-FRESH_STEPS, STALE_STEPS = 64, 512  # a step without a snapshot is measured at least every 64 steps, and forgotten after 512
+PLAIN = 16  # steps without a snapshot whose mean is the usual duration
+FRESH_STEPS = 64  # a step without a snapshot is measured at least this often
 
 
 def least_interval(slots: int) -> int:
@@ -27,22 +28,19 @@ def least_interval(slots: int) -> int:
     return math.ceil(KNOWN_AFTER / (slots - 1)) if slots > 1 else FIRST
 
 
-def decide_interval(
-    interval: int, *, costs_s: Sequence[Sequence[float]], plain_s: Sequence[float], least: int = 1
-) -> tuple[int, str]:
+def decide_interval(interval: int, *, costs_s: Sequence[Sequence[float]], usual_s: float, least: int = 1) -> tuple[int, str]:
     """The next interval in steps, at least `least`, and why. `costs_s`: by snapshot, how much longer than usual each of the
-    `TOUCHED` steps was; `plain_s`: durations of steps without a snapshot.
+    `TOUCHED` steps was; `usual_s`: duration of a step without a snapshot.
 
     The interval grows, at most twofold, when the cost is clearly more than `SHARE`; it shrinks when even a pessimistic cost
     allows a clearly shorter one. In between it stays, so that noise does not move it.
     """
-    usual_s, usual_error_s = middle(plain_s)
-    if len(costs_s) < LEAST_COSTS or len(plain_s) < LEAST_PLAIN or usual_s <= 0:
+    if len(costs_s) < LEAST_COSTS or usual_s <= 0:
         return max(interval, least), "too few steps to compare"
     by_place = [middle(seconds) for seconds in zip(*costs_s, strict=True)]
     cost_s = sum(seconds for seconds, _ in by_place)
-    # All costs were measured against nearly the same steps: more costs do not make that part of the error smaller.
-    error_s = math.hypot(*(error for _, error in by_place), TOUCHED * usual_error_s)
+    # Snapshots share the steps that they are compared with: their costs differ less than they are wrong.
+    error_s = 1.5 * math.hypot(*(error for _, error in by_place))
 
     def needed(seconds: float) -> int:
         return max(least, min(MOST, math.ceil(seconds / (SHARE * usual_s) - 1e-6)))
@@ -70,55 +68,58 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 class Cadence:
     """Learns the interval from the durations of steps."""
 
-    def __init__(self, slots: int, *, pause_s: float = 0.0, first: int = FIRST) -> None:
-        """`slots`: snapshots that memory has room for. `pause_s`: least time between two of them. `first`: the interval before
-        anything is measured."""
+    def __init__(self, slots: int, *, first: int = FIRST, pause_s: float = 0.0) -> None:
+        """`slots`: snapshots that memory has room for. `first`: the interval before anything is measured. `pause_s`: least time
+        between two snapshots."""
         self._least = least_interval(slots)
         self._pause_s = pause_s
-        self._interval = max(first, self._least)
-        self._num_steps = 0
-        self._plain: deque[tuple[int, float]] = deque(maxlen=MOST_PLAIN)  # numbers and durations of steps
+        self.learned = min(MOST, max(first, self._least))  # the interval as far as costs decide it
+        # Durations of the last steps, NaN where something else took time, and whether a snapshot began before: 0 for the step
+        # after that, then 1, and so on.
+        self._recent: deque[tuple[float, int]] = deque(maxlen=NEAR + TOUCHED + NEAR)
+        self._place = TOUCHED
+        self._plain: deque[float] = deque(maxlen=PLAIN)
+        self._num_since_plain = 0
         self._costs: deque[tuple[float, ...]] = deque(maxlen=MOST_COSTS)
-        self._touched: list[float] | None = None  # durations of the steps that the newest snapshot touches
-        self._dropped = False  # whether the cost of the newest snapshot could not be measured
+        self._dropped = False  # whether the newest snapshot could not be measured
 
     @property
     def interval(self) -> int:
         """Steps from the newest snapshot to the next one."""
-        if not self._plain or self._num_steps - self._plain[-1][0] >= FRESH_STEPS:
-            # Without new steps to compare with, slower steps would pass for dearer snapshots.
-            return max(self._interval, TOUCHED + 2)
+        if self._num_since_plain >= FRESH_STEPS:
+            # Without steps to compare with nothing is measured.
+            return max(self.learned, TOUCHED + 2)
         # One step later, or an evaluation every so many steps would hit each snapshot, and none could be measured.
-        return self._interval + self._dropped
+        return self.learned + self._dropped
 
     def step_took(self, seconds: float, *, began: bool, usable: bool = True) -> None:
         """Record a step. `began`: a snapshot has begun since the step before it. `usable`: nothing else took time in it, such
         as an evaluation or a compilation."""
-        if began:
-            self._touched = []
-        self._num_steps += 1
-        if self._touched is not None:
-            self._touched.append(seconds if usable else math.nan)
-            if len(self._touched) == TOUCHED:
-                touched, self._touched = self._touched, None
-                self._measured(touched)
-        elif usable:
-            self._plain.append((self._num_steps, seconds))
-        while self._plain and self._plain[0][0] <= self._num_steps - STALE_STEPS:
-            self._plain.popleft()
+        self._place = 0 if began else self._place + 1
+        self._recent.append((seconds if usable else math.nan, self._place))
+        self._num_since_plain += 1
+        if usable and self._place >= TOUCHED:
+            self._plain.append(seconds)
+            self._num_since_plain = 0
+        if len(self._recent) == self._recent.maxlen:
+            touched = [self._recent[NEAR + place] for place in range(TOUCHED)]
+            if [place for _, place in touched] == list(range(TOUCHED)):
+                self._measured([took for took, _ in touched])
 
     def _measured(self, touched: Sequence[float]) -> None:
+        """A snapshot lies in the middle of the recent steps. What slows all of them for a while is no cost of it."""
+        near = [seconds for seconds, place in self._recent if place >= TOUCHED and not math.isnan(seconds)]
         self._dropped = any(map(math.isnan, touched))
-        if self._dropped or len(self._plain) < LEAST_PLAIN:
+        if self._dropped or len(near) < 2:
             return
-        plain_s = [seconds for _, seconds in self._plain]
-        usual_s, _ = middle(plain_s)
-        self._costs.append(tuple(seconds - usual_s for seconds in touched))
-        newest = max(LEAST_COSTS, SPAN // self._interval)
+        near_s, _ = middle(near)
+        self._costs.append(tuple(seconds - near_s for seconds in touched))
+        usual_s, _ = middle(self._plain)
         least = self._least
         if usual_s > 0:
             least = max(least, min(MOST, math.ceil(self._pause_s / usual_s - 1e-6)))
-        before = self._interval
-        self._interval, reason = decide_interval(before, costs_s=list(self._costs)[-newest:], plain_s=plain_s, least=least)
-        if self._interval != before:
-            logger.debug("snapshots are taken every %d steps from now on: %s", self._interval, reason)
+        before = self.learned
+        newest = max(LEAST_COSTS, SPAN // before)
+        self.learned, reason = decide_interval(before, costs_s=list(self._costs)[-newest:], usual_s=usual_s, least=least)
+        if self.learned != before:
+            logger.debug("snapshots are taken every %d steps from now on: %s", self.learned, reason)

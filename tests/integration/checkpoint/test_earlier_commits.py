@@ -161,9 +161,13 @@ def test_torchrun_remembers_what_its_workers_committed() -> None:
     assert second.read() == JobMemory(("000001-aa",), 40)
     second.begin("000002-bb", step=30)
     assert JobNotes(store, identity(None)).read() == JobMemory(("000001-aa", "000002-bb"), 40)
+    second.learned(7)
+    third = JobNotes(store, identity(None))
+    third.begin("000003-cc", step=30)
+    assert (third.snapshot_interval, third.read().step) == (7, 40)
     # Told to start over, the run forgets.
-    JobNotes(store, identity(None)).begin("000003-cc", step=0)
-    assert JobNotes(store, identity(None)).read() == JobMemory(("000003-cc",), 0)
+    JobNotes(store, identity(None)).begin("000004-dd", step=0)
+    assert JobNotes(store, identity(None)).read() == JobMemory(("000004-dd",), 0)
 
 
 def test_a_launcher_remembers_across_the_stores_of_its_torchruns(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def context_of(**parts: object) -> TrainContext:
         "tracker": ProgressTracker(),
         "group": SimpleNamespace(control=None, device=CPU),
         "journal": SimpleNamespace(record=lambda event: None, flush=lambda: None),
-        "job": SimpleNamespace(committed=lambda step: None),
+        "job": SimpleNamespace(committed=lambda step: None, snapshot_interval=0, learned=lambda interval: None),
         "left_s": lambda: None,
         "check_attached": lambda: None,
     }

@@ -1,16 +1,28 @@
 """`checkpoint.snapshot_every_steps=auto`: rank 0 learns the interval, and all ranks take the same snapshots."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from elastictrain.checkpoint.memory.cadence import FIRST, least_interval
+from elastictrain.checkpoint.saver.messages import Saved
 from elastictrain.train.step import StepFlags
 from tests.unit.train.test_snapshot_saving import INTERVAL, Stage, stage
 
 
-def world(size: int, *, slots: int = 2) -> list[Stage]:
-    return [stage(rank=rank, slots=slots, snapshot_every_steps="auto", save_timeout_s=1e6) for rank in range(size)]
+def world(size: int, *, slots: int = 2, interval: int = 0) -> list[Stage]:
+    """`interval`: what the generation before has learned."""
+    return [
+        stage(
+            rank=rank,
+            slots=slots,
+            snapshot_every_steps="auto",
+            save_timeout_s=1e6,
+            learned_interval=interval if rank == 0 else 0,
+        )
+        for rank in range(size)
+    ]
 
 
 def train(ranks: list[Stage], first: int, last: int, *, seconds: float = 1.0, cost_s: float = 0.0) -> None:
@@ -41,6 +53,14 @@ def test_the_interval_follows_the_cost(cost_s: float, interval: int) -> None:
     assert taken[0] == FIRST
     assert taken[-1] - taken[-2] == interval
     assert ranks[1].snapshots.began == ranks[0].snapshots.began
+    assert (ranks[0].learned[-1:], ranks[1].learned) == ([interval], [])
+
+
+def test_the_next_generation_begins_with_what_was_learned() -> None:
+    """Rank 0 alone knows it, and the other ranks learn it by the first flags."""
+    ranks = world(2, interval=4)
+    train(ranks, 101, 120)
+    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [104, 108, 112, 116, 120]
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -78,6 +98,34 @@ def test_a_checkpoint_counts_as_a_snapshot() -> None:
     ranks[0].saving.snapshot(15, reason=INTERVAL)
     train(ranks, 16, 30)
     assert steps_of(ranks[0]) == [10, 15, 25]
+
+
+@pytest.mark.parametrize(
+    ("slots", "taken"), [(2, [104, 108, 110, 120, 130, 134, 138]), (3, [104, 108, 110, 114, 118, 122, 126, 130, 134, 138])]
+)
+def test_snapshots_are_rarer_while_a_save_leaves_one_slot(slots: int, taken: list[int]) -> None:
+    """They would be torn half of the time, and a killed worker would resume from the save."""
+    ranks = world(2, slots=slots, interval=4)
+    train(ranks, 101, 109)
+    for one in ranks:
+        one.saving.on_flags(109, StepFlags.decode(one.saving.flags(110).encode()))
+        one.saving.snapshot(110, reason=INTERVAL)
+    train(ranks, 111, 130)
+    ranks[0].link.saved = [Saved(110, "step-110", 8)]
+    train(ranks, 131, 140)
+    assert steps_of(ranks[0]) == steps_of(ranks[1]) == taken
+
+
+def test_snapshots_are_rarer_while_replicas_leave_one_slot() -> None:
+    """Rounds follow each other: the newest replicated step and the one under way keep their slots."""
+    one = stage(slots=3, snapshot_every_steps="auto", replicates=True, learned_interval=3)
+    train([one], 101, 110)
+    assert [step for step in one.link.sent if step is not None] == [103]
+    one.link.sends = (False, False)
+    train([one], 111, 150)
+    assert len(one.link.sent) == 2
+    gaps = [after - step for step, after in pairwise(steps_of(one)) if step > 115]
+    assert min(gaps) == FIRST
 
 
 def test_an_evaluation_is_no_cost_of_a_snapshot() -> None:

@@ -158,6 +158,8 @@ class Stage:
     """Seconds that are left to save in."""
 
     comparison: FakeComparison
+    learned: list[int]
+    """Intervals of snapshots, noted for the next generation."""
 
     def step(self, step: int, *, reason: SaveReason | None = None) -> None:
         """As the loop does it: what was said when a step began is heard when the next one has."""
@@ -184,6 +186,7 @@ def stage(
     rank: int = 0,
     seconds_a_look: float = 0.0,
     eval_every_steps: int = 0,
+    learned_interval: int = 0,
 ) -> Stage:
     snapshots = FakeSnapshots(slots, steps or [None] * slots)
     link, checkpointer = FakeLink(replicates=replicates), FakeCheckpointer()
@@ -197,6 +200,7 @@ def stage(
 
     left: list[float | None] = [None]
     comparison = FakeComparison()
+    learned: list[int] = []
     plain = config(steps=100, max_failed_saves=max_failed_saves, eval_every=eval_every_steps)
     context = context_of(
         config=replace(
@@ -207,6 +211,7 @@ def stage(
         identity=Identity(rank, 2, rank, 2, "here", launched=True),
         journal=SimpleNamespace(record=events.append, flush=lambda: None),
         left_s=lambda: left[0],
+        job=SimpleNamespace(committed=lambda step: None, snapshot_interval=learned_interval, learned=learned.append),
     )
     synchronous = SynchronousSaving(
         context,
@@ -222,7 +227,7 @@ def stage(
         cast(SaverLink, link),
         clock=look,
     )
-    return Stage(saving, snapshots, link, checkpointer, said, events, clock, left, comparison)
+    return Stage(saving, snapshots, link, checkpointer, said, events, clock, left, comparison, learned)
 
 
 def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:

@@ -11,7 +11,6 @@ from elastictrain.checkpoint.memory.cadence import (
     FIRST,
     FRESH_STEPS,
     LEAST_COSTS,
-    LEAST_PLAIN,
     MOST,
     SHARE,
     TOUCHED,
@@ -20,8 +19,6 @@ from elastictrain.checkpoint.memory.cadence import (
     least_interval,
     middle,
 )
-
-PLAIN = [1.0] * LEAST_PLAIN
 
 
 def costs(seconds: float, number: int = LEAST_COSTS) -> list[tuple[float, float]]:
@@ -104,7 +101,7 @@ def test_noise_neither_makes_snapshots_dear_nor_rare(seed: int) -> None:
 @pytest.mark.parametrize("cost", [0.004, 0.03])
 def test_cheap_snapshots_are_frequent_soon(seed: int, cost: float) -> None:
     one = Training(cost_s=lambda step: cost, noise=0.003, seed=seed)
-    one.run(10 * (LEAST_COSTS + 2))
+    one.run(10 * (LEAST_COSTS + 3))
     assert one.intervals[-1] <= 4 if cost > 0.02 else one.intervals[-1] == least_interval(2)
 
 
@@ -196,7 +193,7 @@ def test_steps_without_duration_decide_nothing() -> None:
     one = Training(lambda step: 0.0, lambda step: 0.0)
     one.run(500)
     assert set(one.intervals) == {FIRST}
-    assert decide_interval(7, costs_s=costs(1.0), plain_s=[0.0] * 20)[0] == 7
+    assert decide_interval(7, costs_s=costs(1.0), usual_s=0.0)[0] == 7
 
 
 @pytest.mark.parametrize(
@@ -217,9 +214,8 @@ def test_steps_without_duration_decide_nothing() -> None:
     ],
 )
 def test_decisions(interval: int, cost_s: float, least: int, after: int) -> None:
-    assert decide_interval(interval, costs_s=costs(cost_s), plain_s=PLAIN, least=least)[0] == after
-    assert decide_interval(interval, costs_s=costs(cost_s)[1:], plain_s=PLAIN, least=least)[0] == max(interval, least)
-    assert decide_interval(interval, costs_s=costs(cost_s), plain_s=PLAIN[1:], least=least)[0] == max(interval, least)
+    assert decide_interval(interval, costs_s=costs(cost_s), usual_s=1.0, least=least)[0] == after
+    assert decide_interval(interval, costs_s=costs(cost_s)[1:], usual_s=1.0, least=least)[0] == max(interval, least)
 
 
 @pytest.mark.parametrize("seed", range(1000))
@@ -243,3 +239,20 @@ def test_the_middle_leaves_the_ends_out() -> None:
     value, error = middle(draws)
     assert value == pytest.approx(10.0, abs=0.2)
     assert error == pytest.approx(2.0 / math.sqrt(2000), rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_machine_that_others_use_at_times_makes_snapshots_neither_cheap_nor_dear(seed: int) -> None:
+    """Steps become slower and faster, for many at a time; what a snapshot costs is seen beside its neighbours alone."""
+    chance = random.Random(seed)
+    phases = [chance.uniform(1.0, 4.0) for _ in range(200)]
+    cost_s = chance.choice([0.06, 0.1, 0.3])
+
+    def step_s(step: int) -> float:
+        before, after, part = phases[step // 50], phases[step // 50 + 1], step % 50 / 50
+        return before + part * (after - before)
+
+    one = Training(step_s, lambda step: cost_s * step_s(step), noise=0.02, seed=seed)
+    one.run(4000)
+    assert sum(one.cost_s(step) for step in one.taken) / sum(map(step_s, range(1, 4001))) <= 1.4 * SHARE
+    assert cost_s / SHARE / 1.4 <= one.intervals[-1] <= 3 * cost_s / SHARE
