@@ -53,7 +53,7 @@ RECOVERY = event(
     104.2,
     rung="in_place",
     seconds={"detach": 0.1, "total": 0.7},
-    steps_repeated=3,
+    steps_repeated=2,
     lost=["rank 1 on host"],
     reason="killed",
     pids={"0": 10, "1": 99, "2": 12},
@@ -75,6 +75,14 @@ def test_one_name_for_all_lives_is_told_apart_by_a_repeated_step() -> None:
     assert found["step"] == 4
 
 
+def test_another_name_is_another_life_though_no_step_is_repeated() -> None:
+    rows = [*BEFORE, step(4, 104.0, life="000002-b")]
+    assert (found := new_step(rows, STRIKE.time)) is not None
+    assert found["step"] == 4
+    # Without the other name it is a step of the life that is ending.
+    assert new_step([*BEFORE, step(4, 104.0)], STRIKE.time) is None
+
+
 def test_without_an_event_the_pids_tell_the_rung() -> None:
     outcome = judge(STRIKE, RESTARTED, pids={0: 20, 1: 21, 2: 22})
     assert (outcome.rung, outcome.last_step, outcome.steps_repeated) == ("restart", 4, 3)
@@ -91,7 +99,7 @@ def test_without_an_event_the_pids_tell_the_rung() -> None:
 def test_the_event_tells_rung_pids_phases_and_repeated_steps() -> None:
     rows = [*RESTARTED[:7], RECOVERY, *RESTARTED[7:]]
     outcome = judge(STRIKE, rows, pids={})
-    assert (outcome.rung, outcome.steps_repeated, outcome.seconds) == ("in_place", 3, RECOVERY["seconds"])
+    assert (outcome.rung, outcome.steps_repeated, outcome.seconds) == ("in_place", 2, RECOVERY["seconds"])
     assert (outcome.survivors, outcome.survivors_kept) == (2, 2)
     assert outcome.new_step_s == pytest.approx(3.0)
     # A rank that another strike hit meanwhile is no survivor.
@@ -127,6 +135,8 @@ def test_the_ledger_must_have_each_position_once_and_the_same_samples() -> None:
     assert ledger_differences(right, right, steps=2, batch=BATCH) == []
     for wrong in ({2: right[2]}, {**right, 2: {4: 2, 5: 0, 6: 4}}, {**right, 2: {**right[2], 8: 0}}, {**right, 2: {4: 9}}):
         assert len(ledger_differences(wrong, right, steps=2, batch=BATCH)) == 1
+        # Also where both have the same fault.
+        assert len(ledger_differences(wrong, wrong, steps=2, batch=BATCH)) == 1
     assert len(ledger_differences({**right, 1: {**right[1], 0: 9}}, right, steps=2, batch=BATCH)) == 1
 
 

@@ -154,7 +154,7 @@ class SaverService:
             case messages.SnapshotTaken():
                 if message.durable:
                     saves.announced(message.step)
-                error = self._take(one.rank, message.slot, message.step, paced=True)
+                error = self._take(one.rank, message.slot, message.step)
                 # Also if the snapshot is unusable: its worker waits for this before it uses the slot again.
                 self._workers.send(one, messages.SnapshotSeen(message.slot, message.step))
                 if error:
@@ -237,16 +237,17 @@ class SaverService:
         """Digest what no save needs, if enough time has passed since the last one."""
         if self._undigested and self._may_digest():
             name = next(reversed(self._undigested))
-            self._take(name.rank, name.index, None, paced=True)
+            self._take(name.rank, name.index, None)
 
     def _may_digest(self) -> bool:
-        return self._num_digesting == 0 and time.monotonic() >= self._digest_due_s
+        # Without workers it slows nothing. One at a time: the next generation needs the slots.
+        return self._num_digesting == 0 and (time.monotonic() >= self._digest_due_s or not self._workers.connections)
 
-    def _take(self, rank: int, index: int, step: int | None, *, paced: bool = False) -> str:
+    def _take(self, rank: int, index: int, step: int | None) -> str:
         """Lease a snapshot and have it digested; returns why it is unusable, empty if it is usable.
 
-        `paced`: unless it is to be saved, it is digested only if enough time has passed since the last digest. Most snapshots
-        are overwritten unread, and whatever reads one computes the digests that are missing.
+        Unless it is to be saved, it is digested only if enough time has passed since the last digest. Most snapshots are
+        overwritten unread, and whatever reads one computes the digests that are missing.
         """
         name = SlotName("own", rank, index)
         self._undigested.pop(name, None)
@@ -260,8 +261,7 @@ class SaverService:
         if facts.incarnation != self._incarnation or facts.rank != rank or (step is not None and facts.step != step):
             leased.slot.close()
             return f"{name} holds another snapshot"
-        optional = paced and not facts.reason
-        later = optional and not self._may_digest()
+        later = not facts.reason and not self._may_digest()
         if later:
             # Its worker may overwrite it meanwhile.
             self._undigested[name] = None
@@ -271,7 +271,7 @@ class SaverService:
             # Also without digests: one thread keeps the order in which the snapshots were announced.
             began_s = time.monotonic()
             digested = leased if later else with_digests(leased)
-            if optional and not later:
+            if not facts.reason and not later:
                 self._digest_due_s = time.monotonic() + (time.monotonic() - began_s) * (1 / DIGEST_SHARE - 1)
             self._later(lambda: self._on_digested(digested))
 
