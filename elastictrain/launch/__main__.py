@@ -206,6 +206,7 @@ class HostAgent:
             remembered_step=partial(remembered_step, config),
             ask_to_flush=partial(ask_to_flush, config),
             print_line=print_line,
+            uses_gpus=_count_gpus(config) > 0,
             sleep=self.workers.wait,
         )
 
@@ -232,8 +233,11 @@ class HostAgent:
 
 
 def _processes(config: RunConfig, place: ClusterPlace) -> int:
-    gpus = 0 if config.parallel.backend == "gloo" else count_gpus(os.environ)
-    return config.launch.processes or place.processes or gpus or 1
+    return config.launch.processes or place.processes or _count_gpus(config) or 1
+
+
+def _count_gpus(config: RunConfig) -> int:
+    return 0 if config.parallel.backend == "gloo" else count_gpus(os.environ)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from elastictrain.fault.reasons import Reason
 from elastictrain.fault.stop import StopNote, write_stop_note
 from elastictrain.launch.membership.messages import listed
 from elastictrain.launch.membership.records import End, EndKind, Generation
-from elastictrain.launch.worker_group import STOP_NAME, WorkersEnd
+from elastictrain.launch.rank_variables import STOP_NAME
+from elastictrain.launch.worker_group import WorkersEnd
 
 logger = logging.getLogger(__name__)
 

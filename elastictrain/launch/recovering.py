@@ -36,3 +36,14 @@ class Recovering:
         if members != [(member.host, member.processes) for member in self.failed.members]:
             return "regroup"
         return "in_place" if self.in_place else "restart"
+
+
+def after_end(
+    before: Recovering | None, generation: Generation, end: End, *, since: float, lost: tuple[str, ...]
+) -> Recovering | None:
+    """The state after the end of a generation; None where nothing has failed. `before`: that of earlier failures since the last
+    step; `since`: unix time at which this end began."""
+    if not end.loses_state:
+        return None
+    times = before.times if before is not None else 0
+    return Recovering(generation, end, before.since if before is not None else since, times + 1, lost)

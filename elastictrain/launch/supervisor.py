@@ -33,9 +33,10 @@ from elastictrain.launch.membership.records import (
     LeaveOut,
     Wait,
 )
+from elastictrain.launch.rank_variables import plan_workers
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
-from elastictrain.launch.recovering import Recovering
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, free_port, plan_workers
+from elastictrain.launch.recovering import Recovering, after_end
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, free_port
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of
 
@@ -68,6 +69,7 @@ class Supervisor:
     remembered_step: Callable[[], int]
     ask_to_flush: Callable[[], SaverConnection | None]  # these three: see `final_save`
     print_line: Callable[[str], None]
+    uses_gpus: bool = False
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -268,27 +270,19 @@ class Supervisor:
     def _note_failure(self, attempt: Attempt, end: End) -> None:
         """Prepare the recovery. Workers keep what they have built if a process has died. If the network may have failed they do
         not: then everything is checked, and new processes are started."""
-        before = self._recovery
-        if not end.loses_state:
-            self._recovery = None
-        else:
-            self._recovery = Recovering(
-                attempt.generation,
-                end,
-                since=before.since if before is not None else attempt.broken_at or time.time(),
-                times=before.times + 1 if before is not None else 1,
-                lost=what_died(attempt.generation, end, host=self.registry.record.host, ended_workers=attempt.codes),
-            )
+        host, since = self.registry.record.host, attempt.broken_at or time.time()
+        lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
+        self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost)
         if self._recovery is None or not self._recovery.in_place:
             self.workers.release()
 
-    def _keep_standby(self, attempt: Attempt) -> None:
-        if self.config.launch.standbys == 0:
-            return
+    def _keep_standbys(self, attempt: Attempt) -> None:
         generation, host = attempt.generation, self.registry.record.host
         environments = plan_workers(generation, host, folder=str(attempt.folder), pid=os.getpid(), restarted=True)
-        # A rank whose worker dies is not known before; on CPUs any rank will do.
-        self.workers.keep_standby(self.run_arguments, environments[-1])
+        wanted = self.config.launch.standbys
+        # With GPUs, memory there is what training needs.
+        number = int(not self.uses_gpus) if wanted == "auto" else wanted
+        self.workers.keep_standbys(self.run_arguments, environments[:number], any_rank=not self.uses_gpus)
 
     def _leave_out(self, reason: str, *, ended: int) -> None:
         self.workers.release()
@@ -302,7 +296,7 @@ class Supervisor:
         if attempt.begun or read_begun(str(attempt.folder)) is None:
             return
         attempt.begun, self._recovery = True, None
-        self._keep_standby(attempt)
+        self._keep_standbys(attempt)
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
         unforked = self.workers.unforked

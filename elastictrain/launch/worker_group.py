@@ -1,85 +1,34 @@
 """One host's workers, one generation after the other."""
 
-import json
 import logging
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
 
-from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
-from elastictrain.fault.stop import STOP_FILE_VARIABLE
-from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, PREVIOUS_WORKERS, RECOVERY, RESTARTED, STORE_HOST, RecoveryPlan
-from elastictrain.launch.membership.records import Generation
-from elastictrain.launch.worker_process import WorkerProcess
-from elastictrain.preflight.transport.settings import OWN_VARIABLES as TRANSPORT
+from elastictrain.identity import FOLDER, PREVIOUS_WORKERS
+from elastictrain.launch.fork_server_link import ForkServerLink
+from elastictrain.launch.rank_variables import transport_variables
+from elastictrain.launch.worker_process import WorkerProcess, outlives, with_children
 
 logger = logging.getLogger(__name__)
 
-STOP_NAME = "stop.json"
-_LOOPBACK = "127.0.0.1"
 
 # Unbuffered (-u), because its forks print as workers do.
 _SERVER = (sys.executable, "-u", "-m", "elastictrain.launch.fork_server")
-_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
-
-_DEFAULTS = {
-    # As torchrun sets it for several workers; `run.num_threads` overrides it.
-    "OMP_NUM_THREADS": "1",
-    # Otherwise torch reports a dead launcher with a stack of C++ frames.
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # torch counts the GPUs at each start. Through the driver instead of NVML that takes up to half a second.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-}
 
 _CLOSE_WITHIN_S = 5.0
 _PAUSE_S = 0.02
 _EXIT_FAILED = 1
-
-
-def plan_workers(
-    generation: Generation, host: str, *, folder: str, pid: int, restarted: bool, recovery: RecoveryPlan | None = None
-) -> list[dict[str, str]]:
-    """The environments of a member's workers, as torchrun would set them, to add to the launcher's own.
-    `folder` is for messages between the launcher and the workers of one generation; `pid` is the launcher's."""
-    members = generation.members
-    index = next(place for place, member in enumerate(members) if member.host == host)
-    first_rank, count = generation.first_rank(host), members[index].processes
-    common = {
-        "WORLD_SIZE": str(generation.world_size),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": str(index),
-        "GROUP_WORLD_SIZE": str(len(members)),
-        "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(generation.world_size),
-        # A single host needs no network, not even its own address.
-        "MASTER_ADDR": _LOOPBACK if len(members) == 1 else members[0].address,
-        "MASTER_PORT": str(generation.master_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        LAUNCHER: str(pid),
-        GENERATION: str(generation.number),
-        RESTARTED: "1" if restarted else "0",
-        FOLDER: folder,
-        STORE_HOST: members[0].name,
-        STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
-        RECOVERY: encode_record(recovery).decode() if recovery is not None else "",
-    }
-    ranks = [(str(first_rank + local_rank), str(local_rank)) for local_rank in range(count)]
-    return [{**common, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local} for rank, local in ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +71,7 @@ class WorkerGroup:
         """`arguments`: those of the workers, which the fork server prepares for."""
         self._program = [*program, *arguments]
         self._clock = clock
-        self._server: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
-        self._received = b""
+        self._server: ForkServerLink | None = None
         self._order = 0  # number of the newest order
         self._run: _Run | None = None
         self._workers: list[WorkerProcess] = []  # all that have been started and are not known to have ended
@@ -163,19 +110,9 @@ class WorkerGroup:
 
     def prepare(self) -> None:
         """Start the fork server, unless it runs already."""
-        if self._server is not None and self._server.poll() is None:
-            return
-        self._drop_server()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._server = subprocess.Popen(  # noqa: S603  # our own module
-                self._program,
-                stdin=theirs.fileno(),
-                env={**_DEFAULTS, **os.environ},
-                # Ctrl-C is for the launcher, which then stops the workers.
-                start_new_session=True,
-            )
-        self._channel, self._received = ours, b""
+        if self._server is None or not self._server.lives:
+            self._drop_server()
+            self._server = ForkServerLink(self._program)
 
     def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
         """Fill the ranks of a generation with waiting workers that fit, with standbys and with new workers. Before new ones
@@ -189,23 +126,25 @@ class WorkerGroup:
         chosen = self._choose(places)
         self.release([one for one in self.waiting if one not in chosen.values()])
         transport = next((one.transport for one in chosen.values() if one.transport), "")
-        new = [{**_variables(transport), **place} for rank, place in enumerate(places) if rank not in chosen]
+        new = [{**transport_variables(transport), **place} for rank, place in enumerate(places) if rank not in chosen]
         forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
         members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
         self._run = _Run(len(places), self._order, members, reused=all(one.waiting is not None for one in members))
         for rank, one in chosen.items():
-            one.choose({**_variables(transport), **places[rank]})
+            one.choose({**transport_variables(transport), **places[rank]})
         # Once the fork server has made the store of the new generation.
         self._attaching = [*chosen.values()]
         self.unforked = ""
 
-    def keep_standby(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Have one worker prepared beside the present generation. `environment`: of the rank that it is likely to get."""
-        if any(one.standby and one.code is None for one in self._workers):
-            return
-        variables = {**environment, STANDBY_VARIABLE: "1"}
-        (standby,) = self._send_order(arguments, [variables], folder=environment.get(FOLDER, ""), store_port=None)
-        standby.standby = True
+    def keep_standbys(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, any_rank: bool) -> None:
+        """Have a worker prepared for each of `environments` beside the present generation, unless there is one. `any_rank`:
+        each can have any rank of this host, and not only the local rank of its environment, with its device."""
+        there = [one.local_rank for one in self._workers if one.standby and one.code is None]
+        missing = environments[len(there) :] if any_rank else [one for one in environments if one["LOCAL_RANK"] not in there]
+        variables = [{**environment, STANDBY_VARIABLE: "1"} for environment in missing]
+        if variables:
+            for one in self._send_order(arguments, variables, folder=variables[0].get(FOLDER, ""), store_port=None):
+                one.standby, one.any_rank = True, any_rank
 
     def poll(self) -> WorkersEnd | None:
         """Return how the generation ended; None while its workers may still take part. Not to be called after that."""
@@ -213,7 +152,7 @@ class WorkerGroup:
         assert run is not None  # noqa: S101
         assert server is not None  # noqa: S101
         # In this order: all that the server sent before its end is received.
-        server_code = server.poll()
+        server_code = server.process.poll()
         self._receive()
         self._reap()
         if run.killed_s is None and not (run.started and all(one.over for one in run.workers)):
@@ -251,17 +190,17 @@ class WorkerGroup:
         self._receive()
         if not run.started:
             # A stopped server starts no worker between this look and its end.
-            server.send_signal(signal.SIGSTOP)
+            server.process.send_signal(signal.SIGSTOP)
             with suppress(psutil.Error):
-                run.unknown = psutil.Process(server.pid).children()
-            server.kill()
+                run.unknown = psutil.Process(server.process.pid).children()
+            server.process.kill()
         self._kill(run)
 
     def release(self, workers: Sequence[WorkerProcess] | None = None) -> None:
         """Kill workers that wait for a rank, by default all: they hold memory and devices, and nothing that could be saved."""
         chosen = self.waiting if workers is None else workers
-        for one in _with_children([one.process for one in chosen if one.process is not None]):
-            if not _outlives(one):
+        for one in with_children([one.process for one in chosen if one.process is not None]):
+            if not outlives(one):
                 if (known := identify(one.pid)) is not None:
                     self._leaving.add(known)
                     self._released.add(known)
@@ -297,31 +236,35 @@ class WorkerGroup:
     def wait(self, limit_s: float) -> None:
         """Wait until a worker or the fork server has something to report, or for `wake`, at most for `limit_s`."""
         sockets = [one for one in (self._woken, *(one.connection for one in self._workers)) if one.fileno() >= 0]
-        if self._channel is not None and self._server is not None and self._server.poll() is None:
-            sockets.append(self._channel)
+        if self._server is not None and self._server.lives:
+            sockets.append(self._server.channel)
         ready = select.select(sockets, [], [], limit_s)[0]
         if self._woken in ready:
             self._woken.recv(1 << 16)
-        if ready and self._channel is not None:
+        if ready and self._server is not None:
             self._receive()
 
     def _choose(self, places: Sequence[Mapping[str, str]]) -> dict[int, WorkerProcess]:
         """The workers that exist already, by the local rank that each of them gets."""
-        waiting, standbys = self.waiting, [one for one in self._workers if one.standby and one.lives]
+        # A standby that is not ready yet may take longer than a new worker.
+        ready = [one for one in self._workers if one.waiting is not None and one.lives]
+        waiting, standbys = self.waiting, sorted((one for one in ready if one.standby), key=lambda one: one.any_rank)
         chosen = {}
         for rank, place in enumerate(places):
             if (fitting := next((one for one in waiting if one.fits(place)), None)) is not None:
                 chosen[rank] = fitting
                 waiting.remove(fitting)
         for rank in range(len(places)):
-            if rank not in chosen and standbys:
-                chosen[rank] = standbys.pop()
+            fitting = next((one for one in standbys if one.any_rank or one.local_rank == str(rank)), None)
+            if rank not in chosen and fitting is not None:
+                chosen[rank] = fitting
+                standbys.remove(fitting)
         return chosen
 
     def _send_order(
         self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, folder: str, store_port: int | None
     ) -> list[WorkerProcess]:
-        assert self._channel is not None  # noqa: S101
+        assert self._server is not None  # noqa: S101
         self._order += 1
         pairs = [socket.socketpair() for _ in environments]
         message = {
@@ -331,11 +274,7 @@ class WorkerGroup:
             "store_port": store_port,
             "folder": folder,
         }
-        data = json.dumps(message).encode() + b"\n"
-        with suppress(OSError):
-            # If the server has died meanwhile, `poll` reports it.
-            sent = socket.send_fds(self._channel, [data], [theirs.fileno() for _, theirs in pairs])
-            self._channel.sendall(data[sent:])
+        self._server.order(message, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
         started = [
@@ -346,13 +285,9 @@ class WorkerGroup:
         return started
 
     def _receive(self) -> None:
-        assert self._channel is not None  # noqa: S101
-        with suppress(OSError):
-            while data := self._channel.recv(1 << 16, socket.MSG_DONTWAIT):
-                self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        for line in lines:
-            self._note(**json.loads(line))
+        assert self._server is not None  # noqa: S101
+        for report in self._server.receive():
+            self._note(**report)
         for one in self._workers:
             one.receive()
 
@@ -401,7 +336,7 @@ class WorkerGroup:
         for one in taking_part:
             one.killed = True
         family = [*run.unknown, *(one.process for one in taking_part if one.process is not None)]
-        run.killed = [one for one in _with_children(family) if not _outlives(one)]
+        run.killed = [one for one in with_children(family) if not outlives(one)]
         self._leaving.update(known for one in run.killed if (known := identify(one.pid)) is not None and one.is_running())
         for one in run.killed:
             with suppress(psutil.Error):
@@ -410,7 +345,7 @@ class WorkerGroup:
     def _left(self, run: _Run) -> list[int]:
         """Killed processes that may still run: one that waits for a device dies only when the device has answered."""
         server = self._server if not run.started else None
-        left = [server.pid] if server is not None and server.poll() is None else []
+        left = [server.process.pid] if server is not None and server.lives else []
         return left + [one.pid for one in run.killed if one.is_running() and runs(one.pid)]
 
     def _still_there(self) -> list[Process]:
@@ -445,42 +380,8 @@ class WorkerGroup:
         for one in self._workers:
             one.close()
         self._workers = []
-        if server is not None and self._channel is not None:
-            self._channel.close()
-            server.kill()
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(_CLOSE_WITHIN_S)
-
-
-def _variables(transport: str) -> dict[str, str]:
-    """What the preflight of a worker has set for NCCL and gloo, for one that takes part without such a preflight."""
-    if not transport:
-        return {}
-    with suppress(MalformedJsonError):
-        return {**parse_record(transport, dict[str, str]), TRANSPORT: transport}
-    return {}
-
-
-def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """`family` and all descendants, in one pass over the host's processes."""
-    children: dict[int, list[psutil.Process]] = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            children.setdefault(process.ppid(), []).append(process)
-    found = {one.pid: one for one in family if one.is_running()}
-    to_do = [*found]
-    while to_do:
-        started = [child for child in children.get(to_do.pop(), ()) if child.pid not in found]
-        found |= {child.pid: child for child in started}
-        to_do += [child.pid for child in started]
-    return [*found.values()]
-
-
-def _outlives(process: psutil.Process) -> bool:
-    try:
-        return not _OUTLIVE_WORKERS.isdisjoint(process.cmdline())
-    except psutil.Error:
-        return False
+        if server is not None:
+            server.close(_CLOSE_WITHIN_S)
 
 
 def free_port() -> int:

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from elastictrain.fault.launcher_channel import (
 from elastictrain.liveness.__main__ import monitor
 from elastictrain.liveness.monitor_client import MonitoredHost
 
+_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
+
 # What a worker is built for; everything else about its rank may change from one generation to the next.
 _BUILT_FOR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -35,6 +37,7 @@ class WorkerProcess:
     connection: socket.socket
     environment: Mapping[str, str]  # of its rank; of a standby a likely one
     standby: bool = False  # whether it has had no rank yet
+    any_rank: bool = True  # whether such a process can have any rank of this host
     process: psutil.Process | None = None  # None until the fork server has started it, or if it ended at once
     code: int | None = None  # its exit code; negative for a signal
     killed: bool = False  # whether its launcher has killed it
@@ -48,6 +51,10 @@ class WorkerProcess:
     @property
     def lives(self) -> bool:
         return self.code is None and self.process is not None and self.process.is_running()
+
+    @property
+    def local_rank(self) -> str:
+        return self.environment.get("LOCAL_RANK", "")
 
     @property
     def over(self) -> bool:
@@ -107,3 +114,25 @@ def _start_monitor(folder: str, facts: str) -> None:
     # json.loads keeps paths that are not UTF-8; `parse_record` would refuse them.
     arguments = (folder, as_record(json.loads(facts), MonitoredHost))
     threading.Thread(target=monitor, args=arguments, name="rank-monitor", daemon=True).start()
+
+
+def with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """`family` and all descendants, in one pass over the host's processes."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            children.setdefault(process.ppid(), []).append(process)
+    found = {one.pid: one for one in family if one.is_running()}
+    to_do = [*found]
+    while to_do:
+        started = [child for child in children.get(to_do.pop(), ()) if child.pid not in found]
+        found |= {child.pid: child for child in started}
+        to_do += [child.pid for child in started]
+    return [*found.values()]
+
+
+def outlives(process: psutil.Process) -> bool:
+    try:
+        return not _OUTLIVE_WORKERS.isdisjoint(process.cmdline())
+    except psutil.Error:
+        return False

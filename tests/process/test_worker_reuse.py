@@ -77,7 +77,7 @@ class Host:
         """Returns its pid, once it waits."""
         assert self.process is not None
         before = set(self.process.children())
-        self.server.group.keep_standby((), self.environments(count)[-1])
+        self.server.group.keep_standbys((), self.environments(count)[-1:], any_rank=True)
         wait_until(lambda: len(set(self.process.children()) - before) == 1, timeout_s=30, what="the standby")  # type: ignore[union-attr]
         (standby,) = set(self.process.children()) - before
         wait_until(lambda: standby.name() == "standby", timeout_s=30, what="its name")

@@ -171,7 +171,7 @@ class FakeWorkers:
         assert not self.running
         self.diary.note("release")
 
-    def keep_standby(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def keep_standbys(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, any_rank: bool) -> None:
         assert self.running
         assert arguments == self.orders[-1][0]
         self.standbys.append(environment)

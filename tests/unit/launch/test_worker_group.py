@@ -4,7 +4,7 @@ import pytest
 
 from elastictrain.identity import Identity, Launcher, RecoveryPlan, read_identity
 from elastictrain.launch.membership.records import Generation, GenerationMember
-from elastictrain.launch.worker_group import plan_workers
+from elastictrain.launch.rank_variables import plan_workers
 from tests.unit.launch.membership.made import generation
 
 A = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)

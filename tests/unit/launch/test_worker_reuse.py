@@ -240,7 +240,7 @@ class TestHowAGenerationEnds:
 
 class TestStandby:
     def keep(self, world: World) -> FakeWorker:
-        world.group.keep_standby(ARGUMENTS, {**world.places(2)[-1]})
+        world.group.keep_standbys(ARGUMENTS, [{**world.places(2)[-1]}], any_rank=True)
         (standby,) = world.server.start_workers()
         return standby
 
@@ -281,7 +281,7 @@ class TestStandby:
     def test_one_is_enough(self, world: World) -> None:
         world.begin(2)
         self.keep(world)
-        world.group.keep_standby(ARGUMENTS, world.places(2)[-1])
+        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], any_rank=True)
         with pytest.raises(BlockingIOError):
             world.server.start_workers()
 
@@ -335,7 +335,7 @@ class TestStandby:
 class TestReleasing:
     def test_kills_those_that_wait_and_nobody_else(self, world: World) -> None:
         first, dead, last = world.begin(3)
-        world.group.keep_standby(ARGUMENTS, world.places(3)[-1])
+        world.group.keep_standbys(ARGUMENTS, world.places(3)[-1:], any_rank=True)
         (standby,) = world.server.start_workers()
         world.train([first, dead, last])
         world.fail(dead, [first, last])
@@ -352,7 +352,7 @@ class TestReleasing:
 
     def test_closing_kills_the_standby_as_well(self, world: World) -> None:
         first, dead = world.begin(2)
-        world.group.keep_standby(ARGUMENTS, world.places(2)[-1])
+        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], any_rank=True)
         (standby,) = world.server.start_workers()
         world.train([first, dead])
         world.fail(dead, [first])

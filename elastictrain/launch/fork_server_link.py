@@ -1,0 +1,60 @@
+"""A launcher's link to its fork server: starts the process, sends it orders, and receives its reports."""
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+_DEFAULTS = {
+    # As torchrun sets it for several workers; `run.num_threads` overrides it.
+    "OMP_NUM_THREADS": "1",
+    # Otherwise torch reports a dead launcher with a stack of C++ frames.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # torch counts the GPUs at each start. Through the driver instead of NVML that takes up to half a second.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+
+
+class ForkServerLink:
+    def __init__(self, program: Sequence[str]) -> None:
+        """Start the process."""
+        self.channel, theirs = socket.socketpair()
+        self._received = b""
+        with theirs:
+            self.process = subprocess.Popen(  # noqa: S603  # our own module
+                program,
+                stdin=theirs.fileno(),
+                env={**_DEFAULTS, **os.environ},
+                # Ctrl-C is for the launcher, which then stops the workers.
+                start_new_session=True,
+            )
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def order(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Send an order, and with it the workers' ends of their channels. The end of the process is noticed by `lives`."""
+        data = json.dumps(message).encode() + b"\n"
+        with suppress(OSError):
+            sent = socket.send_fds(self.channel, [data], descriptors)
+            self.channel.sendall(data[sent:])
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The reports that have come since the last call."""
+        with suppress(OSError):
+            while data := self.channel.recv(1 << 16, socket.MSG_DONTWAIT):
+                self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self, limit_s: float) -> None:
+        """End the process; without workers it holds nothing that is needed."""
+        self.channel.close()
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit_s)
