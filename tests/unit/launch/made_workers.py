@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced, Lines, encode_line
+from elastictrain.launch import fork_server_link, worker_process
 from elastictrain.launch import worker_group as module
 from elastictrain.launch.worker_group import WorkerGroup
 
@@ -134,12 +135,10 @@ class World:
         self.workers: list[FakeWorker] = []
         self.servers: list[FakeServer] = []
         self.number = 0
-        monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=self._open, TimeoutExpired=subprocess.TimeoutExpired))
-        monkeypatch.setattr(
-            module,
-            "psutil",
-            SimpleNamespace(Process=self._process, Error=psutil.Error, process_iter=lambda: iter(())),
-        )
+        monkeypatch.setattr(fork_server_link, "subprocess", SimpleNamespace(Popen=self._open, TimeoutExpired=subprocess.TimeoutExpired))
+        fake = SimpleNamespace(Process=self._process, Error=psutil.Error, process_iter=lambda: iter(()))
+        for one in (module, worker_process):
+            monkeypatch.setattr(one, "psutil", fake)
         self.group = WorkerGroup(ARGUMENTS, clock=lambda: self.now_s)
 
     @property

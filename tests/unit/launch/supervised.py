@@ -174,7 +174,7 @@ class FakeWorkers:
     def keep_standbys(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, any_rank: bool) -> None:
         assert self.running
         assert arguments == self.orders[-1][0]
-        self.standbys.append(environment)
+        self.standbys += environments
 
     def ask_to_stop(self) -> None:
         self.diary.note("ask")
