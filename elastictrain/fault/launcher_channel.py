@@ -93,12 +93,11 @@ class LauncherChannel:
             self._connection.sendall(encode_line(message))
 
     def on_detach(self, act: Callable[[], None] | None) -> None:
-        """Have `act` called, in a thread, when the generation ends; at once if it has ended."""
+        """Have `act` called, in another thread, when the generation ends. Raises: DetachedError if it has ended already."""
         with self._lock:
             self._on_detach = act
-            if act is None or self.detach_reason is None:
-                return
-        act()
+        if act is not None:
+            self.check_attached()
 
     def end_generation(self, reason: str) -> None:
         """Have this process leave the present generation, as when the launcher asks for it; from any thread."""

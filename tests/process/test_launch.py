@@ -84,6 +84,7 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
         wait_until(lambda: last_step(run_dir) >= 12, what="step 12")
         # Forks of a process that has imported all: a restart waits for no import.
         assert [worker.name() for worker in run.workers()] == ["rank 0", "rank 1"]
+        survivor, dead = (worker.pid for worker in run.workers())
         kill(run.workers()[1])
         # The saver and the launcher are those of the first generation until the end.
         assert run.wait(90) == 0, run.output()
@@ -95,6 +96,17 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     assert "SIGKILL" in output
     assert str(run_dir) in output.splitlines()[-1]
     assert [row["tier"] for row in events(run_dir, "resume")] == ["none", "memory"]
+    # The other worker is the same process, and trains on in it.
+    (recovery,) = events(run_dir, "recovery")
+    assert (recovery["rung"], recovery["world_size"]) == ("in_place", 2)
+    assert [lost.partition(" on ")[0] for lost in recovery["lost"]] == ["rank 1"]
+    assert recovery["pids"]["0"] == survivor
+    assert recovery["pids"]["1"] not in (survivor, dead)
+    assert [row["pids"] for row in events(run_dir, "start")] == [{"0": survivor, "1": dead}, recovery["pids"]]
+    resumed = events(run_dir, "resume")[1]["step"]
+    assert recovery["resumed_step"] == resumed
+    assert 0 <= recovery["steps_repeated"] <= STEPS
+    assert 0 < recovery["seconds"]["first_step"] < recovery["seconds"]["total"]
     assert [row["event"] for row in events(run_dir) if row["rank"] == -1] == [
         *["generation", "generation_ended"] * 2,
         "launcher_ended",

@@ -1,0 +1,474 @@
+"""The life of a worker over several generations, with everything that it does in them made up."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastictrain.checkpoint.saver.link import SaverLink
+from elastictrain.config.composed import RunConfig
+from elastictrain.errors import (
+    EXIT_BUG,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_TRANSPORT,
+    DetachedError,
+    StopRequestedError,
+    TransportError,
+)
+from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, FromWorker, Introduced, Lines
+from elastictrain.fault.reasons import ExitClassification
+from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener, StopRequest
+from elastictrain.identity import Identity
+from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.watchdog import Overdue
+from elastictrain.telemetry.log import LogPrefix
+from elastictrain.train import worker as module
+from elastictrain.train.worker import Worker
+from tests.unit.fault.test_launcher_channel import Launcher, wait_for
+from tests.unit.train.test_loop import config
+
+HUNG = Overdue(EXIT_TRANSPORT, "no progress for 11.0 s in reduce of step 7 (limit 10 s)", hangs=True)
+
+
+def environment(number: int, *, rank: int = 1, world_size: int = 2) -> dict[str, str]:
+    """What a launcher tells a worker of its next generation."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "ELASTICTRAIN_LAUNCHER": "77",
+        "ELASTICTRAIN_GENERATION": str(number),
+        "ELASTICTRAIN_LAUNCH_FOLDER": f"/tmp/generation-{number}",
+        STOP_FILE_VARIABLE: f"/tmp/generation-{number}/stop.json",
+    }
+
+
+@dataclass
+class FakeContext:
+    """What is known of one generation."""
+
+    identity: Identity
+    check_attached: Callable[[], None]
+    generation: Any = None
+    group: Any = None
+    backend: str = "gloo"
+    journal: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
+
+    def for_next(self, identity: Identity) -> "FakeContext":
+        return FakeContext(identity, self.check_attached)
+
+
+@dataclass
+class FakeReport:
+    """Classifies errors as the real one, and writes nothing."""
+
+    identity: Identity
+    hangs: Any
+    calls: list[str]
+    context: Any = None
+    loop: Any = None
+    overdue_calls: list[Overdue] = field(default_factory=list)
+
+    def lease_lost(self, reason: str) -> None: ...
+
+    def classify(self, error: BaseException) -> ExitClassification:
+        code = getattr(error, "exit_code", EXIT_BUG)
+        return ExitClassification(code, str(error), show_stack=False)
+
+    def detached(self, error: Exception, context: object) -> int:
+        self.calls.append(f"detached {type(error).__name__}")
+        return EXIT_TRANSPORT
+
+    def in_order(self, context: object, loop: object, *, code: int, reason: str) -> None:
+        self.calls.append(f"in order {code}")
+
+    def overdue(self, overdue: Overdue) -> None:
+        self.overdue_calls.append(overdue)
+
+
+@dataclass
+class FakeHangs:
+    calls: list[str]
+    waits: bool = True
+
+    def begin(self, context: object, *, tell: object) -> None: ...
+    def group_formed(self, backend: str, link: object) -> None: ...
+    def close(self) -> None: ...
+    def keep_record(self) -> None:
+        self.calls.append("record of the hang")
+
+    def name_culprits(self, overdue: Overdue) -> str:
+        return "; rank 0 hangs"
+
+    def waits_for_another(self, overdue: Overdue) -> bool:
+        return self.waits
+
+
+class FakeLoop:
+    """Trains as a test says."""
+
+    def __init__(self, run: Callable[["FakeLoop"], None], number: int) -> None:
+        self.number = number
+        self.run_it = run
+        self.freed = threading.Event()
+        self.state = SimpleNamespace(step=7)
+        self.stepper = SimpleNamespace(wrapped=f"model {number}")
+        self.observer = SimpleNamespace(print_line=lambda _: None)
+        self.loader = SimpleNamespace(interrupt=self.freed.set)
+
+    def run(self) -> None:
+        self.run_it(self)
+
+
+class World:
+    """A worker in a thread of the test, and what it does in each generation."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, launcher: Launcher | None) -> None:
+        self.launcher = launcher
+        self.calls: list[str] = []
+        self.loops: list[FakeLoop] = []
+        self.meetings: list[tuple[int, bool, int]] = []
+        """Rank, whether the process has built its model, and the newest step that it has finished."""
+
+        self.built_upon: list[object] = []
+        self.some_are_built = False
+        self.plan: list[Callable[[FakeLoop], None]] = []
+        self.detach_hook: Callable[[], None] = lambda: None
+        self.stop = StopListener()
+        self.received = Lines(FromWorker)
+        monkeypatch.setattr(os, "environ", {**os.environ, **environment(1)})
+        for name in ("check_alone", "claim_memory", "meet", "form_group", "start_saver", "build", "build_alone", "prepare"):
+            monkeypatch.setattr(module, name, getattr(self, f"_{name}"))
+        monkeypatch.setattr(module, "detach", self._detach)
+        monkeypatch.setattr(module, "detached", self._detached)
+        monkeypatch.setattr(module, "forget_step", lambda wrapped: self.calls.append(f"forget {wrapped}"))
+        monkeypatch.setattr(module, "leave", lambda group: None)
+        monkeypatch.setattr(module, "show_sample", lambda *_, **__: None)
+        monkeypatch.setattr(module, "set_up_logging", lambda prefix: None)
+        monkeypatch.setattr(module, "HangWatch", lambda *_: FakeHangs(self.calls))
+        monkeypatch.setattr(
+            module, "ExitReport", lambda _, identity, tracker, hangs, stop: FakeReport(identity, hangs, self.calls)
+        )
+        self.tracker, self.prefix = ProgressTracker(), LogPrefix(1, step=lambda: 0)
+        identity = module.read_identity(os.environ)
+        channel = launcher.channel if launcher is not None else None
+        options = cast(RunConfig, config(steps=3))
+        self.worker = Worker(options, identity, self.tracker, self.prefix, self.stop, 1, channel)
+        self.first_report = cast(FakeReport, self.worker.report)
+
+    def heard(self) -> list[object]:
+        """What the launcher has received until now."""
+        assert self.launcher is not None
+        try:
+            return self.received.feed(self.launcher.connection.recv(1 << 16, 0x40))
+        except BlockingIOError:
+            return []
+
+    def _check_alone(
+        self, config: object, identity: Identity, *, check_attached: Callable[[], None], **_: object
+    ) -> FakeContext:
+        self.calls.append("check alone")
+        return FakeContext(identity, check_attached)
+
+    def _claim_memory(self, context: FakeContext) -> None:
+        self.calls.append("claim memory")
+
+    def _meet(self, context: FakeContext, *, built: bool, finished_step: int, **_: object) -> None:
+        context.check_attached()
+        self.meetings.append((context.identity.rank, built, finished_step))
+        context.generation = SimpleNamespace(name="000001-aa", some_are_built=self.some_are_built)
+
+    def _form_group(self, context: FakeContext) -> None:
+        self.calls.append("form group")
+
+    def _start_saver(self, context: object, *, agent: int) -> SaverLink:
+        return cast(SaverLink, SimpleNamespace(close=lambda: self.calls.append("close link")))
+
+    def _build(self, context: object, link: object, before: object) -> FakeLoop:
+        self.built_upon.append(before)
+        self.loops.append(FakeLoop(self.plan.pop(0), len(self.loops) + 1))
+        return self.loops[-1]
+
+    def _build_alone(self, context: object) -> object:
+        self.calls.append("build alone")
+        return SimpleNamespace(wrapped="built alone", finished_step=0)
+
+    def _prepare(self, context: object) -> object:
+        self.calls.append("prepare")
+        return SimpleNamespace(wrapped="prepared", finished_step=0)
+
+    def _detach(self, limit_s: float) -> None:
+        self.detach_hook()
+        self.calls.append(f"abort in {threading.current_thread().name}")
+        for loop in self.loops:
+            loop.freed.set()
+
+    def _detached(self, loop: FakeLoop) -> object:
+        return SimpleNamespace(wrapped=loop.stepper.wrapped, finished_step=6)
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _name_as_before() -> Iterator[None]:
+    """Workers change the name of their process."""
+    before = Path("/proc/self/comm").read_text()
+    yield
+    Path("/proc/self/comm").write_text(before)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> World:
+    return World(monkeypatch, launcher)
+
+
+def fails(error: Exception) -> Callable[[FakeLoop], None]:
+    def run(loop: FakeLoop) -> None:
+        raise error
+
+    return run
+
+
+def trains(loop: FakeLoop) -> None: ...
+
+
+def blocks(loop: FakeLoop) -> None:
+    """In a collective that no rank joins."""
+    assert loop.freed.wait(10)
+    raise RuntimeError("Connection closed by peer")
+
+
+def say_later(launcher: Launcher, *messages: Attach | Detach, after_s: float = 0.05) -> None:
+    threading.Timer(after_s, launcher.say, messages).start()
+
+
+class TestRecovery:
+    def test_in_the_same_process_with_what_it_has_built(self, world: World, launcher: Launcher) -> None:
+        world.plan = [fails(TransportError("reset by peer")), trains]
+        launcher.say(Attach(environment(2)))
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.heard() == [Introduced(), Attached(""), Detached(EXIT_TRANSPORT), Introduced(), Attached("")]
+        assert world.meetings == [(1, False, 0), (1, True, 6)]
+        first, second = cast(list[Any], world.built_upon)
+        assert (first, second.wrapped) == (None, "model 1")
+        # Nothing that needs no other rank is done twice.
+        assert (world.calls.count("check alone"), world.calls.count("claim memory")) == (1, 1)
+        assert world.calls.index("close link") < world.calls.index("forget model 1")
+        assert world.calls[-1] == "in order 0"
+
+    def test_everything_of_the_next_generation_is_new(self, world: World, launcher: Launcher) -> None:
+        world.stop.quiet = True
+        world.stop.request = StopRequest("grow", 0.0)
+        world.tracker.first_step_done()
+        world.plan = [fails(DetachedError("b has failed")), trains]
+        launcher.say(Attach(environment(2, rank=0)))
+        assert world.worker.run(standby=False) == EXIT_OK
+        identity = world.worker.identity
+        assert identity.launcher is not None
+        assert (identity.rank, identity.launcher.generation) == (0, 2)
+        assert (world.stop.request, world.stop.stop_file, world.stop.quiet) == (None, "/tmp/generation-2/stop.json", False)
+        assert world.worker.report is not world.first_report
+        assert cast(FakeReport, world.worker.report).identity is identity
+        assert (world.prefix.rank, world.tracker.mark.first_step_done) == (0, False)
+        assert Path("/proc/self/comm").read_text().strip() == "rank 0"
+
+    def test_the_launcher_frees_it_from_a_collective(self, world: World, launcher: Launcher) -> None:
+        """What it raises then is an effect, whatever it looks like."""
+        world.plan = [blocks, trains]
+        say_later(launcher, Detach("b has failed"))
+        say_later(launcher, Attach(environment(2)), after_s=0.3)
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert "abort in launcher-channel" in world.calls
+        assert "detached RuntimeError" in world.calls
+
+    def test_a_group_that_is_made_while_it_is_aborted_is_aborted_a_moment_later(self, world: World, launcher: Launcher) -> None:
+        aborts: list[int] = []
+        world.detach_hook = lambda: aborts.append(1)
+
+        def connects(loop: FakeLoop) -> None:
+            while len(aborts) < 3:
+                time.sleep(0.001)
+            raise RuntimeError("Connection closed by peer")
+
+        world.plan = [connects, trains]
+        say_later(launcher, Detach("b has failed"))
+        say_later(launcher, Attach(environment(2)), after_s=0.3)
+        assert world.worker.run(standby=False) == EXIT_OK
+
+    def test_again_and_again(self, world: World, launcher: Launcher) -> None:
+        world.plan = [*[fails(TransportError("reset"))] * 5, trains]
+        launcher.say(*(Attach(environment(number)) for number in range(2, 7)))
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert [built for _, built, _ in world.meetings] == [False, *[True] * 5]
+
+    def test_a_generation_that_has_ended_before_it_begins_costs_no_time(self, world: World, launcher: Launcher) -> None:
+        """The launcher kills a worker that has not left after a few seconds."""
+
+        def fails_twice(loop: FakeLoop) -> None:
+            launcher.say(Attach(environment(2)), Detach("rank 0 died again"))
+            wait_for(lambda: launcher.channel.detach_reason)
+            raise TransportError("reset")
+
+        world.plan = [fails_twice, trains]
+        say_later(launcher, Attach(environment(3)), after_s=0.3)
+        began = time.monotonic()
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert time.monotonic() - began < 1.5
+        assert len(world.meetings) == 2, "it met nobody in the second"
+        assert world.heard().count(Detached(EXIT_TRANSPORT)) == 2
+        assert world.worker.built is not None, "what it has built outlives that, too"
+
+    def test_a_newcomer_among_ranks_that_have_their_models_builds_alone(self, world: World) -> None:
+        world.some_are_built = True
+        world.plan = [trains]
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.calls.index("build alone") < world.calls.index("form group")
+        (before,) = cast(list[Any], world.built_upon)
+        assert before.wrapped == "built alone"
+        assert world.meetings == [(1, False, 0)]
+
+
+class TestNoRecovery:
+    def test_without_a_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = World(monkeypatch, None)
+        world.plan = [fails(TransportError("reset"))]
+        with pytest.raises(TransportError):
+            world.worker.run(standby=False)
+        assert "detached TransportError" not in world.calls
+
+    def test_from_an_error_of_its_own(self, world: World) -> None:
+        world.plan = [fails(ZeroDivisionError())]
+        with pytest.raises(ZeroDivisionError):
+            world.worker.run(standby=False)
+        assert Detached(EXIT_TRANSPORT) not in world.heard()
+
+    def test_from_a_request_to_stop(self, world: World) -> None:
+        world.plan = [fails(StopRequestedError("spot"))]
+        assert world.worker.run(standby=False) == EXIT_STOPPED
+        assert world.calls[-1] == f"in order {EXIT_STOPPED}"
+
+    def test_where_the_groups_cannot_be_aborted(self, world: World) -> None:
+        def stuck() -> None:
+            raise TimeoutError("not aborted in 2 s")
+
+        world.detach_hook = stuck
+        world.plan = [fails(TransportError("reset"))]
+        with pytest.raises(TransportError):
+            world.worker.run(standby=False)
+        assert Detached(EXIT_TRANSPORT) not in world.heard(), "it ends, and the launcher starts another process"
+
+    def test_after_the_end_of_the_launcher(self, world: World, launcher: Launcher) -> None:
+        world.plan = [fails(TransportError("reset"))]
+        threading.Timer(0.1, launcher.connection.close).start()
+        assert world.worker.run(standby=False) == EXIT_TRANSPORT
+
+
+class TestStandby:
+    def test_gets_a_rank(self, world: World, launcher: Launcher) -> None:
+        world.plan = [trains]
+        say_later(launcher, Attach(environment(2, rank=0)))
+        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.heard() == [Detached(EXIT_OK), Introduced(), Attached("")]
+        assert world.meetings == [(0, True, 0)]
+        (before,) = cast(list[Any], world.built_upon)
+        assert before.wrapped == "prepared"
+        assert world.calls.count("check alone") == 1
+
+    def test_gets_it_while_it_prepares(self, world: World, launcher: Launcher) -> None:
+        world.plan = [trains]
+        launcher.say(Attach(environment(2)))
+        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.heard() == [Detached(EXIT_OK), Introduced(), Attached("")]
+
+    def test_whose_preparation_fails_builds_like_a_new_worker(
+        self, world: World, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(module, "prepare", fails(RuntimeError("out of memory")))
+        world.plan = [trains]
+        launcher.say(Attach(environment(2)))
+        assert world.worker.run(standby=True) == EXIT_OK
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert world.built_upon == [None]
+        assert world.calls.count("claim memory") == 1
+
+    def test_that_is_not_needed_ends_well(self, world: World, launcher: Launcher) -> None:
+        launcher.connection.close()
+        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.meetings == []
+
+    def test_waits_in_a_phase_without_limit(self, world: World, launcher: Launcher) -> None:
+        seen: list[Phase] = []
+        threading.Timer(0.1, lambda: (seen.append(world.tracker.mark.phase), launcher.connection.close())).start()
+        world.worker.run(standby=True)
+        assert seen == [Phase.STANDBY]
+
+
+class TestBeingOverdue:
+    """The watchdog calls again and again."""
+
+    def overdue(self, world: World) -> list[Overdue]:
+        return cast(FakeReport, world.worker.report).overdue_calls
+
+    def test_who_waits_for_another_leaves_the_generation_and_not_the_process(self, world: World, launcher: Launcher) -> None:
+        def waits(loop: FakeLoop) -> None:
+            for _ in range(3):
+                threading.Thread(target=world.worker.end, args=(HUNG,)).start()
+            blocks(loop)
+
+        world.plan = [waits, trains]
+        say_later(launcher, Attach(environment(2)), after_s=0.3)
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.calls.count("record of the hang") == 1
+        assert (self.overdue(world), world.first_report.overdue_calls) == ([], [])
+        assert world.heard().count(Detached(EXIT_TRANSPORT)) == 1
+
+    def test_who_cannot_be_freed_ends(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_FREE_S", 0.1)
+        world.worker.end(HUNG)
+        world.worker.end(HUNG)
+        assert self.overdue(world) == []
+        time.sleep(0.15)
+        world.worker.end(HUNG)
+        assert self.overdue(world) == [HUNG]
+
+    def test_who_hangs_itself_ends(self, world: World) -> None:
+        cast(FakeHangs, world.worker.report.hangs).waits = False
+        world.worker.end(HUNG)
+        assert self.overdue(world) == [HUNG]
+
+    def test_who_is_to_stop_ends(self, world: World) -> None:
+        stopped = Overdue(EXIT_STOPPED, "asked to stop", show_stacks=False)
+        world.worker.end(stopped)
+        assert self.overdue(world) == [stopped]
+
+    def test_without_a_launcher_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = World(monkeypatch, None)
+        world.worker.end(HUNG)
+        assert self.overdue(world) == [HUNG]
+
+    def test_it_counts_for_one_generation(self, world: World, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_FREE_S", 0.0)
+
+        def waits(loop: FakeLoop) -> None:
+            threading.Thread(target=world.worker.end, args=(HUNG,)).start()
+            blocks(loop)
+
+        world.plan = [waits, waits, trains]
+        say_later(launcher, Attach(environment(2)), after_s=0.3)
+        say_later(launcher, Attach(environment(3)), after_s=0.6)
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.calls.count("record of the hang") == 2
