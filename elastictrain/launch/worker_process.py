@@ -42,7 +42,6 @@ class WorkerProcess:
     code: int | None = None  # its exit code; negative for a signal
     killed: bool = False  # whether its launcher has killed it
     waiting: int | None = None  # while it waits for a rank: the exit code with which it left the last generation
-    early: bool = False  # whether it got its rank before it has said that it waits for one
     introduced: bool = False  # whether it has gone to meet the other ranks of the present generation
     attached: bool = False  # whether its groups of the present generation are made
     transport: str = ""  # variables for NCCL and gloo that its preflight has set
@@ -67,7 +66,6 @@ class WorkerProcess:
 
     def choose(self, environment: Mapping[str, str]) -> None:
         """It takes part in the next generation with this rank, from `attach` on."""
-        self.early = self.waiting is None
         self.environment, self.standby = environment, False
         self.waiting, self.introduced, self.attached = None, False, False
 
@@ -89,14 +87,11 @@ class WorkerProcess:
                 for message in self._lines.feed(data):
                     match message:
                         case Introduced():
-                            self.introduced, self.early = True, False
+                            self.introduced = True
                         case Monitored(folder, facts):
                             _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
-                        case Detached() if self.early:
-                            # It did not know of its rank yet.
-                            self.early = False
                         case Detached(exit_code):
                             self.waiting = exit_code
 

@@ -135,7 +135,9 @@ class World:
         self.workers: list[FakeWorker] = []
         self.servers: list[FakeServer] = []
         self.number = 0
-        monkeypatch.setattr(fork_server_link, "subprocess", SimpleNamespace(Popen=self._open, TimeoutExpired=subprocess.TimeoutExpired))
+        monkeypatch.setattr(
+            fork_server_link, "subprocess", SimpleNamespace(Popen=self._open, TimeoutExpired=subprocess.TimeoutExpired)
+        )
         fake = SimpleNamespace(Process=self._process, Error=psutil.Error, process_iter=lambda: iter(()))
         for one in (module, worker_process):
             monkeypatch.setattr(one, "psutil", fake)

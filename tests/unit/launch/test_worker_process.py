@@ -112,20 +112,6 @@ class TestStandby:
         standby.say(Introduced(), Detached(71))
         assert standby.one.waiting == 71
 
-    def test_that_is_chosen_while_it_warms_has_not_left_when_it_says_that_it_is_ready(self, standby: Pair) -> None:
-        """Nobody takes part then, and the launcher would take that for the end of the run."""
-        standby.one.choose(RANK)
-        standby.one.attach()
-        standby.say(Detached(0))
-        assert not standby.one.over
-        standby.say(Introduced(), Attached(""))
-        assert standby.state == (None, True, True, "")
-        standby.say(Detached(71))
-        assert standby.one.waiting == 71
-        standby.one.choose(RANK)
-        standby.say(Detached(71))
-        assert standby.one.waiting == 71, "only once"
-
 
 @given(st.lists(st.sampled_from([Introduced(), Attached("{}"), Detached(0), Detached(71)]), max_size=12), st.data())
 def test_however_the_bytes_arrive_the_messages_are_the_same(

@@ -261,22 +261,21 @@ class TestStandby:
         world.train([first, standby])
         assert world.group.attached
 
-    def test_takes_it_while_it_still_warms(self, world: World) -> None:
+    def test_is_left_alone_while_it_still_warms(self, world: World) -> None:
         dead, *_ = world.begin(1)
         standby = self.keep(world)
         world.train([dead])
         dead.die()
         assert world.group.poll() == WorkersEnd(1, {0: -9})
-        assert world.begin(1) == []
+        (new,) = world.begin(1)
         assert world.group.poll() is None
-        assert not world.group.reused, "it needs the time of a new process"
+        assert not world.group.reused
         standby.say(Detached(0))
-        assert world.group.poll() is None, "it takes part from now on, and has not left"
-        standby.say(Introduced(), Attached(""))
         assert world.group.poll() is None
-        assert world.group.attached
-        standby.die(0)
-        assert world.group.poll() == WorkersEnd(0, {})
+        assert standby.heard() == []
+        new.die()
+        assert world.group.poll() == WorkersEnd(1, {0: -9})
+        assert world.begin(1) == [], "it is ready by now"
 
     def test_one_is_enough(self, world: World) -> None:
         world.begin(2)
@@ -305,6 +304,7 @@ class TestStandby:
         assert world.group.poll() is None
         assert world.group.failed == {}
         again = self.keep(world)
+        again.say(Detached(0))
         world.train([first, dead])
         world.fail(dead, [first])
         assert world.begin(2) == []
@@ -344,7 +344,7 @@ class TestReleasing:
         assert world.group.waiting == []
         world.group.release()
         world.begin(3)
-        assert len(environments(world)) == 2, "the standby takes the first place"
+        assert len(environments(world)) == 3, "the standby is not ready yet"
         for one in (first, last):
             one.die()
         assert world.group.poll() is None
@@ -417,10 +417,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
         assert all(one.process.alive for one in part.values())
         assert len({one.process.pid for one in part.values()}) == size
         for one in part.values():
-            if one in warming:
-                warming.remove(one)
-                one.say(Detached(0))
-                assert world.group.poll() is None
+            assert one not in warming
             one.say(Introduced(), Attached(""))
         assert world.group.poll() is None
         assert (world.group.attached, world.group.silent) == (True, [])
@@ -451,7 +448,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
 
 def keep_standby(world: World, environment: dict[str, str], chance: random.Random) -> list[FakeWorker]:
     """Have one prepared, which may be ready, or dead; returns it if it still warms."""
-    world.group.keep_standby(ARGUMENTS, environment)
+    world.group.keep_standbys(ARGUMENTS, [environment], any_rank=True)
     try:
         (standby,) = world.server.start_workers()
     except BlockingIOError:
