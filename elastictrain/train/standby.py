@@ -1,6 +1,9 @@
 """Builds a rank's part of the model without the other ranks: for a standby, and for a newcomer among ranks that have theirs
 already and only exchange their groups."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 
 import psutil
@@ -17,6 +20,7 @@ from elastictrain.train.context import TrainContext
 from elastictrain.train.step import StepFlags, Stepper
 
 _DETACH_S = 10.0
+_LOWEST = 19  # priority: training beside it needs the processors
 _ROOM = 3  # times the size of the state that must be free: a standby must not make a worker run out of memory
 
 
@@ -46,7 +50,9 @@ def prepare(context: TrainContext) -> BuiltState | None:
         return None
     if size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1):
         return None
-    return build_alone(context, run_step=True)
+    # The priority is the thread's own: the process that this one becomes must not keep it, and could not raise it again.
+    with ThreadPoolExecutor(1, thread_name_prefix="prepare", initializer=partial(os.nice, _LOWEST)) as pool:
+        return pool.submit(build_alone, context, run_step=True).result()
 
 
 def _run_step(context: TrainContext, stepper: Stepper) -> None:
