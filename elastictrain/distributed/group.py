@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _NCCL_MARGIN_S = 10.0
 _CONNECT_MARGIN_S = 30.0
+FAKE = "fake"  # torch's name for a group without communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,16 @@ def lone_group(identity: Identity, *, backend: Backend) -> Group:
     `reattach` then gives it real groups. Collective: no. Raises: HostUnfitError."""
     device = _use_device(identity, backend)
     init_fake_group(rank=identity.rank, world_size=identity.world_size)
-    control: dist.ProcessGroup = dist.new_group(backend="fake")
+    control: dist.ProcessGroup = dist.new_group(backend=FAKE)
     return Group(control, backend, device)
 
 
 def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, timeout_s: float) -> None:
     """From now on a collective of the default group and of `groups` fails after `timeout_s`. Groups begin with a generous
     timeout, since start-up, restore and compilation take minutes and differ between ranks; the first step ends it."""
+    if dist.get_backend() == FAKE:
+        # Nothing is waited for.
+        return
     for group in (None, *groups):
         set_group_timeout(group, _collective_timeout(timeout_s, backend))
 
