@@ -69,7 +69,8 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     """Build model, state, loader and loop, and restore the state. `link` connects to this host's saver; `before` gets the new
     groups, and is not built anew. Collective: yes."""
     config, identity = context.config, context.identity
-    compile_cache = begin_compile_cache(context)
+    # A process that has finished a step has compiled all that it needs.
+    compile_cache = begin_compile_cache(context) if before is None or not before.finished_step else None
     with context.timed("build", Phase.BUILD):
         wrapped, state = build_state(context, before)
     with context.timed("keeper"):

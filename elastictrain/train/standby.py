@@ -16,6 +16,7 @@ from elastictrain.distributed.reattach import detach, forget_step
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.build import BuiltState, build_state
 from elastictrain.train.checks import measure_state
+from elastictrain.train.compile_cache import use_host_folder
 from elastictrain.train.context import TrainContext
 from elastictrain.train.step import StepFlags, Stepper
 
@@ -33,6 +34,7 @@ def build_alone(context: TrainContext, *, run_step: bool = False) -> BuiltState:
         context.generation = AgreedGeneration("", (introduction,))
     with context.timed("build_alone", Phase.BUILD):
         context.group = lone_group(identity, backend=context.backend)
+        use_host_folder(context.config, task=context.task, device=context.group.device)
         wrapped, state = build_state(context)
         if run_step:
             _run_step(context, Stepper(context, wrapped, state.optimizer))

@@ -20,6 +20,7 @@ from elastictrain.errors import (
     EXIT_OK,
     EXIT_STOPPED,
     EXIT_TRANSPORT,
+    EXIT_UNFIT,
     CheckpointError,
     StopRequestedError,
     TransportError,
@@ -146,12 +147,14 @@ class Worker:
                 return exit_code
 
     def _stand_by(self) -> int | None:
-        """Prepare what needs no rank, and wait for one; returns an exit code if the launcher needs no standby any more."""
-        self.checked = self._check_alone()
+        """Prepare what needs no rank, and wait for one; returns an exit code if there is no use for this standby."""
         try:
+            self.checked = self._check_alone()
             self.built = prepare(self.checked)
-        except Exception as error:  # noqa: BLE001  # without it, the worker that this one becomes builds everything itself
-            logger.warning("a standby could not prepare a step: %s", error)
+        except Exception as error:  # noqa: BLE001  # a rank in its place would find the same, and report it
+            logger.warning("a standby could not be prepared: %s", error)
+            if self.checked is None:
+                return EXIT_UNFIT
         return None if self._wait(EXIT_OK) else EXIT_OK
 
     def _check_alone(self) -> TrainContext:
