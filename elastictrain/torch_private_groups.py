@@ -69,6 +69,9 @@ _CONTEXT_EMPTY = ("post_forward_order", "reduce_scatter_states|reduce_scatter_st
 _CONTEXT_EMPTY_IF_ANY = "_last_post_reduce_events"  # not before 2.13
 
 
+_meshes: list[DeviceMesh] = []  # all different ones that this process has made
+
+
 def abort_groups() -> None:
     """Abort the communicators of all groups of this process, and forget the groups. Raises: HostUnfitError."""
     require(REGISTRY)
@@ -107,6 +110,17 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
     DDP[1].find()(ddp.reducer)
 
 
+def keep_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The one DeviceMesh object of this process that equals `mesh`, with the groups of `mesh`. DTensor caches give results the
+    mesh object of the first tensor that had an equal one, also if that was another model's."""
+    kept = next((one for one in _meshes if one == mesh), None)
+    if kept is None:
+        _meshes.append(mesh)
+        return mesh
+    _give_groups(kept, mesh)
+    return kept
+
+
 def move_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
     """Have FSDP2 and the DTensors of `model` communicate over the groups of `mesh`, which has the old one's shape: all of them
     refer to one DeviceMesh object, which takes the attributes of `mesh`. Raises: HostUnfitError."""
@@ -117,8 +131,7 @@ def move_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
                 if info is not None:
                     infos[id(info)] = info
     for old in {id(info.mesh): info.mesh for info in infos.values()}.values():
-        vars(old).clear()
-        vars(old).update(vars(mesh))
+        _give_groups(old, mesh)
     for info in infos.values():
         info.__post_init__()  # takes the groups out of the mesh, and this rank's place in them
 
@@ -168,6 +181,12 @@ def fsdp_changes(model: nn.Module) -> tuple[str, ...]:
             for param in group.fsdp_params:
                 need(param, ("unsharded_accumulated_grad", "grad_offload_event", "mesh_info", "post_forward_mesh_info"))
     return tuple(dict.fromkeys(missing))
+
+
+def _give_groups(old: DeviceMesh, mesh: DeviceMesh) -> None:
+    if old is not mesh:
+        vars(old).clear()
+        vars(old).update(vars(mesh))
 
 
 def _param_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -67,7 +67,8 @@ def _watched_by(descriptor: int) -> list[WatchedDescriptor]:
         return []
     # tfd:       18 events:       19 data:     5651bb8b0620  pos:0 ino:754a3d sdev:9
     fields = [line.split() for line in lines if line.startswith("tfd:")]
-    return [WatchedDescriptor(int(one[1]), _target_of(one[1]), int(one[5], 16)) for one in fields]
+    watched = [WatchedDescriptor(int(one[1]), _target_of(one[1]), int(one[5], 16)) for one in fields]
+    return [one for one in watched if one.target]  # the connection to a dead rank may be closed meanwhile
 
 
 def _shut_down(descriptor: int) -> bool:

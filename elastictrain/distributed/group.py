@@ -1,7 +1,7 @@
 """The process group of one generation: made over a fresh prefix, with two-phase timeouts, and ended cleanly."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastictrain.distributed.device import Backend
+from elastictrain.distributed.store import PolledStore
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 from elastictrain.torch_private import set_group_timeout
@@ -29,6 +30,7 @@ class Group:
     control: dist.ProcessGroup
     backend: Backend
     device: torch.device
+    store: dist.Store | None = None  # kept alive: torch's groups do not hold the Python part of a store
 
 
 def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
@@ -47,10 +49,20 @@ def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
 
 
 def make_group(
-    store: dist.Store, identity: Identity, *, backend: Backend, init_timeout_s: float, save_timeout_s: float
+    store: dist.Store,
+    identity: Identity,
+    *,
+    backend: Backend,
+    init_timeout_s: float,
+    save_timeout_s: float,
+    poll: Callable[[], None] = lambda: None,
 ) -> Group:
-    """Make the training group and its control group over a store that no other generation uses. Collective: yes."""
+    """Make the training group and its control group over a store that no other generation uses. Collective: yes. `poll` is
+    called while gloo waits for another rank, here and where a group is made later, and may raise to leave early; NCCL's threads
+    use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`."""
     device = _use_device(identity, backend)
+    if backend == "gloo":
+        store = PolledStore(store, limit_s=init_timeout_s, poll=poll)
     dist.init_process_group(
         backend,
         store=store,
@@ -61,7 +73,7 @@ def make_group(
         device_id=device if backend == "nccl" else None,
     )
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(init_timeout_s, save_timeout_s)))
-    return Group(control, backend, device)
+    return Group(control, backend, device, store)
 
 
 def lone_group(identity: Identity, *, backend: Backend) -> Group:

@@ -1,8 +1,9 @@
 """Exchanges the process groups under a model that is already built, so that its process, memory and compiled code stay.
 
 When a rank dies, each survivor calls `detach` from a thread, whatever its main thread is blocked in. The main thread then
-raises out of its step, calls `forget_step`, makes a new default group, and calls `reattach`. A newcomer is built on a
-`lone_group` and comes to its first real group the same way: survivors take no part in what DDP communicates when it is made.
+raises out of its step, calls `forget_step`, makes a new default group, and calls `reattach`. A standby is built on a
+`lone_group` and comes to its first real group the same way. A newcomer may also be built on the new group itself, with
+`Wrapping.wrap` and `finish`: these communicate as `reattach` does.
 """
 
 import threading
@@ -16,24 +17,25 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.distributed.gloo_sockets import cut_gloo_connections
-from elastictrain.distributed.wrapping import Wrapped, Wrapping, settle_buckets
-from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_groups, move_ddp, move_fsdp
+from elastictrain.distributed.wrapping import Wrapped, Wrapping, attach_ddp
+from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_groups, move_fsdp
 
 _POLL_S = 0.01
 
 
 def detach(limit_s: float) -> None:
     """Abort the communicators of all groups of this process and forget the groups, from any thread. What is blocked in a
-    collective raises; a device that is stuck in one becomes idle. A thread that is *making* a group may have connected after
-    this call looked: call it again as long as that thread does not raise. Collective: no. Raises: TimeoutError after `limit_s`
-    seconds, in which case only the end of the process helps; HostUnfitError."""
+    collective raises. A device that is stuck in one becomes idle and leaves arbitrary figures: whoever reads figures from it
+    must ask afterwards whether the groups were aborted meanwhile. A thread that is *making* a group leaves through the `poll`
+    of `make_group`. Collective: no. Raises: TimeoutError after `limit_s` seconds, in which case only the end of the process
+    helps; HostUnfitError."""
     errors: list[BaseException] = []
     thread = threading.Thread(target=_abort, args=(errors,), name="abort-groups", daemon=True)
     thread.start()
     deadline = time.monotonic() + limit_s
-    while thread.is_alive():
-        cut_gloo_connections()
-        thread.join(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+    # A connection may be made, or be hidden by one that is closed, while this looks: until there is none twice in a row.
+    while thread.is_alive() or cut_gloo_connections() or cut_gloo_connections():
+        thread.join(_POLL_S)
         if thread.is_alive() and time.monotonic() >= deadline:
             raise TimeoutError(f"the process groups were not aborted in {limit_s:g} s")
     if errors:
@@ -68,26 +70,28 @@ def reattach(wrapping: Wrapping, wrapped: Wrapped) -> Wrapped:
     if wrapping.shape != wrapped.shape or dist.get_world_size() != wrapped.shape.world_size:
         raise ValueError(f"the model is built for {wrapped.shape}, not for {wrapping.shape} in {dist.get_world_size()} ranks")
     if isinstance(wrapped.module, DistributedDataParallel):
-        if dist.group.WORLD is None:
-            raise ValueError("there is no default group")
-        move_ddp(wrapped.module, dist.group.WORLD)
-        settle_buckets(wrapped.module)
+        attach_ddp(wrapped.module, fresh=False)
     elif wrapping.parallel.kind != "ddp":
+        built_for = _place(wrapped.bare)
         mesh = wrapping.make_mesh()
-        _check_place(wrapped.bare, mesh.get_rank(), shards=wrapped.shape.shards)
         move_fsdp(wrapped.bare, mesh)
+        _check_place(wrapped.bare, built_for)
         wrapped = replace(wrapped, groups=tuple(mesh.get_all_groups()))
     return wrapped
 
 
-def _check_place(model: nn.Module, rank: int, *, shards: int) -> None:
-    """Raises: ValueError if a rank other than the one for which `model` was built would hold shards of other sizes."""
+def _check_place(model: nn.Module, built_for: int) -> None:
+    """Raises: ValueError if this rank's place in the mesh would hold shards of other sizes than those of `model`."""
+    place = _place(model)
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        built_for = parameter.device_mesh.get_rank()
-        if built_for % shards != rank % shards and parameter.shape[0] % shards:  # the last dimension of the mesh shards
+        if isinstance(parameter, DTensor) and place != built_for and parameter.shape[0] % parameter.device_mesh.size(-1):
             shape = tuple(parameter.shape)
-            raise ValueError(
-                f"{name} {shape} is not even over {shards} ranks: built for rank {built_for}, it cannot be rank {rank}'s"
-            )
+            raise ValueError(f"{name} {shape} is not even: what was built for shard {built_for} cannot be shard {place}")
+
+
+def _place(model: nn.Module) -> int:
+    """Which shard this rank holds: its coordinate in the last dimension of the mesh."""
+    mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # noqa: S101  # all ranks are in the mesh
+    return coordinate[-1]

@@ -70,6 +70,39 @@ class BoundedStore:
         return self.ask(lambda: self.unbounded.compare_set(key, expected, desired))
 
 
+class PolledStore(dist.Store):
+    """A store that polls for a key instead of waiting in C++, where nothing ends the wait for a rank that is gone."""
+
+    def __init__(self, store: dist.Store, *, limit_s: float, poll: Callable[[], None]) -> None:
+        """`poll` may raise to end a wait; it is called by the thread that waits."""
+        super().__init__()
+        self._store, self._limit_s, self._poll = store, limit_s, poll
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Raises: TransportError if nobody sets it in time, and whatever `poll` raises."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (self._limit_s if timeout is None else timeout.total_seconds())
+        pause_s = _FIRST_PAUSE_S
+        while not self._store.check(keys):
+            self._poll()
+            if time.monotonic() > deadline:
+                raise TransportError(f"no rank has set {', '.join(keys)} in the store in time: a rank is missing")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
 class StoreExchange:
     """Leaves messages in a store, in small pieces, and waits for them; several threads may use it. The store's own wait would
     block every other user of the connection, and has a limit of its own; so this polls, over a connection of its own."""

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
-from elastictrain.torch_private_groups import rebuild_buckets
+from elastictrain.distributed.lone_process_group import LoneProcessGroup
+from elastictrain.torch_private_groups import keep_mesh, move_ddp, rebuild_buckets
 
 _MATRIX_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))
 _ATTENTION = frozenset(
@@ -96,7 +97,7 @@ class Wrapping:
         """The ranks of the default group in this shape, with groups of their own. Collective: yes."""
         shape = self.shape
         sizes, names = ((shape.shards,), ("data",)) if shape.replicas == 1 else (astuple(shape), ("replica", "shard"))
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        return keep_mesh(init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
 
     def finish(self, model: nn.Module) -> Wrapped:
         """Make a filled model trainable: wrap it in DDP if configured, and set the forward precision. Collective: yes."""
@@ -113,24 +114,21 @@ class Wrapping:
             option = "forward_sync_buffers" if new_name else "broadcast_buffers"
             ddp = DistributedDataParallel(
                 model,
-                process_group=_group_of_one() if dist.get_backend() == "fake" else None,
+                process_group=LoneProcessGroup(),
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
                 bucket_cap_mb=self.parallel.bucket_mb,
                 gradient_as_bucket_view=True,
+                init_sync=False,
                 **{option: any(name not in names for name in model.state_dict())},  # type: ignore[arg-type]
             )
-            settle_buckets(ddp)
+            _settle_buckets(ddp)
+            if dist.get_backend() != "fake":
+                attach_ddp(ddp, fresh=True)
             module = ddp
         context: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.train.precision == "bf16":
             context = partial(torch.autocast, self.device.type, dtype=torch.bfloat16)
         return Wrapped(module, model, self.shape, context)
-
-
-def _group_of_one() -> dist.ProcessGroup | None:
-    """For DDP on a lone group: collectives of the fake backend return no tensor, which DDP does not accept."""
-    group: dist.ProcessGroup | None = dist.new_group([dist.get_rank()], backend="gloo")
-    return group
 
 
 @contextmanager
@@ -175,13 +173,30 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
 def share_copies(wrapped: Wrapped) -> None:
     """Where each rank has a whole copy, broadcast that of rank 0, as DDP does when it is made. Collective: yes."""
     if isinstance(wrapped.module, DistributedDataParallel):
-        for tensor in (*wrapped.bare.parameters(), *wrapped.bare.buffers()):
-            dist.broadcast(tensor, src=0)
+        _share_tensors(wrapped.bare)
 
 
-def settle_buckets(ddp: DistributedDataParallel) -> None:
-    """Have DDP lay out its gradient buckets finally, before the first step. Collective: yes, on equal buckets: all ranks have
-    just made DDP, or all have called this before.
+def attach_ddp(ddp: DistributedDataParallel, *, fresh: bool) -> None:
+    """Have DDP reduce over the default group. It is `fresh` on a rank that has just made it: where it is fresh on all, they
+    begin with the values of rank 0; otherwise the caller restores the state. Collective: yes."""
+    assert dist.group.WORLD is not None  # noqa: S101
+    move_ddp(ddp, dist.group.WORLD)
+    # Not left to DDP's constructor, in which only fresh ranks would communicate.
+    all_fresh = torch.tensor([float(fresh)], device=next(ddp.module.parameters()).device)
+    dist.all_reduce(all_fresh, op=dist.ReduceOp.MIN)
+    if all_fresh.item():
+        _share_tensors(ddp.module)
+    _settle_buckets(ddp)
+
+
+@torch.no_grad()
+def _share_tensors(model: nn.Module) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor, src=0)
+
+
+def _settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Have DDP lay out its gradient buckets finally, before the first step. Collective: yes.
 
     DDP lays them out anew after its first backward pass, in the order in which gradients became ready. The place of a gradient
     in its bucket decides in which order three or more ranks are summed, so the first step after a restart would round
@@ -195,7 +210,7 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
         parameter.backward(torch.zeros_like(parameter))
     for parameter in parameters:
         parameter.grad = None
-    # Not in the next forward pass: a newcomer that has run none would rehearse with other buckets than the ranks that have.
+    # Not in the next forward pass: ranks that have run one and ranks that have not must rehearse with equal buckets.
     rebuild_buckets(ddp)
 
 

@@ -6,6 +6,7 @@ An archive is a line of JSON (`sha256` of what follows, `signature`) and a zlib 
 and the bytes of the files, equal ones once. It holds code: whoever can write one can run code as the user who loads it.
 """
 
+import fcntl
 import hashlib
 import os
 import re
@@ -14,7 +15,7 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,13 +26,14 @@ FOLDER = "compile_cache"
 MOST_BYTES = 256 << 20  # of an archive
 MOST_UNPACKED_BYTES = 1 << 30
 KEPT_KEYS = 3
+LOCKS = "locks"  # torch's own, a folder with a file for each object that g++ makes
 
 _NAME = re.compile(rf"{FOLDER}/([0-9a-f]{{24}})-([0-9]{{6,18}})-([0-9a-f]{{16}})")
 _FILE = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,200}/){0,8}[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,200}")
 _UNFINISHED = (".lock", ".tmp")
 _PURPOSE = "elastictrain compiled code "
 _PLACEHOLDER = b"{elastictrain-compile-cache}"  # for the host's folder, whose path Triton writes into its group files
-_ELF = b"\x7fELF\x02\x01"
+_ELF, _ELF_HEADER_BYTES = b"\x7fELF\x02\x01", 64
 
 
 class ArchiveRefusedError(ValueError):
@@ -92,7 +94,7 @@ def files_in(folder: str) -> dict[str, int]:
     """Sizes in bytes of the cache's files below `folder`, by path; none that is unfinished, a lock, or a link."""
     found = {}
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name != "locks"]
+        folders[:] = [name for name in folders if name != LOCKS and not name.startswith("tmp.")]
         for name in names:
             path = os.path.relpath(f"{parent}/{name}", folder)
             if name.endswith(_UNFINISHED) or _FILE.fullmatch(path) is None:
@@ -118,7 +120,7 @@ def pack(folder: str, files: Iterable[str]) -> bytes:
     for path in sorted(files):
         with open(f"{folder}/{path}", "rb") as file:  # noqa: PTH123
             data = file.read(MOST_UNPACKED_BYTES + 1)
-        if path.endswith(".so") and not is_whole_object(data):
+        if path.endswith(".so") and not is_whole_object(data[:_ELF_HEADER_BYTES], size=len(data)):
             continue
         if path.endswith(".json"):
             data = data.replace(os.fsencode(folder), _PLACEHOLDER)
@@ -188,13 +190,33 @@ def unseal(name: ArchiveName, data: bytes, *, signing: SigningKey | None) -> byt
     return body
 
 
-def is_whole_object(data: bytes) -> bool:
-    """Whether a 64-bit shared object is not cut short: a linker that was killed leaves one that no process can load."""
-    if len(data) < 64 or not data.startswith(_ELF):
+def is_whole_object(header: bytes, *, size: int) -> bool:
+    """Whether a 64-bit shared object of `size` bytes is not cut short: a linker writes the table of sections last. `header` is
+    its first 64 bytes. Pure."""
+    if len(header) < _ELF_HEADER_BYTES or not header.startswith(_ELF):
         return False
-    sections = int.from_bytes(data[40:48], "little")
-    size, count = (int.from_bytes(data[at : at + 2], "little") for at in (58, 60))
-    return sections > 0 and sections + size * count <= len(data)
+    sections = int.from_bytes(header[40:48], "little")
+    each, count = (int.from_bytes(header[at : at + 2], "little") for at in (58, 60))
+    return sections > 0 and sections + each * count <= size
+
+
+def remove_torn_objects(folder: str) -> list[str]:
+    """Remove the shared objects that a killed linker has left, and return their paths: torch takes them for whole, and every
+    process that loads one fails. One that is being made stays. Raises: OSError."""
+    removed = []
+    for path, size in files_in(folder).items():
+        if not path.endswith(".so"):
+            continue
+        with open(f"{folder}/{path}", "rb") as file:  # noqa: PTH123
+            if is_whole_object(file.read(_ELF_HEADER_BYTES), size=size):
+                continue
+        lock = f"{folder}/{LOCKS}/{os.path.basename(path).partition('.')[0]}.lock"  # noqa: PTH119
+        with suppress(BlockingIOError), ExitStack() as stack:
+            with suppress(FileNotFoundError):
+                fcntl.flock(stack.enter_context(open(lock, "rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: PTH123
+            os.unlink(f"{folder}/{path}")  # noqa: PTH108
+            removed.append(path)
+    return removed
 
 
 def _contents(body: bytes) -> dict[str, bytes]:

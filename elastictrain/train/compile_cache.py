@@ -38,6 +38,7 @@ from elastictrain.train.compile_archive import (
     newest,
     pack,
     parse_name,
+    remove_torn_objects,
     seal,
     superfluous,
     unpack,
@@ -144,6 +145,8 @@ class CompileCache:
         _sweep(os.path.dirname(self.folder), besides=self.folder)  # noqa: PTH120
         try:
             with self._alone():
+                if torn := remove_torn_objects(self.folder):
+                    logger.info("compiled anew, since a compiler was killed: %s", ", ".join(torn))
                 self._load_newest()
         except (StorageError, OSError, ArchiveRefusedError) as error:
             logger.warning("the run's compiled code is not used, torch compiles: %s", error)

@@ -173,9 +173,7 @@ class SnapshotSaving:
             # An evaluation after the last step took its time in this one. Slots are made in the background, which slows steps.
             every_steps = self._context.config.train.eval_every_steps
             usable = self._snapshots.ready and not (every_steps and (step - 1) % every_steps == 0)
-            before = self._cadence.learned
-            self._cadence.step_took(now_s - self._finished_s, began=self._newest_begun == step, usable=usable)
-            if self._cadence.learned != before:
+            if self._cadence.step_took(now_s - self._finished_s, began=self._newest_begun == step, usable=usable):
                 self._context.job.learned(self._cadence.learned)
         self._finished_s = now_s
         self._snapshots.deliver(step, self._synchronous.scalars(step))
@@ -242,9 +240,8 @@ class SnapshotSaving:
     def _spread(self, interval: int, *, unsaved: bool) -> int:
         """The interval, longer while a save or replicas leave one slot to overwrite: during each copy into it only an older
         snapshot is whole."""
-        held = {self._durable_step} if unsaved else set()
-        if self._rounds is not None:
-            held |= {step for step in self._rounds.protected if step is not None}
+        protected = self._rounds.protected if self._rounds is not None else ()
+        held = {self._durable_step if unsaved else None, *protected} - {None}
         return interval if len(self._snapshots.steps) - len(held) > 1 else max(interval, FIRST)
 
     def _is_ours(self, step: int | None) -> bool:

@@ -7,6 +7,7 @@ and trained a step on a lone group. FOLDER/disturbed gets a line of JSON per ste
 FOLDER/reference those of a run in which nobody is killed and nothing of `reattach` is called.
 """
 
+import faulthandler
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed.group import Group, lone_group, make_group
-from elastictrain.distributed.reattach import check_attached, detach, forget_step, reattach
+from elastictrain.distributed.reattach import detach, forget_step, reattach
 from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accumulation
+from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 from elastictrain.train.parameters import local
 
@@ -170,7 +172,6 @@ class Rank:
         reached("update")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        check_attached()
         self.step += 1
         self.note(step=self.step, loss=figures.tolist(), graphs=graphs())
 
@@ -183,9 +184,9 @@ def identity(plan: Plan, rank: int) -> Identity:
     return Identity(rank, plan.world, rank, plan.world, "here", launched=True)
 
 
-def meet(plan: Plan, rank: int, generation: int) -> Group:
+def meet(plan: Plan, rank: int, generation: int, poll: Callable[[], None] = lambda: None) -> Group:
     store = dist.PrefixStore(str(generation), dist.FileStore(str(plan.folder / "store"), -1))
-    return make_group(store, identity(plan, rank), backend="gloo", init_timeout_s=30.0, save_timeout_s=30.0)
+    return make_group(store, identity(plan, rank), backend="gloo", init_timeout_s=30.0, save_timeout_s=30.0, poll=poll)
 
 
 def build(plan: Plan, rank: int, group: Group) -> Rank:
@@ -196,18 +197,21 @@ def build(plan: Plan, rank: int, group: Group) -> Rank:
 
 
 class Orders:
-    """What the driver tells a rank: ["die", phase, from step], ["end", generation, step to go back to], ["train", up to]."""
+    """What the driver tells a rank: ["die", phase, from step], ["train", up to step], ["end", generation] and, when all of
+    it have left it, ["begin", generation, step to go back to]."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.inbox: list[list[Any]] = []
         self.arrived = threading.Condition()
+        self.generation, self.ended = 0, -1
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         for line in os.fdopen(self.descriptor):
             order = json.loads(line)
             if order[0] == "end":
+                self.ended = order[1]
                 began = time.monotonic()
                 detach(DETACH_S)
                 order += [time.monotonic() - began, time.monotonic()]
@@ -215,17 +219,23 @@ class Orders:
                 self.inbox.append(order)
                 self.arrived.notify()
 
-    def wait_for_end(self) -> list[Any]:
+    def wait_for(self, kind: str) -> list[Any]:
         with self.arrived:
-            while not (ends := [one for one in self.inbox if one[0] == "end"]):
+            while not (orders := [one for one in self.inbox if one[0] == kind]):
                 self.arrived.wait()
-            self.inbox.remove(ends[0])
-            return ends[0]
+            self.inbox.remove(orders[0])
+            return orders[0]
+
+    def poll(self) -> None:
+        """Raises: TransportError if the present generation has ended."""
+        if self.ended >= self.generation:
+            raise TransportError("the generation has ended")
 
     def wait_for_leave(self, step: int) -> None:
-        """Until step `step` may be trained."""
+        """Until step `step` may be trained. Raises: TransportError."""
         with self.arrived:
             while not any(one[0] == "train" and step < one[1] for one in self.inbox):
+                self.poll()
                 self.arrived.wait()
 
     def must_die(self, phase: str, step: int) -> bool:
@@ -233,16 +243,20 @@ class Orders:
             return any(one[0] == "die" and one[1] == phase and step >= one[2] for one in self.inbox)
 
 
-def exchange(mine: Rank, orders: Orders) -> None:
+def leave(mine: Rank, orders: Orders) -> None:
     raised = time.monotonic()
-    _, generation, step, detach_s, detached = orders.wait_for_end()
+    _, generation, detach_s, detached = orders.wait_for("end")
     forget_step(mine.wrapped)
-    mine.group = meet(mine.plan, mine.rank, generation)
+    mine.note(left=generation, detach_s=detach_s, raised_s=raised - detached)
+
+
+def join(mine: Rank, orders: Orders) -> None:
+    _, generation, step = orders.wait_for("begin")
+    orders.generation = generation
+    mine.group = meet(mine.plan, mine.rank, generation, orders.poll)
     mine.wrapped = reattach(mine.plan.wrapping, mine.wrapped)
     mine.restore(step)
-    mine.note(
-        exchanged=generation, detach_s=detach_s, raised_s=raised - detached, graphs=graphs(), threads=threads(), files=files()
-    )
+    mine.note(joined=generation, graphs=graphs(), threads=threads(), files=files())
 
 
 def threads() -> int:
@@ -253,30 +267,36 @@ def files() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-def join(plan: Plan, rank: int, newcomer: str) -> Rank:
-    """`newcomer`: "" at the start; "cold" is built when it is needed, "warm" has also trained on its own before."""
+def first(plan: Plan, rank: int, newcomer: str, orders: Orders) -> Rank:
+    """`newcomer`: "" at the start; "cold" is built on the new group; "warm" was built, and has trained a step, on a lone one;
+    "dead" dies before it comes to the group."""
     if not newcomer:
         return build(plan, rank, meet(plan, rank, 0))
-    mine = build(plan, rank, lone_group(identity(plan, rank), backend="gloo"))
     if newcomer == "warm":
+        mine = build(plan, rank, lone_group(identity(plan, rank), backend="gloo"))
         mine.train_step()
         mine.note(warm=graphs())
-    else:
-        mine.make_state()
+        detach(DETACH_S)
+        forget_step(mine.wrapped)
+        join(mine, orders)
+        return mine
+    _, generation, step = orders.wait_for("begin")
+    orders.generation = generation
+    if newcomer == "dead":
+        os.kill(os.getpid(), signal.SIGKILL)
+    mine = build(plan, rank, meet(plan, rank, generation, orders.poll))
+    mine.make_state()
+    mine.restore(step)
+    mine.note(joined=generation, graphs=graphs(), threads=threads(), files=files())
     return mine
 
 
 def work(plan: Plan, rank: int, descriptor: int, *, newcomer: str) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    mine = join(plan, rank, newcomer)
-    if not plan.phases:
-        while mine.step < plan.steps:
-            mine.train_step()
-        return
+    faulthandler.register(signal.SIGUSR1)
     orders = Orders(descriptor)
-    if newcomer:
-        exchange(mine, orders)
+    mine = first(plan, rank, newcomer, orders)
 
     def die(phase: str) -> None:
         if orders.must_die(phase, mine.step):
@@ -284,26 +304,34 @@ def work(plan: Plan, rank: int, descriptor: int, *, newcomer: str) -> None:
 
     global reached  # noqa: PLW0603  # the model has no other way to it
     reached = die
+    attached = True
     while mine.step < plan.steps:
-        orders.wait_for_leave(mine.step)
         failed = False
         try:
+            if not attached:
+                join(mine, orders)
+                attached = True
+            orders.wait_for_leave(mine.step)
             mine.train_step()
             mine.save()
-        except Exception as error:  # noqa: BLE001  # whatever it is: a step was cut short
+        except Exception as error:  # whatever it is: a step was cut short
+            if not plan.phases:
+                raise
             mine.note(error=repr(error)[:100])
             failed = True
         # Outside of the handler: the exception refers to the frames of the step, and these to the old groups.
         if failed:
-            exchange(mine, orders)
+            leave(mine, orders)
+            attached = False
 
 
 class Driver:
-    """Does what a launcher does: notices the dead, says which generation comes next, and names the step to go back to."""
+    """Does what a launcher does: notices the dead, says which generation comes next, and names the step."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.pids: dict[int, int] = {}
+        self.started: list[int] = []
         self.pipes: dict[int, int] = {}
         self.standby = (0, 0)
 
@@ -322,35 +350,36 @@ class Driver:
                 sys.stderr.flush()
                 os._exit(code)
         os.close(reader)
+        self.started.append(pid)
         return pid, writer
 
     def run(self) -> int:
         plan, chance = self.plan, random.Random(f"{self.plan.kind} {self.plan.world} {self.plan.precision}")
         for rank in range(plan.world):
             self.pids[rank], self.pipes[rank] = self.start(rank)
-        self.tell(["train", STEPS_BETWEEN_KILLS])
-        for generation, phase in enumerate(plan.phases, start=1):
-            victim, newcomer = chance.randrange(plan.world), ("cold", "warm")[generation % 2]
+        self.tell(["train", STEPS_BETWEEN_KILLS if plan.phases else plan.steps])
+        generation = 0
+        for number, phase in enumerate(plan.phases, start=1):
+            victim, newcomer = chance.randrange(plan.world), ("cold", "warm")[number % 2]
             if newcomer == "warm":
                 self.standby = self.start(victim, "warm")
-                self.wait_for(
-                    lambda rank=victim, pid=self.standby[0]: any(f'"pid": {pid}, "warm"' in line for line in self.lines(rank))
-                )
-            step = generation * STEPS_BETWEEN_KILLS
-            os.write(self.pipes[victim], json.dumps(["die", phase, step]).encode() + b"\n")
+                self.wait_for(victim, f'"pid": {self.standby[0]}, "warm"')
+            step = number * STEPS_BETWEEN_KILLS
+            os.write(self.pipes[victim], json.dumps(["die", "forward" if phase == "meet" else phase, step]).encode() + b"\n")
             self.tell(["train", step + 1])
-            os.waitpid(self.pids[victim], 0)
-            self.pids[victim], self.pipes[victim] = self.standby if newcomer == "warm" else self.start(victim, "cold")
-            self.tell(["end", generation, self.newest_copy()])
-            self.tell(["train", plan.steps if generation == len(plan.phases) else step + STEPS_BETWEEN_KILLS])
-            said = f'"exchanged": {generation},'
-            self.wait_for(lambda said=said: all(any(said in line for line in self.lines(rank)) for rank in self.pids))
+            if phase == "meet":
+                generation = self.end(victim, generation, self.start(victim, "dead"))
+            successor = self.standby if newcomer == "warm" else self.start(victim, "cold")
+            generation = self.end(victim, generation, successor)
+            for rank in self.pids:
+                self.wait_for(rank, f'"joined": {generation},')
+            self.tell(["train", plan.steps if number == len(plan.phases) else step + STEPS_BETWEEN_KILLS])
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids.values()]
         return max(map(abs, codes))
 
-    def tell(self, order: list[object]) -> None:
-        for pipe in self.pipes.values():
-            os.write(pipe, json.dumps(order).encode() + b"\n")
+    def tell(self, order: list[object], ranks: Iterable[int] | None = None) -> None:
+        for rank in self.pids if ranks is None else ranks:
+            os.write(self.pipes[rank], json.dumps(order).encode() + b"\n")
 
     def lines(self, rank: int) -> list[str]:
         path = self.plan.folder / f"rank-{rank}.jsonl"
@@ -364,11 +393,24 @@ class Driver:
         ]
         return max(set.intersection(*steps), default=0)
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
+    def end(self, victim: int, generation: int, successor: tuple[int, int]) -> int:
+        """Wait for the victim's end, have the others leave the generation, and begin the next one, whose number is returned."""
+        os.waitpid(self.pids[victim], 0)
+        survivors = [rank for rank in self.pids if rank != victim]
+        self.tell(["end", generation], survivors)
+        for rank in survivors:
+            self.wait_for(rank, f'"left": {generation},')
+        self.pids[victim], self.pipes[victim] = successor
+        self.tell(["begin", generation + 1, self.newest_copy()])
+        return generation + 1
+
+    def wait_for(self, rank: int, text: str) -> None:
         deadline = time.monotonic() + 40.0
-        while not condition():
+        while not any(text in line for line in self.lines(rank)):
             if time.monotonic() > deadline:
-                raise TimeoutError
+                os.kill(self.pids[rank], signal.SIGUSR1)
+                time.sleep(1.0)
+                raise TimeoutError(f"rank {rank}")
             time.sleep(0.005)
 
 
@@ -383,7 +425,7 @@ def main() -> int:
             if code := driver.run():
                 return code
         finally:
-            for pid in filter(None, (*driver.pids.values(), driver.standby[0])):
+            for pid in driver.started:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     return 0

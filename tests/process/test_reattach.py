@@ -9,7 +9,7 @@ import pytest
 from torchruns import environment
 from warm import warm_host
 
-PHASES = ("forward", "backward", "reduce", "control", "update")
+PHASES = ("forward", "backward", "reduce", "control", "update", "meet")
 LIMIT_S = 100.0
 BLOCKED_S = 1.0  # a survivor raises within milliseconds after `detach`; a busy machine takes longer
 
@@ -49,7 +49,7 @@ def test_losses_are_those_of_an_undisturbed_run(
             steps = [line for line in mine[began:] if "step" in line]
             assert [line["loss"] for line in steps] == [expected[line["step"]] for line in steps]
             trained |= {line["step"] for line in steps}
-            exchanges = [line for line in mine if "exchanged" in line]
+            exchanges = [line for line in mine if "left" in line]
             assert all(line["raised_s"] < BLOCKED_S for line in exchanges)
             # The compiled code of before serves after each exchange.
             compiled_graphs = [line["graphs"] for line in mine if line.get("graphs")]

@@ -92,9 +92,10 @@ class Cadence:
         # One step later, or an evaluation every so many steps would hit each snapshot, and none could be measured.
         return self.learned + self._dropped
 
-    def step_took(self, seconds: float, *, began: bool, usable: bool = True) -> None:
-        """Record a step. `began`: a snapshot has begun since the step before it. `usable`: nothing else took time in it, such
-        as an evaluation or a compilation."""
+    def step_took(self, seconds: float, *, began: bool, usable: bool = True) -> bool:
+        """Record a step; returns whether `learned` has changed. `began`: a snapshot has begun since the step before it.
+        `usable`: nothing else took time in it, such as an evaluation or a compilation."""
+        before = self.learned
         self._place = 0 if began else self._place + 1
         self._recent.append((seconds if usable else math.nan, self._place))
         self._num_since_plain += 1
@@ -105,6 +106,7 @@ class Cadence:
             touched = [self._recent[NEAR + place] for place in range(TOUCHED)]
             if [place for _, place in touched] == list(range(TOUCHED)):
                 self._measured([took for took, _ in touched])
+        return self.learned != before
 
     def _measured(self, touched: Sequence[float]) -> None:
         """A snapshot lies in the middle of the recent steps. What slows all of them for a while is no cost of it."""

@@ -142,6 +142,11 @@ def test_a_damaged_archive_is_compiled_anew_and_replaced(tmp_path: Path, local: 
     assert start(host(tmp_path, "c"), local, number=3).loaded == event.stored != stored
 
 
+def test_an_object_that_a_killed_compiler_left_is_made_again(tmp_path: Path, local: Store) -> None:
+    (host(tmp_path, "a") / "torn.so").write_bytes(b"\x7fELF\x02\x01")
+    assert start(host(tmp_path, "a"), local).found_files == 0
+
+
 def test_a_storage_that_fails_ends_nothing(tmp_path: Path) -> None:
     def fail(operation: str, key: str) -> None:
         raise TransientStorageError("no answer")

@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastictrain.distributed.group import connect, leave, limit_collectives, make_group
+from elastictrain.distributed.group import connect, leave, limit_collectives, lone_group, make_group
+from elastictrain.distributed.store import PolledStore
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 from elastictrain.torch_private import flight_recorder
+from elastictrain.torch_private_groups import forget_groups
 
 ALONE = Identity(0, 1, 0, 1, "here", launched=False)
 
@@ -76,3 +78,39 @@ def test_the_flight_recorder_gives_json_or_nothing(group_of_one: dist.HashStore)
     dist.all_reduce(torch.ones(1))
     trace = flight_recorder()
     assert trace is None or "entries" in json.loads(trace)
+
+
+class LeftError(Exception):
+    pass
+
+
+def test_whoever_waits_for_a_rank_that_never_comes_can_leave() -> None:
+    asked = []
+
+    def poll() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise LeftError
+
+    identity = Identity(0, 2, 0, 2, "here", launched=True)
+    with pytest.raises(LeftError):
+        make_group(dist.HashStore(), identity, backend="gloo", init_timeout_s=30.0, save_timeout_s=30.0, poll=poll)
+    forget_groups()
+
+
+def test_a_rank_that_never_comes_is_a_transport_error_in_time() -> None:
+    store = PolledStore(dist.HashStore(), limit_s=0.01, poll=lambda: None)
+    with pytest.raises(TransportError, match="rank-1"):
+        store.get("rank-1")
+
+
+def test_a_lone_group_plays_any_rank_of_any_world() -> None:
+    group = lone_group(Identity(2, 4, 2, 4, "here", launched=True), backend="gloo")
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (2, 4)
+        figures = torch.ones(3)
+        dist.all_reduce(figures)
+        dist.all_reduce(figures, group=group.control)
+        assert figures.tolist() == [1.0, 1.0, 1.0]
+    finally:
+        forget_groups()

@@ -1,3 +1,4 @@
+import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from elastictrain.train.compile_archive import (
     newest,
     pack,
     parse_name,
+    remove_torn_objects,
     seal,
     superfluous,
     unpack,
@@ -94,8 +96,18 @@ def test_equal_files_are_stored_once(tmp_path: Path) -> None:
 
 def test_locks_links_and_what_is_unfinished_are_no_files_of_the_cache(tmp_path: Path) -> None:
     filled(tmp_path)
-    (tmp_path / "locks").mkdir()
-    for name in ("locks/held", "xy/c.lock", "xy/.1.2.tmp", "xy/1.tmp", ".contents", "xy/empty", "xy/a b"):
+    for name in ("locks", "triton/0/H/tmp.pid_7"):
+        (tmp_path / name).mkdir()
+    for name in (
+        "locks/held",
+        "triton/0/H/tmp.pid_7/x.cubin",
+        "xy/c.lock",
+        "xy/.1.2.tmp",
+        "xy/1.tmp",
+        ".contents",
+        "xy/empty",
+        "xy/a b",
+    ):
         (tmp_path / name).write_bytes(b"" if name.endswith("empty") else b"x")
     (tmp_path / "xy/link").symlink_to("/etc/passwd")
     os.mkfifo(tmp_path / "xy/fifo")
@@ -104,15 +116,30 @@ def test_locks_links_and_what_is_unfinished_are_no_files_of_the_cache(tmp_path: 
 
 def test_an_object_that_a_killed_linker_left_is_not_packed(tmp_path: Path) -> None:
     data = whole_object()
-    assert is_whole_object(data)
-    assert not any(is_whole_object(data[:length]) for length in range(len(data)))
-    assert not is_whole_object(bytes(len(data)))
+    assert is_whole_object(data[:64], size=len(data))
+    assert not any(is_whole_object(data[:length][:64], size=length) for length in range(len(data)))
+    assert not is_whole_object(bytes(64), size=len(data))
     (tmp_path / "whole.so").write_bytes(data)
     (tmp_path / "short.so").write_bytes(data[:-1])
     target = tmp_path / "target"
     target.mkdir()
     unpack(str(target), pack(str(tmp_path), ["whole.so", "short.so"]))
     assert files_in(str(target)).keys() == {"whole.so"}
+
+
+def test_an_object_that_a_killed_linker_left_is_removed_unless_it_is_being_made(tmp_path: Path) -> None:
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "xy").mkdir()
+    data = whole_object()
+    for name in ("whole", "torn", "held", "other"):
+        (tmp_path / f"xy/{name}.main.so").write_bytes(data if name == "whole" else data[:-1])
+        if name != "other":
+            (tmp_path / f"locks/{name}.lock").touch()
+    with (tmp_path / "locks/held.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert sorted(remove_torn_objects(str(tmp_path))) == ["xy/other.main.so", "xy/torn.main.so"]
+        assert files_in(str(tmp_path)).keys() == {"xy/held.main.so", "xy/whole.main.so"}
+    assert remove_torn_objects(str(tmp_path)) == ["xy/held.main.so"]
 
 
 @pytest.mark.parametrize("signing", [None, KEY])

@@ -1,0 +1,116 @@
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastictrain.config.composed import ParallelGroup, TrainGroup
+from elastictrain.distributed import reattach as module
+from elastictrain.distributed.group import lone_group
+from elastictrain.distributed.reattach import detach, forget_step, reattach
+from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping
+from elastictrain.identity import Identity
+from elastictrain.torch_private_groups import forget_groups
+
+Kind = Literal["ddp", "fsdp", "hsdp"]
+SHAPES = {"ddp": MeshShape(4, 1), "fsdp": MeshShape(1, 4), "hsdp": MeshShape(2, 2)}
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    yield
+    forget_groups()
+
+
+def play(rank: int, world_size: int = 4) -> None:
+    lone_group(Identity(rank, world_size, rank, world_size, "here", launched=True), backend="gloo")
+
+
+def wrapping(kind: Kind) -> Wrapping:
+    train = TrainGroup(steps=1, global_batch=4, micro_batch=4)
+    return Wrapping(SHAPES[kind], ParallelGroup(kind=kind), train, torch.device("cpu"))
+
+
+def built(kind: Kind, rows: int = 8) -> Wrapped:
+    """For rank 0 of four, after a step."""
+    play(0)
+    model = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 4))
+    wrapped = wrapping(kind).finish(wrapping(kind).wrap(model, list(model)))
+    step(wrapped)
+    return wrapped
+
+
+def step(wrapped: Wrapped) -> None:
+    wrapped.module(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
+def test_a_step_runs_on_the_groups_that_come_next(kind: Kind) -> None:
+    wrapped = built(kind)
+    for _ in range(2):
+        detach(5.0)
+        assert not dist.is_initialized()
+        forget_step(wrapped)
+        assert all(parameter.grad is None for parameter in wrapped.bare.parameters())
+        play(0)
+        if kind == "ddp":
+            break  # reduces over real groups only; tests/process has them
+        before, wrapped = wrapped, reattach(wrapping(kind), wrapped)
+        assert wrapped.module is before.module
+        assert not set(wrapped.groups) & set(before.groups)
+        step(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "fits"), [("fsdp", 0, True), ("fsdp", 1, False), ("hsdp", 2, True), ("hsdp", 1, False)]
+)
+def test_shards_of_uneven_size_fit_their_place_only(kind: Kind, rank: int, fits: bool) -> None:
+    wrapped = built(kind, rows=5)
+    detach(5.0)
+    forget_step(wrapped)
+    play(rank)
+    if fits:
+        reattach(wrapping(kind), wrapped)
+        return
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        reattach(wrapping(kind), wrapped)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_even_shards_fit_any_place(rank: int) -> None:
+    wrapped = built("fsdp")
+    detach(5.0)
+    forget_step(wrapped)
+    play(rank)
+    reattach(wrapping("fsdp"), wrapped)
+    places = {tuple(parameter.device_mesh.get_coordinate()) for parameter in wrapped.bare.parameters()}  # type: ignore[attr-defined]
+    assert places == {(rank,)}
+
+
+def test_another_world_does_not_fit() -> None:
+    wrapped = built("fsdp")
+    detach(5.0)
+    play(0, world_size=2)
+    with pytest.raises(ValueError, match="2 ranks"):
+        reattach(wrapping("fsdp"), wrapped)
+
+
+def test_an_abort_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setattr(module, "abort_groups", lambda: release.wait(20.0))
+    with pytest.raises(TimeoutError):
+        detach(0.05)
+    release.set()
+
+
+def test_an_abort_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(module, "abort_groups", fail)
+    with pytest.raises(RuntimeError):
+        detach(5.0)
