@@ -22,6 +22,8 @@ from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_g
 
 _POLL_S = 0.01
 
+_detaching = threading.Lock()  # torch's registry of groups is not made for two threads
+
 
 def detach(limit_s: float) -> None:
     """Abort the communicators of all groups of this process and forget the groups, from any thread. What is blocked in a
@@ -29,6 +31,11 @@ def detach(limit_s: float) -> None:
     must ask afterwards whether the groups were aborted meanwhile. A thread that is *making* a group leaves through the `poll`
     of `make_group`. Collective: no. Raises: TimeoutError after `limit_s` seconds, in which case only the end of the process
     helps; HostUnfitError."""
+    with _detaching:
+        _detach(limit_s)
+
+
+def _detach(limit_s: float) -> None:
     errors: list[BaseException] = []
     thread = threading.Thread(target=_abort, args=(errors,), name="abort-groups", daemon=True)
     thread.start()

@@ -4,6 +4,7 @@ A worker trains in one generation after the other, in the same process. When its
 it leaves its groups, keeps what it has built, and waits for the rank of the next generation. A standby waits in the same way.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -14,6 +15,8 @@ from queue import SimpleQueue
 import msgspec
 
 from elastictrain.errors import DetachedError
+
+logger = logging.getLogger(__name__)
 
 CHANNEL_VARIABLE = "ELASTICTRAIN_CHANNEL"  # descriptor of the worker's end
 STANDBY_VARIABLE = "ELASTICTRAIN_STANDBY"  # "1": the process gets its rank later; the variables of a rank are a likely one
@@ -52,6 +55,7 @@ class Detached(msgspec.Struct, tag="detached", frozen=True):
     """From a worker: it takes part in nothing, and waits for a rank."""
 
     exit_code: int  # with which the worker would have ended otherwise; 0 for a new standby
+    built: bool = False  # whether it has its part of the model already
 
 
 ToWorker = Attach | Detach
@@ -82,6 +86,7 @@ class LauncherChannel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()  # guards the fields below: the generation may end while the worker attaches to it
+        self._acting = threading.Lock()  # held while `_on_detach` is called
         self._on_detach: Callable[[], None] | None = None
         self.detach_reason: str | None = None
         self._offers: SimpleQueue[Attach | None] = SimpleQueue()
@@ -93,18 +98,25 @@ class LauncherChannel:
             self._connection.sendall(encode_line(message))
 
     def on_detach(self, act: Callable[[], None] | None) -> None:
-        """Have `act` called, in another thread, when the generation ends. Raises: DetachedError if it has ended already."""
-        with self._lock:
+        """Have `act` called, in another thread, when the generation ends; None waits until such a call is over. Raises:
+        DetachedError if it has ended already."""
+        with self._acting, self._lock:
             self._on_detach = act
         if act is not None:
             self.check_attached()
 
     def end_generation(self, reason: str) -> None:
         """Have this process leave the present generation, as when the launcher asks for it; from any thread."""
-        with self._lock:
-            self.detach_reason, act = self.detach_reason or reason, self._on_detach
-        if act is not None:
-            act()
+        with self._acting:
+            with self._lock:
+                self.detach_reason, act = self.detach_reason or reason, self._on_detach
+            if act is None:
+                return
+            try:
+                act()
+            except Exception:
+                # The edge of the reading thread, without which the worker would hear of nothing any more.
+                logger.exception("the groups could not be aborted")
 
     def check_attached(self) -> None:
         """Raises: DetachedError if the launcher has ended the generation."""

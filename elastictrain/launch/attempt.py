@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _BY_THEMSELVES_S = 0.5  # grace period after a worker has reported an error: the others find and report it, too
 _ASKED_S = 30.0  # after SIGTERM, before SIGKILL; the same as torchrun
 _REUSED_S = 10.0  # after its start, workers that have everything built must have gone to meet the others
-_IN_PLACE_S, _IN_PLACE_SEVERAL_S = 10.0, 30.0  # limit for making the groups of a recovery in place, on one and on several hosts
+_IN_PLACE_S = 10.0  # limit for making the groups of a recovery in place on one host
 _MARGIN_S = 10.0  # a worker has limits of its own, and reports more when it ends itself
 _DETACHED_S = 2.5  # after it was told to detach, a worker that still takes part is killed: it hangs, or has not begun to listen
 # Exit codes that name a cause, the clearest first. After them come a worker's death and a transport failure, often its effect.
@@ -56,9 +56,9 @@ class Attempt:
         """The workers are started. `reused`: all of them existed, with everything built. `in_place`: on unchanged hosts."""
         self.started = True
         self.introduced_by_s = now_s + (_REUSED_S if reused else init_timeout_s + _MARGIN_S)
-        if in_place:
-            several = len(self.generation.members) > 1
-            self.attached_by_s = self.introduced_by_s + (_IN_PLACE_SEVERAL_S if several else _IN_PLACE_S)
+        if in_place and reused and len(self.generation.members) == 1:
+            # On several hosts, another one may have to build what it lacks.
+            self.attached_by_s = self.introduced_by_s + _IN_PLACE_S
 
     def late(self, *, now_s: float, silent: Sequence[int], attached: bool) -> str:
         """Why the workers of this host count as hung before the first step; empty if they do not. `silent`: the local ranks

@@ -151,6 +151,10 @@ class ForkServer:
                     pid = self._fork(partial(_become_worker, arguments, environment, composed, others))
                 started.append(_Worker(order, index, pid, identify(pid), _descriptor_of(pid)))
         except OSError as error:
+            if store_port is None:
+                # Standbys: the workers of the generation are well.
+                self._tell({"order": order, "pids": [], "codes": [(index, EXIT_UNFIT) for index in range(len(environments))]})
+                return None
             return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
         self._workers += started
         pids, store_pid = [worker.pid for worker in started], self._store_pid

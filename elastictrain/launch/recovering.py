@@ -19,11 +19,15 @@ class Recovering:
     times: int  # generations that have failed since the last step
     lost: tuple[str, ...]  # what has died
 
-    @property
-    def in_place(self) -> bool:
+    def keeps_workers(self, following: Generation) -> bool:
         """Whether the surviving workers keep their processes. Not if only connections broke: that may be the network, which the
-        preflight of new processes checks; and not if recoveries in place fail again and again."""
-        died = self.end.exit_code != EXIT_TRANSPORT or self.end.kind is EndKind.LOST or bool(self.end.blames)
+        preflight of new processes checks; and not if recoveries in place fail again and again. By the record of the failure, which
+        all hosts share: a host may have noticed no more than broken connections."""
+        cause = following.failures[-1] if following.failures else None
+        if cause is not None and cause.generation == self.failed.number:
+            died = cause.exit_code != EXIT_TRANSPORT or bool(cause.hosts)
+        else:
+            died = self.end.exit_code != EXIT_TRANSPORT or self.end.kind is EndKind.LOST or bool(self.end.blames)
         return died and self.times <= _MOST_IN_PLACE
 
     def plan(self, following: Generation) -> RecoveryPlan:
@@ -35,7 +39,7 @@ class Recovering:
         members = [(member.host, member.processes) for member in following.members]
         if members != [(member.host, member.processes) for member in self.failed.members]:
             return "regroup"
-        return "in_place" if self.in_place else "restart"
+        return "in_place" if self.keeps_workers(following) else "restart"
 
 
 def after_end(

@@ -178,6 +178,8 @@ class Supervisor:
             return
         restarted = self.registry.known.follows_another
         recovery = self._recovery.plan(generation) if self._recovery is not None else None
+        if self._recovery is not None and not self._recovery.keeps_workers(generation):
+            self.workers.release()
         environments = plan_workers(
             generation, host, folder=str(folder), pid=os.getpid(), restarted=restarted, recovery=recovery
         )
@@ -268,17 +270,17 @@ class Supervisor:
         self.heartbeat.send_end(self.registry.record)
 
     def _note_failure(self, attempt: Attempt, end: End) -> None:
-        """Prepare the recovery. Workers keep what they have built if a process has died. If the network may have failed they do
-        not: then everything is checked, and new processes are started."""
+        """Prepare the recovery."""
         host, since = self.registry.record.host, attempt.broken_at or time.time()
         lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
         self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost)
-        if self._recovery is None or not self._recovery.in_place:
-            self.workers.release()
 
     def _keep_standbys(self, attempt: Attempt) -> None:
         generation, host = attempt.generation, self.registry.record.host
-        environments = plan_workers(generation, host, folder=str(attempt.folder), pid=os.getpid(), restarted=True)
+        # What a standby reports is no reason of this generation.
+        folder = self.folder / "standbys"
+        folder.mkdir(parents=True, exist_ok=True)
+        environments = plan_workers(generation, host, folder=str(folder), pid=os.getpid(), restarted=True)
         wanted = self.config.launch.standbys
         # With GPUs, memory there is what training needs.
         number = int(not self.uses_gpus) if wanted == "auto" else wanted

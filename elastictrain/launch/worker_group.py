@@ -2,7 +2,7 @@
 
 import logging
 import os
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
 from elastictrain.identity import FOLDER, PREVIOUS_WORKERS
@@ -121,15 +122,15 @@ class WorkerGroup:
         assert self._run is None  # noqa: S101
         self.prepare()
         self._receive()
+        chosen = self._choose(environments)
+        self.release([one for one in self.waiting if one not in chosen.values()])
         previous_workers = {PREVIOUS_WORKERS: encode(self._still_there())}
         places = [{**environment, **previous_workers} for environment in environments]
-        chosen = self._choose(places)
-        self.release([one for one in self.waiting if one not in chosen.values()])
         transport = next((one.transport for one in chosen.values() if one.transport), "")
         new = [{**transport_variables(transport), **place} for rank, place in enumerate(places) if rank not in chosen]
         forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
         members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
-        self._run = _Run(len(places), self._order, members, reused=all(one.waiting is not None for one in members))
+        self._run = _Run(len(places), self._order, members, reused=all(one.built for one in members))
         for rank, one in chosen.items():
             one.choose({**transport_variables(transport), **places[rank]})
         # Once the fork server has made the store of the new generation.
@@ -169,6 +170,10 @@ class WorkerGroup:
 
     def detach(self, reason: str) -> None:
         """Have the workers leave their groups, and wait for their ranks in the next generation."""
+        # Those that have not been told of the generation have nothing to leave.
+        for one in self._attaching:
+            one.waiting = EXIT_TRANSPORT
+        self._attaching = []
         if self._run is not None:
             for one in self._run.workers:
                 if not one.over:
@@ -197,8 +202,10 @@ class WorkerGroup:
         self._kill(run)
 
     def release(self, workers: Sequence[WorkerProcess] | None = None) -> None:
-        """Kill workers that wait for a rank, by default all: they hold memory and devices, and nothing that could be saved."""
-        chosen = self.waiting if workers is None else workers
+        """Kill workers that wait for a rank, by default all and the standbys: they hold memory and devices, and nothing that
+        could be saved."""
+        idle = [one for one in self._workers if one.code is None and (one.standby or one in self.waiting)]
+        chosen = idle if workers is None else workers
         for one in with_children([one.process for one in chosen if one.process is not None]):
             if not outlives(one):
                 if (known := identify(one.pid)) is not None:
@@ -211,7 +218,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Kill all that was started here, and wait up to 5 s until none of it runs."""
-        self.release([one for one in self._workers if one.waiting is not None or one.standby])
+        self.release()
         self.kill()
         until_s = self._clock() + _CLOSE_WITHIN_S
         while self._run is not None and self.poll() is None:
@@ -238,7 +245,10 @@ class WorkerGroup:
         sockets = [one for one in (self._woken, *(one.connection for one in self._workers)) if one.fileno() >= 0]
         if self._server is not None and self._server.lives:
             sockets.append(self._server.channel)
-        ready = select.select(sockets, [], [], limit_s)[0]
+        with selectors.DefaultSelector() as selector:
+            for one in sockets:
+                selector.register(one, selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(limit_s)]
         if self._woken in ready:
             self._woken.recv(1 << 16)
         if ready and self._server is not None:
@@ -377,6 +387,7 @@ class WorkerGroup:
     def _drop_server(self) -> None:
         """Without workers the server holds nothing that is needed."""
         server, self._server = self._server, None
+        self.release()
         for one in self._workers:
             one.close()
         self._workers = []

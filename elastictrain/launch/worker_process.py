@@ -42,6 +42,7 @@ class WorkerProcess:
     code: int | None = None  # its exit code; negative for a signal
     killed: bool = False  # whether its launcher has killed it
     waiting: int | None = None  # while it waits for a rank: the exit code with which it left the last generation
+    built: bool = False  # whether it then has its part of the model
     introduced: bool = False  # whether it has gone to meet the other ranks of the present generation
     attached: bool = False  # whether its groups of the present generation are made
     transport: str = ""  # variables for NCCL and gloo that its preflight has set
@@ -92,8 +93,8 @@ class WorkerProcess:
                             _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
-                        case Detached(exit_code):
-                            self.waiting = exit_code
+                        case Detached(exit_code, built):
+                            self.waiting, self.built = exit_code, built
 
     def close(self) -> None:
         self.connection.close()

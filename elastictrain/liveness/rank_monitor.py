@@ -33,6 +33,7 @@ PULSE_S = 2.0  # a process whose watchdog has not run for so long is stopped, or
 assert PULSE_S > 2 * TURN_S  # noqa: S101  # a change of the pulse is seen only between two looks
 
 SURVIVOR_S = 1.4  # how long a process may wait for a rank of its group that has ended; it ends itself before, if it can
+LAUNCHED_S = 4.0  # the same under a launcher, which has it leave the group and kills it if it does not
 ENDING_S = 8.0  # the same for a process that already ends, and reports why
 _MARGIN_S = 3.0  # how late a process may be with its own limits
 Kind = Literal["stopped", "frozen", "stuck", "left behind"]
@@ -75,14 +76,14 @@ class KillDecision:
         return _WHY[self.kind].format(mark=marks.mark, silent_s=self.silent_s, bound_s=self.bound_s, still_s=still_s)
 
 
-def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
+def judge(seen: Sequence[ObservedRank], *, survivor_s: float = SURVIVOR_S) -> list[KillDecision]:
     seen = [one for one in seen if not one.marks.closed]
     longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
     decisions = []
     for one in seen:
         marks = one.marks
         latest_s = marks.limit_s + marks.grace_s + _MARGIN_S
-        patience_s = ENDING_S if marks.ending else SURVIVOR_S
+        patience_s = ENDING_S if marks.ending else survivor_s
         if one.gone_s is not None:
             continue
         if one.stopped and one.still_s > marks.stopped_s:
@@ -133,6 +134,10 @@ class LiveWorker:
         )
         return self._seen
 
+    def close(self) -> None:
+        os.close(self._descriptor)
+        self._reader.close()
+
     def kill(self) -> None:
         """A stopped process is ended, too."""
         with suppress(ProcessLookupError):
@@ -163,6 +168,8 @@ class RankMonitor:
         deadline = self.clock() + self.facts.close_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - self.clock()))
+        for worker in self._workers.values():
+            worker.close()
 
     def turn(self) -> bool:
         """Check once, and act; whether a worker is left to watch."""
@@ -170,7 +177,8 @@ class RankMonitor:
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
         looks = self._look(awake_s)
         seen = [one for one in looks if one is not None]
-        decisions = [one for one in judge(seen) if one.seen.marks.rank not in self._ended]
+        survivor_s = LAUNCHED_S if self.facts.launcher_folder else SURVIVOR_S
+        decisions = [one for one in judge(seen, survivor_s=survivor_s) if one.seen.marks.rank not in self._ended]
         if decisions:
             self._carry_out(decisions, seen)
         if not self._workers:
@@ -187,7 +195,7 @@ class RankMonitor:
                 try:
                     looks.append(self._workers[rank].look(awake_s))
                 except ProcessLookupError:
-                    del self._workers[rank]
+                    self._workers.pop(rank).close()
                     self._vanished.add(rank)
         return looks
 

@@ -21,7 +21,6 @@ from elastictrain.errors import (
     EXIT_STOPPED,
     EXIT_TRANSPORT,
     EXIT_UNFIT,
-    CheckpointError,
     StopRequestedError,
     TransportError,
 )
@@ -242,7 +241,7 @@ class Worker:
             detach(_DETACH_S)
             if loop is not None:
                 self.built = detached(loop)
-        except (TimeoutError, CheckpointError) as trouble:
+        except Exception as trouble:
             raise TransportError(f"the generation has ended, and this process cannot leave it: {trouble}") from trouble
         if self.link is not None:
             self.link.close()
@@ -254,7 +253,7 @@ class Worker:
         """Wait for a rank in the next generation; False if the launcher has ended."""
         assert self.channel is not None  # noqa: S101
         self.tracker.set_phase(Phase.STANDBY)
-        self.channel.send(Detached(exit_code))
+        self.channel.send(Detached(exit_code, self.built is not None))
         environment = self.channel.wait()
         if environment is None:
             return False
