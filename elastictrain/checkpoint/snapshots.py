@@ -52,7 +52,7 @@ class Snapshots:
         self._told_free = [False] * len(self.steps)
         self._spared: frozenset[int] = frozenset()
         self._taking: dict[int, _Taking] = {}
-        self._closing = False
+        self._closing = self._dropping = False
         self._threads: list[threading.Thread] = []
 
     @property
@@ -142,8 +142,11 @@ class Snapshots:
 
     def close(self) -> None:
         """Take no more snapshots, wait for those that are being copied, and give the slots up."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         try:
-            self.stop()
+            self._join()
         except CheckpointError as error:
             # The slots must stay mapped.
             logger.warning("%s; it is left to the end of this process", error)
@@ -151,18 +154,22 @@ class Snapshots:
         self.arena.close()
 
     def stop(self) -> None:
-        """Take no more snapshots, wait for those that are being copied, and unlock the slots. Raises: CheckpointError if a copy
+        """Take no more snapshots, drop those that are not whole, and unlock the slots. Raises: CheckpointError if a copy
         still writes to a slot."""
         with self._changed:
-            self._closing = True
+            self._closing = self._dropping = True
             self._changed.notify_all()
+        self._join()
+        self._taking.clear()
+        self.let_go()
+
+    def _join(self) -> None:
+        """Raises: CheckpointError."""
         deadline_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             raise CheckpointError("a snapshot is still being copied")
-        self._taking.clear()
-        self.let_go()
 
     def _seize(self, place: int) -> bool:
         slot = self.arena.slots[place]
@@ -197,7 +204,8 @@ class Snapshots:
             self._changed.wait_for(
                 lambda: self._closing or (taking.state is not None and next(iter(self._taking.values()), None) is taking)
             )
-        if taking.state is None:
+        # The end of a generation does not wait for records that go to slow storage first.
+        if taking.state is None or self._dropping:
             return
         try:
             # A restart from this snapshot does not repeat its step, so the records of the step must be written before.

@@ -335,7 +335,8 @@ class LaunchGroup:
     """Wall-clock limit after which the run is stopped and saved; 0 for none. A limit of Slurm is found by itself."""
 
     standbys: Annotated[int, Range(0)] | Literal["auto"] = "auto"
-    """Processes that each host prepares beside training, to take the place of a worker that dies; auto for one."""
+    """Processes that each host prepares beside training, to take the place of a worker that dies; auto for one
+    on hosts without GPUs, and none where memory of a GPU is what training needs."""
 
     notices: bool = True
     """Ask the cloud's metadata service whether this host is about to be taken away."""

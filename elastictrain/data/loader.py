@@ -134,7 +134,8 @@ class Loader:
         self.interrupt()
         if self._thread is not None:
             self._thread.join(_RELEASE_TIMEOUT_S)
-        if pool is not None and (self._thread is None or self._thread.is_alive() or self._error is not None):
+        late = self._thread is None or self._thread.is_alive()
+        if pool is not None and (late or self._error is not None or pool.killed):
             pool.kill()
             pool = None
         self.close()
@@ -271,6 +272,10 @@ class WorkerPool:
             error.add_note(f"in a data worker:\n{answer.text}")
             raise error
         return answer
+
+    @property
+    def killed(self) -> bool:
+        return self._killed
 
     def kill(self) -> None:
         """Kill the workers at once, from any thread; wakes the thread that waits for them. They hold nothing to lose."""

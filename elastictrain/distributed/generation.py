@@ -66,9 +66,9 @@ class AgreedGeneration:
         return {str(rank): introduction.pid for rank, introduction in enumerate(self.ranks)}
 
     @property
-    def some_are_built(self) -> bool:
-        """Whether some rank only exchanges its groups: then all do, since a model that is built on them communicates."""
-        return any(introduction.built for introduction in self.ranks)
+    def hosts_that_stayed(self) -> frozenset[str]:
+        """Hosts with a process that took part in an earlier generation."""
+        return frozenset(introduction.host for introduction in self.ranks if introduction.built)
 
     @property
     def newest_step(self) -> int:

@@ -43,7 +43,7 @@ def _detach(limit_s: float) -> None:
     # A connection may be made, or be hidden by one that is closed, while this looks: until there is none twice in a row.
     while thread.is_alive() or cut_gloo_connections() or cut_gloo_connections():
         thread.join(_POLL_S)
-        if thread.is_alive() and time.monotonic() >= deadline:
+        if time.monotonic() >= deadline:
             raise TimeoutError(f"the process groups were not aborted in {limit_s:g} s")
     if errors:
         raise errors[0]

@@ -132,11 +132,13 @@ class LauncherChannel:
 
     def _read(self) -> None:
         lines = Lines(ToWorker)
-        with suppress(OSError, msgspec.MsgspecError):
-            while data := self._connection.recv(1 << 16):
-                for message in lines.feed(data):
-                    self._receive(message)
-        self._offers.put(None)
+        try:
+            with suppress(OSError, msgspec.MsgspecError):
+                while data := self._connection.recv(1 << 16):
+                    for message in lines.feed(data):
+                        self._receive(message)
+        finally:
+            self._offers.put(None)
 
     def _receive(self, message: object) -> None:
         if isinstance(message, Attach):

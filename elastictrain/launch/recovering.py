@@ -21,8 +21,8 @@ class Recovering:
 
     def keeps_workers(self, following: Generation) -> bool:
         """Whether the surviving workers keep their processes. Not if only connections broke: that may be the network, which the
-        preflight of new processes checks; and not if recoveries in place fail again and again. By the record of the failure, which
-        all hosts share: a host may have noticed no more than broken connections."""
+        preflight of new processes checks; and not if recoveries in place fail again and again. The record of the failure
+        decides, which all hosts share: a host may have noticed no more than broken connections."""
         cause = following.failures[-1] if following.failures else None
         if cause is not None and cause.generation == self.failed.number:
             died = cause.exit_code != EXIT_TRANSPORT or bool(cause.hosts)

@@ -69,6 +69,7 @@ class ProgressTracker:
         self._usual_s = 0.0
         self._step_s: float | None = None  # time in the phases of the current step; None if its beginning was not seen
         self._on_mark: Callable[[ProgressMark], None] | None = None
+        self.sees_compiler = False  # whether `compiling` is called for each compilation of this process
         self.mark = ProgressMark(Phase.START, 0, 0, clock(), False)
 
     def set_phase(self, phase: Phase, *, step: int = 0, micro_batch: int = 0) -> None:

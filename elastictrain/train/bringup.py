@@ -113,6 +113,7 @@ def form_group(context: TrainContext) -> None:
             backend=context.backend,
             init_timeout_s=config.fault.init_timeout_s,
             save_timeout_s=config.fault.save_timeout_s,
+            poll=context.leave_if_asked,
         )
     with context.timed("preflight_group", Phase.PREFLIGHT):
         preflight.check_group(on_part=begin_part)

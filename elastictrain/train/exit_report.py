@@ -94,15 +94,23 @@ class ExitReport:
         mark = self.tracker.mark
         return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=heard or {})
 
-    def detached(self, error: Exception, context: TrainContext) -> int:
-        """Report that this generation has failed, in a process that goes on; returns the exit code that it would have had.
-        `context` may be incomplete. Storage is not waited for."""
+    def detached(self, error: Exception) -> Failure:
+        """Tell the launcher that this process has left the generation; returns the record for `close_generation`."""
         mark, what = self.tracker.mark, self.classify(error)
-        code = what.exit_code if what.exit_code == EXIT_TRANSPORT else EXIT_TRANSPORT
-        self._tell_launcher(replace(what, exit_code=code), step=mark.step)
-        failure = Failure(
-            exit_code=code, error=what.sentence, phase=str(mark.phase), step=mark.step, last_heard={}, flight_recorder=None
+        self._tell_launcher(replace(what, exit_code=EXIT_TRANSPORT), step=mark.step)
+        self.hangs.close_monitor()
+        return Failure(
+            exit_code=EXIT_TRANSPORT,
+            error=what.sentence,
+            phase=str(mark.phase),
+            step=mark.step,
+            last_heard={},
+            flight_recorder=None,
         )
+
+    def close_generation(self, context: TrainContext, failure: Failure) -> None:
+        """Record the failure and close what the generation has opened, in a thread: storage is not waited for. `context` may be
+        incomplete."""
 
         def close() -> None:
             if (heartbeats := getattr(context, "heartbeats", None)) is not None:
@@ -114,9 +122,7 @@ class ExitReport:
                 self.loop.abandon()
             self.hangs.close_peers()
 
-        self.hangs.close_monitor()
         threading.Thread(target=close, name="close-generation", daemon=True).start()
-        return code
 
     def overdue(self, overdue: Overdue) -> None:
         """Called by the watchdog's thread while the main thread is stuck: report, and end the process."""

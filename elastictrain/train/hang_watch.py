@@ -39,7 +39,6 @@ class HangWatch:
         self._grouped_by = ""
         self._monitor_client: RankMonitorClient | None = None
         self._peer_monitor: PeerMonitor | None = None
-        self._sees_compiler = False
         self._traced: tuple[ProgressMark, str] | None = None
         self._hang: tuple[Hang, str] | None = None  # the hang that ends this rank, and the stacks of this host's ranks
 
@@ -182,9 +181,9 @@ class HangWatch:
     def _on_mark(self, mark: ProgressMark) -> None:
         if self._monitor_client is not None:
             self._monitor_client.write(mark)
-        if not mark.first_step_done or self._sees_compiler:
+        if not mark.first_step_done or self._tracker.sees_compiler:
             return
-        self._sees_compiler = True
+        self._tracker.sees_compiler = True
         tell = self._tracker.compiling
         if changes := follow_compilations(begins=lambda: tell(begins=True), ends=lambda: tell(begins=False)):
             message = "a compilation after the first step counts as a hang if it takes longer than a step may: %s"

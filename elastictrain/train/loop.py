@@ -241,6 +241,7 @@ class Loop:
             return True
         began = self.clock()
         loss = self.evaluator.run(step, leave=lambda: bool(self.context.any_stop_reason()))
+        self.context.check_attached()
         if loss is None:
             return False
         if self.context.identity.is_log_rank:

@@ -150,7 +150,10 @@ class ReplicaComparison:
         pending = self._pending.pop(step, None)
         if pending is None:
             return
-        wrong, disputed = find_divergence(pending.wait().tolist(), shards=self.shape.shards)
+        digests = pending.wait().tolist()
+        # Aborting a group ends its collectives without a result.
+        self.context.check_attached()
+        wrong, disputed = find_divergence(digests, shards=self.shape.shards)
         if not wrong and not disputed:
             return
         ranks, hosts = tuple(sorted(wrong + disputed)), self.context.generation.hosts

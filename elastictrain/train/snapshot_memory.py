@@ -215,6 +215,7 @@ def make_saving(
     device = context.group.device
     if arena is None or not arena.fits(layout, [SlotName("own", identity.rank, index) for index in indices]):
         if arena is not None:
+            # Before others are made: both have the same names.
             arena.close()
         arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
     snapshots = Snapshots(

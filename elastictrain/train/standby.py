@@ -1,5 +1,4 @@
-"""Builds a rank's part of the model without the other ranks: for a standby, and for a newcomer among ranks that have theirs
-already and only exchange their groups."""
+"""What a standby prepares before it has a rank: the model, and a first step that compiles it, on a group of its own."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from elastictrain.data.loader import MicroBatch, read_batch
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.group import lone_group
 from elastictrain.distributed.reattach import detach, forget_step
-from elastictrain.liveness.progress import Phase
 from elastictrain.train.build import BuiltState, build_state
 from elastictrain.train.checks import measure_state
 from elastictrain.train.compile_cache import use_host_folder
@@ -23,24 +21,6 @@ from elastictrain.train.step import StepFlags, Stepper
 _DETACH_S = 10.0
 _LOWEST = 19  # priority: training beside it needs the processors
 _ROOM = 3  # times the size of the state that must be free: a standby must not make a worker run out of memory
-
-
-def build_alone(context: TrainContext, *, run_step: bool = False) -> BuiltState:
-    """Build a rank's part of the model on a group that communicates with nobody. `run_step`: run one step, too, which compiles
-    and whose results count for nothing. Collective: no. Raises: TimeoutError."""
-    identity = context.identity
-    if not hasattr(context, "generation"):
-        introduction = Introduction(identity.host, identity.local_world_size, context.backend, "")
-        context.generation = AgreedGeneration("", (introduction,))
-    with context.timed("build_alone", Phase.BUILD):
-        context.group = lone_group(identity, backend=context.backend)
-        use_host_folder(context.config, task=context.task, device=context.group.device)
-        wrapped, state = build_state(context)
-        if run_step:
-            _run_step(context, Stepper(context, wrapped, state.optimizer))
-        detach(_DETACH_S)
-        forget_step(wrapped)
-    return BuiltState(wrapped, state)
 
 
 def prepare(context: TrainContext) -> BuiltState | None:
@@ -54,7 +34,19 @@ def prepare(context: TrainContext) -> BuiltState | None:
         return None
     # The priority is the thread's own: the process that this one becomes must not keep it, and could not raise it again.
     with ThreadPoolExecutor(1, thread_name_prefix="prepare", initializer=partial(os.nice, _LOWEST)) as pool:
-        return pool.submit(build_alone, context, run_step=True).result()
+        return pool.submit(_build, context).result()
+
+
+def _build(context: TrainContext) -> BuiltState:
+    identity = context.identity
+    context.generation = AgreedGeneration("", (Introduction(identity.host, identity.local_world_size, context.backend, ""),))
+    context.group = lone_group(identity, backend=context.backend)
+    use_host_folder(context.config, task=context.task, device=context.group.device)
+    wrapped, state = build_state(context)
+    _run_step(context, Stepper(context, wrapped, state.optimizer))
+    detach(_DETACH_S)
+    forget_step(wrapped)
+    return BuiltState(wrapped, state)
 
 
 def _run_step(context: TrainContext, stepper: Stepper) -> None:

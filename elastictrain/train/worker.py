@@ -1,5 +1,6 @@
 """The life of one worker: it takes part in one generation after the other, with what it has built once."""
 
+import gc
 import logging
 import os
 import threading
@@ -40,7 +41,7 @@ from elastictrain.train.evaluate import show_sample
 from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.snapshot_memory import start_saver
-from elastictrain.train.standby import build_alone, prepare
+from elastictrain.train.standby import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -176,14 +177,11 @@ class Worker:
         self._left.clear()
         if self.channel is not None:
             self.channel.on_detach(self._abort)
-        before = self.built
-        finished = before.finished_step if before is not None else 0
-        meet(context, built=before is not None, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
+        finished = self.built.finished_step if self.built is not None else 0
+        meet(context, built=finished > 0, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
         report.context = context
         self.prefix.incarnation = context.generation.name
         report.hangs.begin(context, tell=self._tell)
-        if self.built is None and context.generation.some_are_built:
-            self.built = build_alone(context)
         form_group(context)
         self._tell(Attached(os.environ.get(OWN_VARIABLES, "")))
         # The process that would restart this worker; the launcher's process from which it forks may be replaced.
@@ -233,7 +231,7 @@ class Worker:
         part of the generation cannot be ended."""
         report, loop = self.report, self.report.loop
         self._left.set()
-        exit_code = report.detached(error, context)
+        failure = report.detached(error)
         self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
         if self.channel is not None:
             self.channel.on_detach(None)
@@ -241,13 +239,17 @@ class Worker:
             detach(_DETACH_S)
             if loop is not None:
                 self.built = detached(loop)
+            if self.built is not None:
+                forget_step(self.built.wrapped)
         except Exception as trouble:
             raise TransportError(f"the generation has ended, and this process cannot leave it: {trouble}") from trouble
         if self.link is not None:
             self.link.close()
-        if self.built is not None:
-            forget_step(self.built.wrapped)
-        return exit_code
+        report.close_generation(context, failure)
+        if self.built is None:
+            # What was half built is held by cycles of references, and would be built a second time beside it.
+            gc.collect()
+        return failure.exit_code
 
     def _wait(self, exit_code: int) -> bool:
         """Wait for a rank in the next generation; False if the launcher has ended."""
@@ -262,7 +264,11 @@ class Worker:
 
     def _adopt(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        identity = self.identity = read_identity(os.environ)
+        before, identity = self.identity, read_identity(os.environ)
+        self.identity = identity
+        if (identity.world_size, identity.local_world_size) != (before.world_size, before.local_world_size):
+            # What a standby has built is for a world of one size.
+            self.built = None
         self.tracker.begin_generation()
         self.stop.renew(os.environ.get(STOP_FILE_VARIABLE), quiet=identity.local_rank > 0)
         self.prefix.rank = identity.rank
