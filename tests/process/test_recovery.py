@@ -235,3 +235,20 @@ def test_starts_tell_their_processes(recovered: Callable[[str], Recovered]) -> N
     found = recovered("ddp, 3 workers")
     first = events(found.run_dir, "start")[0]
     assert {int(rank): pid for rank, pid in first["pids"].items()} == dict(found.outcomes[0].strike.pids)
+
+
+@pytest.mark.xfail(strict=False, reason="the monitor of ranks keeps descriptors of workers that it watched")
+def test_descriptors_and_threads_do_not_grow_with_recoveries(tmp_path: Path) -> None:
+    run_dir, chance = tmp_path / "run", random.Random(2)
+    arguments = [*ARGUMENTS, *SLOW, "launch.processes=2", f"run.dir={run_dir}"]
+    arguments += memory_arguments(arguments, tmp_path / "log.txt")
+    used: list[tuple[int, int]] = []
+    with started([sys.executable, "-m", "elastictrain.launch", *arguments], log=tmp_path / "log.txt") as run:
+        launcher = psutil.Process(run.process.pid)
+        for step in (6, 12, 18, 24):
+            wait_until(lambda least=step: last_step(run_dir) >= least, timeout_s=60, what=f"step {step}")  # type: ignore[misc]
+            used.append((launcher.num_fds(), launcher.num_threads()))
+            strike(run, Case(2), chance)
+        assert run.wait(90) == 0, run.output()[-3000:]
+    # The first recovery may open what stays.
+    assert all(later <= earlier + 1 for earlier, later in zip(used[1], used[-1], strict=True)), used
