@@ -24,6 +24,7 @@ from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, Attached, Deta
 channel, environment = open_channel(os.environ), os.environ
 if STANDBY_VARIABLE in os.environ:
     channel.send(Detached(0))
+    Path(environment["ELASTICTRAIN_LAUNCH_FOLDER"], f"standby-{os.getpid()}").touch()
     environment = channel.wait()
 while environment is not None:
     number, rank = environment["NUMBER"], environment["RANK"]
@@ -80,7 +81,8 @@ class Host:
         self.server.group.keep_standbys((), self.environments(count)[-1:], any_rank=True)
         wait_until(lambda: len(set(self.process.children()) - before) == 1, timeout_s=30, what="the standby")  # type: ignore[union-attr]
         (standby,) = set(self.process.children()) - before
-        wait_until(lambda: standby.name() == "standby", timeout_s=30, what="its name")
+        wait_until((self.server.folder / f"standby-{standby.pid}").exists, timeout_s=30, what="its word")
+        assert standby.name() == "standby"
         return standby.pid
 
     def lose(self, pid: int, *, rank: int) -> WorkersEnd:

@@ -75,6 +75,9 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
         def wait(self, limit_s: float) -> None:
             done.calls.append(f"wait {limit_s:g}")
 
+        def wake(self) -> None:
+            done.calls.append("wake")
+
         def prepare(self) -> None:
             done.calls.append("prepare")
 

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced, Lines, encode_line
-from elastictrain.launch import fork_server_link, worker_process
-from elastictrain.launch import worker_group as module
+from elastictrain.launch import fork_server_link, worker_group, worker_process
 from elastictrain.launch.worker_group import WorkerGroup
 
 FIRST_PID = 10_000_000  # greater than any pid of the kernel
@@ -135,12 +134,11 @@ class World:
         self.workers: list[FakeWorker] = []
         self.servers: list[FakeServer] = []
         self.number = 0
-        monkeypatch.setattr(
-            fork_server_link, "subprocess", SimpleNamespace(Popen=self._open, TimeoutExpired=subprocess.TimeoutExpired)
-        )
-        fake = SimpleNamespace(Process=self._process, Error=psutil.Error, process_iter=lambda: iter(()))
-        for one in (module, worker_process):
-            monkeypatch.setattr(one, "psutil", fake)
+        popen = SimpleNamespace(Popen=self._open, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(fork_server_link, "subprocess", popen)
+        processes = SimpleNamespace(Process=self._process, Error=psutil.Error, process_iter=lambda: iter(()))
+        for module in (worker_group, worker_process):
+            monkeypatch.setattr(module, "psutil", processes)
         self.group = WorkerGroup(ARGUMENTS, clock=lambda: self.now_s)
 
     @property

@@ -145,8 +145,8 @@ class FakeWorkers:
     reused: bool = False
     silent: list[int] = field(default_factory=list)
     attached: bool = True
-    standbys: list[Mapping[str, str]] = field(default_factory=list)
-    """The ranks that were likely for each of them."""
+    standbys: list[tuple[Sequence[Mapping[str, str]], bool]] = field(default_factory=list)
+    """The likely ranks, and whether each may get any."""
 
     def prepare(self) -> None:
         self.diary.note("prepare")
@@ -174,7 +174,7 @@ class FakeWorkers:
     def keep_standbys(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, any_rank: bool) -> None:
         assert self.running
         assert arguments == self.orders[-1][0]
-        self.standbys += environments
+        self.standbys.append((environments, any_rank))
 
     def ask_to_stop(self) -> None:
         self.diary.note("ask")
@@ -227,7 +227,9 @@ class SupervisedHost:
         *,
         fault: FaultGroup | None = None,
         on_held: Literal["stop", "wait"] = "stop",
+        uses_gpus: bool = False,
     ) -> None:
+        self.uses_gpus = uses_gpus
         self.diary = diary = Diary()
         self.registry = FakeRegistry(diary, ClusterState(me=record("a"), began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
         self.heartbeat = FakeHeartbeat(diary)
@@ -340,6 +342,7 @@ class SupervisedHost:
             remembered_step=lambda: self.remembered_step,
             ask_to_flush=self._ask_to_flush,
             print_line=lambda text: self.said.append((self.diary.elapsed_s, text)),
+            uses_gpus=self.uses_gpus,
             clock=self.diary.clock,
             sleep=self.diary.sleep,
         )

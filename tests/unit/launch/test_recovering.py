@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastictrain.identity import RecoveryPlan, Rung
 from elastictrain.launch.membership.records import End, EndKind, Generation
-from elastictrain.launch.recovering import Recovering
+from elastictrain.launch.recovering import Recovering, after_end
 from tests.unit.launch.membership.made import end, generation, member
 
 DIED = end("a", EndKind.FAILED, 137, step=7)
@@ -109,3 +109,26 @@ def test_who_keeps_processes_does_not_depend_on_who_follows() -> None:
     recovering = after(DIED)
     assert recovering.in_place
     assert recovering.rung(generation(2, "a")) == "regroup"
+
+
+failing = st.builds(end, st.sampled_from("ab"), st.sampled_from([EndKind.FAILED, EndKind.LOST]), st.sampled_from([70, 71, 137]))
+orderly = st.builds(end, st.sampled_from("ab"), st.sampled_from([EndKind.DONE, EndKind.LEAVING, EndKind.GROW]), st.just(75))
+
+
+@given(st.lists(st.tuples(failing | orderly, st.booleans()), max_size=12))
+def test_failures_count_from_the_last_step_or_orderly_end(history: list[tuple[End, bool]]) -> None:
+    """Each generation may do a step before it ends, and is known by the time at which that begins."""
+    recovering, row, began = None, 0, 0.0
+    for number, (ended, does_a_step) in enumerate(history, 1):
+        if does_a_step:
+            recovering, row = None, 0
+        recovering = after_end(recovering, generation(number, "ab"), ended, since=float(number), lost=("b",))
+        if not ended.loses_state:
+            row = 0
+            assert recovering is None
+            continue
+        row += 1
+        began = float(number) if row == 1 else began
+        assert recovering is not None
+        assert (recovering.times, recovering.since) == (row, began)
+        assert (recovering.failed.number, recovering.end) == (number, ended), "the last failure counts"

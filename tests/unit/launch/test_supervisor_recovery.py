@@ -1,7 +1,9 @@
 """What a launcher does so that workers recover in place, and where it has new ones started instead."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -9,7 +11,7 @@ from elastictrain.config.composed import FaultGroup, LaunchGroup
 from elastictrain.fault.reasons import Reason
 from elastictrain.identity import RecoveryPlan, read_identity
 from elastictrain.launch.membership.records import End, EndKind, HostState
-from tests.unit.launch.membership.made import end, generation, observed, record
+from tests.unit.launch.membership.made import end, generation, member, observed, record
 from tests.unit.launch.supervised import SupervisedHost
 
 PORT = 4711
@@ -25,9 +27,9 @@ def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastictrain.launch.supervisor.free_port", lambda: PORT)
 
 
-def made(folder: Path, *, standbys: int = 1) -> SupervisedHost:
+def made(folder: Path, *, standbys: int | Literal["auto"] = "auto", uses_gpus: bool = False) -> SupervisedHost:
     launch = LaunchGroup(standbys=standbys, grow_every_s=0.0, grow_after_s=0.0)
-    return SupervisedHost(folder, launch, fault=FaultGroup(init_timeout_s=INIT_S))
+    return SupervisedHost(folder, launch, fault=FaultGroup(init_timeout_s=INIT_S), uses_gpus=uses_gpus)
 
 
 @pytest.fixture
@@ -153,21 +155,34 @@ class TestRungs:
 
 
 class TestStandbys:
-    def test_one_is_prepared_after_the_first_step(self, host: SupervisedHost) -> None:
-        host.run_workers(generation(1, "a"))
+    def kept(self, host: SupervisedHost) -> tuple[list[str], bool]:
+        """The ranks that are likely for the standbys after the first step, and whether each may get any."""
+        host.run_workers(replace(generation(1, "a"), members=(member("a", processes=3),)))
         assert host.go(5.0) is None
         assert host.workers.standbys == []
         host.begin_training(1)
         assert host.go(5.0) is None
-        (likely,) = host.workers.standbys
-        assert likely == host.workers.orders[0][1][-1] | {"ELASTICTRAIN_RESTARTED": "1"}
+        ((environments, any_rank),) = host.workers.standbys
+        places = host.workers.orders[0][1]
+        assert list(environments) == [one | {"ELASTICTRAIN_RESTARTED": "1"} for one in places[: len(environments)]]
+        return [one["RANK"] for one in environments], any_rank
 
-    def test_none_where_none_is_wanted(self, tmp_path: Path) -> None:
-        host = made(tmp_path, standbys=0)
-        host.run_workers(generation(1, "a"))
-        host.begin_training(1)
-        assert host.go(5.0) is None
-        assert host.workers.standbys == []
+    @pytest.mark.parametrize(
+        ("standbys", "uses_gpus", "expected"),
+        [
+            ("auto", False, (["0"], True)),
+            # Memory of a device is what training needs.
+            ("auto", True, ([], False)),
+            (0, False, ([], True)),
+            (2, False, (["0", "1"], True)),
+            (2, True, (["0", "1"], False)),
+            (9, True, (["0", "1", "2"], False)),
+        ],
+    )
+    def test_as_many_as_wanted_are_prepared_after_the_first_step(
+        self, standbys: int | Literal["auto"], uses_gpus: bool, expected: tuple[list[str], bool], tmp_path: Path
+    ) -> None:
+        assert self.kept(made(tmp_path, standbys=standbys, uses_gpus=uses_gpus)) == expected
 
 
 class TestLimits:

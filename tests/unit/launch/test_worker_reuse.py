@@ -261,21 +261,57 @@ class TestStandby:
         world.train([first, standby])
         assert world.group.attached
 
-    def test_is_left_alone_while_it_still_warms(self, world: World) -> None:
-        dead, *_ = world.begin(1)
+    def test_that_still_warms_stays_a_standby(self, world: World) -> None:
+        """A new worker may be there earlier; and nobody takes its word that it is ready for the end of a generation."""
+        (dead,) = world.begin(1)
         standby = self.keep(world)
         world.train([dead])
         dead.die()
         assert world.group.poll() == WorkersEnd(1, {0: -9})
         (new,) = world.begin(1)
-        assert world.group.poll() is None
-        assert not world.group.reused
         standby.say(Detached(0))
         assert world.group.poll() is None
         assert standby.heard() == []
+        world.train([new])
         new.die()
         assert world.group.poll() == WorkersEnd(1, {0: -9})
-        assert world.begin(1) == [], "it is ready by now"
+        assert world.begin(1) == [], "now it takes part"
+
+    @pytest.mark.parametrize("any_rank", [False, True])
+    def test_of_a_device_takes_the_place_of_its_local_rank_only(self, any_rank: bool, world: World) -> None:
+        workers = world.begin(2)
+        world.group.keep_standbys(ARGUMENTS, world.places(2)[:1], any_rank=any_rank)
+        (standby,) = world.server.start_workers()
+        world.train(workers)
+        standby.say(Detached(0))
+        world.fail(workers[1], workers[:1])
+        assert len(world.begin(2)) == (0 if any_rank else 1)
+        assert world.group.poll() is None
+        assert bool(standby.heard()) is any_rank
+
+    def test_of_devices_are_replaced_for_the_same_devices(self, world: World) -> None:
+        workers = world.begin(3)
+        places = world.places(3)[:2]
+        world.group.keep_standbys(ARGUMENTS, places, any_rank=False)
+        standbys = world.server.start_workers()
+        assert ranks(world) == ["0", "1"]
+        world.train(workers)
+        for one in standbys:
+            one.say(Detached(0))
+        world.fail(workers[1], [workers[0], workers[2]])
+        assert world.begin(3) == []
+        assert world.group.poll() is None
+        assert [bool(one.heard()) for one in standbys] == [False, True]
+        world.group.keep_standbys(ARGUMENTS, places, any_rank=False)
+        world.server.start_workers()
+        assert ranks(world) == ["1"]
+
+    def test_as_many_as_are_wanted(self, world: World) -> None:
+        world.begin(3)
+        for wanted, started in ((2, ["0", "1"]), (3, ["2"])):
+            world.group.keep_standbys(ARGUMENTS, world.places(3)[:wanted], any_rank=True)
+            assert len(world.server.start_workers()) == len(started)
+            assert ranks(world) == started
 
     def test_one_is_enough(self, world: World) -> None:
         world.begin(2)
@@ -314,6 +350,7 @@ class TestStandby:
     def test_that_has_died_unseen_takes_no_place(self, world: World) -> None:
         first, dead = world.begin(2)
         standby = self.keep(world)
+        standby.say(Detached(0))
         world.train([first, dead])
         world.fail(dead, [first])
         standby.process.alive = False
@@ -337,6 +374,7 @@ class TestReleasing:
         first, dead, last = world.begin(3)
         world.group.keep_standbys(ARGUMENTS, world.places(3)[-1:], any_rank=True)
         (standby,) = world.server.start_workers()
+        standby.say(Detached(0))
         world.train([first, dead, last])
         world.fail(dead, [first, last])
         world.group.release()
@@ -344,7 +382,7 @@ class TestReleasing:
         assert world.group.waiting == []
         world.group.release()
         world.begin(3)
-        assert len(environments(world)) == 3, "the standby is not ready yet"
+        assert len(environments(world)) == 2, "the standby takes the first place"
         for one in (first, last):
             one.die()
         assert world.group.poll() is None
@@ -410,6 +448,8 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
     chance, warming = random.Random(seed), list[FakeWorker]()
     for _ in range(chance.randint(2, 8)):
         size = chance.choice([2, 2, 2, 3])
+        if warming and chance.random() < 0.5:
+            warming.pop().say(Detached(0))
         world.begin(size, store_port=chance.choice([0, 7]))
         assert world.group.poll() is None
         part = taking_part(world)
@@ -448,7 +488,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
 
 def keep_standby(world: World, environment: dict[str, str], chance: random.Random) -> list[FakeWorker]:
     """Have one prepared, which may be ready, or dead; returns it if it still warms."""
-    world.group.keep_standbys(ARGUMENTS, [environment], any_rank=True)
+    world.group.keep_standbys(ARGUMENTS, [environment], any_rank=chance.random() < 0.7)
     try:
         (standby,) = world.server.start_workers()
     except BlockingIOError:

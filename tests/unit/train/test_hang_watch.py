@@ -16,8 +16,9 @@ from elastictrain.events import Event, Hang
 from elastictrain.fault.launcher_channel import Monitored
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness import monitor_client
+from elastictrain.liveness.diagnosis import RankStatus, diagnose
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
-from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker
 from elastictrain.liveness.progress_file import ProgressFileReader
 from elastictrain.liveness.stacks import STACKS_SIGNAL
 from elastictrain.liveness.watchdog import LAUNCHER_PATIENCE_S, LOST_PATIENCE_S, Others, Overdue
@@ -220,3 +221,45 @@ def test_what_a_rank_had_entered_when_its_silence_began_is_kept_as_long_as_it_la
     assert hangs.trace == '{"entries": []}'
     tracker.set_phase(Phase.UPDATE, step=7)
     assert hangs.trace is None, "that silence was no hang"
+
+
+class TestWhoLeavesItsGeneration:
+    """A rank that only waits for another one goes on in the next generation; one that hangs itself must end."""
+
+    def diagnosed(self, guilty: int | None, monkeypatch: pytest.MonkeyPatch) -> HangWatch:
+        """Of rank 0 of two, with what is known of the other."""
+        places = {0: Phase.REDUCE, 1: Phase.REDUCE}
+        if guilty is not None:
+            places[guilty] = Phase.DATA
+        found = diagnose(
+            [RankStatus(rank, "a", ProgressMark(phase, 7, 0, 0.0, True), 50.0, 10.0) for rank, phase in places.items()],
+            frozen_s=1000.0,
+        )
+
+        class Diagnosed(NoPeerMonitor):
+            diagnosis = found
+
+        monkeypatch.setattr(module, "PeerMonitor", Diagnosed)
+        monkeypatch.setattr(RankMonitorClient, "__init__", no_client)
+        hangs, _ = watch(Identity(0, 2, 0, 2, "a", launched=True))
+        return hangs
+
+    @pytest.mark.parametrize(("guilty", "waits"), [(1, True), (0, False), (None, False)])
+    def test_by_whom_a_hang_is_blamed_on(self, guilty: int | None, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.diagnosed(guilty, monkeypatch).waits_for_another(HUNG) is waits
+
+    def test_a_lost_rank_is_waited_for_in_vain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lost = Overdue(71, "rank 1 is gone", show_stacks=False)
+        assert self.diagnosed(None, monkeypatch).waits_for_another(lost)
+
+    def test_where_nothing_is_known_of_the_others_nobody_is_waited_for(self) -> None:
+        hangs, _ = watch(ALONE)
+        assert not hangs.waits_for_another(HUNG)
+
+    def test_an_end_that_was_asked_for_and_takes_too_long_is_no_wait(self) -> None:
+        hangs, _ = watch(ALONE)
+        assert not hangs.waits_for_another(Overdue(71, "asked to stop, and still in reduce", show_stacks=True))
+
+
+def no_client(self: RankMonitorClient, *_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

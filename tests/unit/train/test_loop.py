@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -26,17 +27,19 @@ from elastictrain.config.composed import (
 )
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.data.loader import Loader
+from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.errors import (
     CheckpointError,
+    DetachedError,
     NonFiniteError,
     ReplicasDivergedError,
     SavesFailingError,
     StopRequestedError,
     TransportError,
 )
-from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
+from elastictrain.events import CheckpointFailed, Evaluated, Event, Recovery, Skip, Step
 from elastictrain.fault.stop import StopRequest
-from elastictrain.identity import Identity
+from elastictrain.identity import Identity, Launcher, RecoveryPlan
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.loop import Loop
@@ -49,6 +52,8 @@ from elastictrain.train.step import StepFlags, Stepper, StepResult
 from tests.unit.train.parts import FakeComparison, context_of
 
 BATCH = 4
+WALL_S = 1_700_000_000.0
+RANKS = (Introduction("here", 2, "gloo", "d", 71, 0), Introduction("here", 2, "gloo", "d", 72, 6))
 
 
 def config(
@@ -98,6 +103,10 @@ class World:
     stop_at: int | None = None
     """A signal comes while this step is being computed."""
 
+    detached_at: int | None = None
+    """The launcher ends the generation while this step is being computed: what its collectives return counts for nothing."""
+
+    launcher: Launcher | None = None
     in_storage: bool = True
     other_reason: str = ""
     """Of another rank, told in collectives of their own only."""
@@ -120,6 +129,8 @@ class World:
     """Steps, and how many were skipped until then."""
 
     now_s: float = 0.0
+    detached: bool = False
+    loop: Loop | None = None
     request: StopRequest | None = None
     said: list[str] = field(default_factory=list)
     comparison: FakeComparison = field(default_factory=FakeComparison)
@@ -132,6 +143,7 @@ class World:
     def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: StepFlags) -> Pending:
         self.launched.append(step)
         self.now_s += self.step_s
+        self.detached = self.detached or step == self.detached_at
         if step == self.stop_at:
             self.request = StopRequest("SIGUSR1", self.now_s)
         return Pending(StepResult(step, rate, self.losses.get(step, 1.0), 0.5, flags))
@@ -153,7 +165,11 @@ class World:
         comparison = cast(ReplicaComparison, self.comparison)
         context = context_of(
             config=self.config,
-            identity=Identity(self.rank, 2, self.rank, 2, "here", launched=True),
+            identity=Identity(self.rank, 2, self.rank, 2, "here", launched=True, launcher=self.launcher),
+            check_attached=self.check_attached,
+            seconds={"build": 1.5},
+            began=WALL_S + 2.0,
+            generation=AgreedGeneration("000002-bb", RANKS),
             tracker=tracker,
             backend="gloo",
             journal=SimpleNamespace(record=self.events.append, flush=lambda: self.flushed.append(self.of(Step))),
@@ -161,7 +177,7 @@ class World:
             any_stop_reason=lambda: self.request.reason if self.request is not None else self.other_reason,
         )
         saving = SynchronousSaving(context, cast(Checkpointer, self), state, comparison, None, observer)
-        loop = Loop(
+        loop = self.loop = Loop(
             context=context,
             state=state,
             stepper=cast(Stepper, self),
@@ -177,6 +193,10 @@ class World:
         )
         loop.run()
         return loop
+
+    def check_attached(self) -> None:
+        if self.detached:
+            raise DetachedError("a worker has died")
 
     def of(self, kind: type[Event]) -> list[int]:
         return [event.step for event in self.events if isinstance(event, kind)]  # type: ignore[attr-defined]
@@ -481,3 +501,57 @@ def test_replicas_are_compared_between_saves_when_the_next_step_is_under_way() -
     with pytest.raises(ReplicasDivergedError):
         world.train()
     assert (world.launched, world.of(Step), world.saved) == ([1, 2, 3, 4, 5], [1, 2, 3, 4], [])
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_what_an_aborted_group_returns_is_taken_for_no_step(at: int, save_every: int) -> None:
+    """A sum that was cut short looks like any other."""
+    world = World(config(steps=5, save_every=save_every), detached_at=at)
+    with pytest.raises(DetachedError):
+        world.train()
+    assert all(step < at for step in [*world.of(Step), *(step for step, _ in world.saved)])
+    assert world.loop is not None
+    assert world.loop.finished_step == max(world.of(Step), default=0)
+    assert len(world.of(Step)) >= at - 2, "all before the one that was under way are finished"
+
+
+def recovering(folder: Path, *, step: int) -> Launcher:
+    plan = RecoveryPlan("in_place", ("rank 1 on here",), "SIGKILL", WALL_S, step)
+    return Launcher(7, 2, restarted=True, folder=str(folder), recovery=plan)
+
+
+@pytest.mark.parametrize(
+    ("known", "resumed", "repeated"),
+    [
+        (6, 4, 2),
+        # A rank of another host knows of a newer step than this host's launcher.
+        (5, 4, 2),
+        (9, 4, 5),
+        # Nothing was lost.
+        (0, 6, 0),
+        (0, 8, 0),
+    ],
+)
+def test_a_recovery_is_recorded_with_its_first_step(
+    known: int, resumed: int, repeated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastictrain.train.loop.time.time", lambda: WALL_S + 10.0)
+    world = World(config(steps=resumed + 2), first=resumed, launcher=recovering(tmp_path, step=known))
+    world.train()
+    (event,) = [event for event in world.events if isinstance(event, Recovery)]
+    assert (event.rung, event.lost, event.reason, event.world_size) == ("in_place", ("rank 1 on here",), "SIGKILL", 2)
+    assert (event.resumed_step, event.steps_repeated, event.pids) == (resumed, repeated, {"0": 71, "1": 72})
+    assert event.seconds == {"launcher": 2.0, "build": 1.5, "first_step": world.step_s, "total": 10.0}
+    kinds = [type(one) for one in world.events]
+    assert kinds.index(Step) < kinds.index(Recovery), "training goes on"
+
+
+def test_one_rank_records_a_recovery_and_only_where_there_is_one(tmp_path: Path) -> None:
+    for world in (
+        World(config(steps=3), rank=1, launcher=recovering(tmp_path, step=0)),
+        World(config(steps=3), launcher=replace(recovering(tmp_path, step=0), recovery=None)),
+        World(config(steps=3)),
+    ):
+        world.train()
+        assert [event for event in world.events if isinstance(event, Recovery)] == []
