@@ -175,12 +175,13 @@ def reached(run: Run, moment: str, since: float, since_s: float) -> bool:
     run.events.look()
     if any(row["event"] == moment and row["time"] > since for row in (*run.events.rows, *run.events.launcher)):
         return True
-    workers = {one.pid for one in run.workers().values()}
     for path in Path(default_parent()).glob("*/r*.marks"):
         with suppress(OSError, ValueError), closing(ProgressFileReader(str(path.parent), int(path.stem[1:]))) as reader:
-            if reader.pid in workers and (progress := reader.read()) is not None:
-                mark = progress.mark
-                late = mark.first_step_done and mark.phase in STEP_PHASES
-                if mark.phase == moment and mark.since_s > since_s and not late:
-                    return True
+            progress = reader.read()
+            if progress is None or progress.mark.phase != moment or progress.mark.since_s <= since_s:
+                continue
+            late = progress.mark.first_step_done and progress.mark.phase in STEP_PHASES
+            # Last, because it looks at all processes: a phase may last milliseconds.
+            if not late and reader.pid in run.family():
+                return True
     return False
