@@ -237,7 +237,6 @@ def test_starts_tell_their_processes(recovered: Callable[[str], Recovered]) -> N
     assert {int(rank): pid for rank, pid in first["pids"].items()} == dict(found.outcomes[0].strike.pids)
 
 
-@pytest.mark.xfail(strict=False, reason="the monitor of ranks keeps descriptors of workers that it watched")
 def test_descriptors_and_threads_do_not_grow_with_recoveries(tmp_path: Path) -> None:
     run_dir, chance = tmp_path / "run", random.Random(2)
     arguments = [*ARGUMENTS, *SLOW, "launch.processes=2", f"run.dir={run_dir}"]
