@@ -31,7 +31,7 @@ OWN = {
     "liveness/diagnosis.py": "torch's trace of this process",
     "launch/fork_server.py": "the launcher that started this process",
     "launch/worker_process.py": "the worker that this process has had started",
-    "launch/worker_group.py": "the process that forks the workers",
+    "launch/fork_server_link.py": "the process that forks the workers",
     "preflight/host/trip.py": "the process that started this one",
 }
 
