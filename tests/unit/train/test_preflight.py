@@ -82,7 +82,6 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
 
         monkeypatch.setattr(module.HostPreflight, "check", check)
         plain = config(steps=3)
-        ranks = tuple(Introduction(host, 1, "gloo", "d", built=host in stayed) for host in hosts)
         context = context_of(
             config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
             identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1, launcher=launcher),
