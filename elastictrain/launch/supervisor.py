@@ -279,7 +279,11 @@ class Supervisor:
         generation, host = attempt.generation, self.registry.record.host
         # What a standby reports is no reason of this generation.
         folder = self.folder / "standbys"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            # The run goes on without them; what is wrong here shows with the next generation.
+            return
         environments = plan_workers(generation, host, folder=str(folder), pid=os.getpid(), restarted=True)
         wanted = self.config.launch.standbys
         # With GPUs, memory there is what training needs.

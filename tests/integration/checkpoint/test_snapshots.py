@@ -423,7 +423,26 @@ class TestAGenerationThatEnds:
             torn.close()
             assert bits(tmp_path, 0) == bits_of(whole)
 
-    def test_one_that_is_being_copied_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_is_being_copied_is_waited_for_and_dropped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        go_on, copy = threading.Event(), copier_module.copy_on_host
+
+        def slowly(*arguments: object) -> None:
+            assert go_on.wait(10)
+            copy(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(copier_module, "copy_on_host", slowly)
+        with taking(tmp_path) as taken:
+            busy(taken)
+            taken.take(0, 5)
+            taken.snapshots.deliver(5, {"step": 5})
+            threading.Timer(0.1, go_on.set).start()
+            taken.snapshots.stop()
+            assert go_on.is_set(), "nothing writes to the slot any more"
+            # To complete it, records would have to reach storage first.
+            assert (taken.flushed, taken.link.announced) == ([], [])
+            assert Slot.open(f"{tmp_path}/own-r00000-s0").facts is None
+
+    def test_at_the_end_of_a_run_it_is_completed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         go_on, copy = threading.Event(), copier_module.copy_on_host
 
         def slowly(*arguments: object) -> None:
@@ -436,7 +455,7 @@ class TestAGenerationThatEnds:
             parts = taken.take(0, 5)
             taken.snapshots.deliver(5, {"step": 5})
             threading.Timer(0.1, go_on.set).start()
-            taken.snapshots.stop()
+            taken.snapshots.close()
             assert bits(tmp_path, 0) == bits_of(parts)
             assert Slot.open(f"{tmp_path}/own-r00000-s0").facts is not None
 

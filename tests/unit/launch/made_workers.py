@@ -172,7 +172,7 @@ class World:
         assert self.group.poll() is None
         self.group.detach("a worker is gone")
         for one in survivors:
-            one.say(Detached(71))
+            one.say(Detached(71, built=True))
         ended = self.group.poll()
         assert ended is not None
         assert list(ended.codes.values()) == [-9]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.identity import RecoveryPlan, Rung
-from elastictrain.launch.membership.records import End, EndKind, Generation
+from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationFailure
 from elastictrain.launch.recovering import Recovering, after_end
 from tests.unit.launch.membership.made import end, generation, member
 
@@ -97,18 +97,31 @@ def test_over_any_history(history: list[tuple[str, End]], last: str) -> None:
         assert (plan.rung == "regroup") == (not same)
         assert plan.step >= 0
         if plan.rung == "in_place":
-            assert recovering.in_place
+            assert recovering.keeps_workers(following)
             in_a_row += 1
         if ended.kind is EndKind.FAILED and ended.exit_code == 71 and not ended.blames:
-            assert not recovering.in_place, "the network must be checked"
+            assert not recovering.keeps_workers(following), "the network must be checked"
     assert in_a_row <= 2, "a state that cannot be taken over is not tried for ever"
 
 
 def test_who_keeps_processes_does_not_depend_on_who_follows() -> None:
     """Processes that fit are kept over a change of hosts, too."""
     recovering = after(DIED)
-    assert recovering.in_place
+    assert recovering.keeps_workers(generation(2, "a"))
     assert recovering.rung(generation(2, "a")) == "regroup"
+
+
+@pytest.mark.parametrize("last", [DIED, BROKE, SILENT, HUNG])
+@pytest.mark.parametrize(("code", "hosts", "keeps"), [(137, (), True), (71, ("b",), True), (71, (), False), (70, ("a",), True)])
+def test_the_record_that_all_hosts_share_decides(last: End, code: int, hosts: tuple[str, ...], keeps: bool) -> None:
+    """A host may have noticed no more than broken connections, and all must do the same."""
+    following = replace(generation(2, "ab"), failures=(GenerationFailure(1, hosts, code, "", 7, 0, "it failed"),))
+    assert after(last).keeps_workers(following) is keeps
+    assert after(last).rung(following) == ("in_place" if keeps else "restart")
+    # Of an earlier generation it says nothing.
+    older = replace(following, failures=(replace(following.failures[0], generation=0),))
+    assert after(last).keeps_workers(older) is after(last).keeps_workers(generation(2, "ab"))
+    assert not after(last, times=3).keeps_workers(following)
 
 
 failing = st.builds(end, st.sampled_from("ab"), st.sampled_from([EndKind.FAILED, EndKind.LOST]), st.sampled_from([70, 71, 137]))

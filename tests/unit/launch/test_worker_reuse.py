@@ -73,13 +73,15 @@ class TestSurvivors:
     def test_all_of_them_are_used_again_where_another_host_failed(self, world: World) -> None:
         workers = world.begin(2, world_size=4, first=2)
         world.train(workers)
-        world.group.detach("b has failed")
-        for one in workers:
-            one.say(Detached(71))
-        assert world.group.poll() == WorkersEnd(1, {0: 71, 1: 71})
-        assert world.begin(2, world_size=4, first=2) == []
-        assert world.group.poll() is None
-        assert world.group.reused
+        for built in (True, False):
+            world.group.detach("b has failed")
+            for one in workers:
+                one.say(Detached(71, built=built))
+            assert world.group.poll() == WorkersEnd(1, {0: 71, 1: 71})
+            assert world.begin(2, world_size=4, first=2) == []
+            assert world.group.poll() is None
+            # Who had not built anything yet needs the time of a new worker.
+            assert world.group.reused is built
 
     @pytest.mark.parametrize("place", [{"world_size": 5}, {"world_size": 4, "first": 1}], ids=["world", "rank"])
     def test_that_were_built_for_another_group_are_killed(self, place: dict[str, int], world: World) -> None:
@@ -158,6 +160,24 @@ class TestSurvivors:
 
 
 class TestHowAGenerationEnds:
+    def test_before_those_that_were_chosen_are_told_of_it(self, world: World) -> None:
+        """The fork server still makes the new ones, and those that wait have nothing to leave."""
+        first, dead = world.begin(2)
+        world.train([first, dead])
+        world.fail(dead, [first])
+        first.heard()
+        world.group.start(ARGUMENTS, world.places(2), store_port=7)
+        world.group.detach("b has failed")
+        (new,) = world.server.start_workers()
+        assert world.group.poll() is None
+        assert first.heard() == []
+        world.group.detach("b has failed")
+        new.say(Detached(71))
+        assert world.group.poll() == WorkersEnd(1, {0: 71, 1: 71})
+        assert world.begin(2) == []
+        assert world.group.poll() is None
+        assert isinstance(first.heard()[0], Attach)
+
     def test_a_death_counts_before_the_codes_of_those_that_left(self, world: World) -> None:
         first, dead, last = world.begin(3)
         first.say(Detached(71))
@@ -250,7 +270,7 @@ class TestStandby:
         assert (standby.environment["ELASTICTRAIN_STANDBY"], standby.environment["RANK"]) == ("1", "1")
         assert world.server.orders[-1]["store_port"] is None, "the store of the generation must stay"
         world.train([first, dead])
-        standby.say(Detached(0))
+        standby.say(Detached(0, built=True))
         world.fail(dead, [first])
         assert world.begin(2) == []
         assert world.group.poll() is None
@@ -370,7 +390,13 @@ class TestStandby:
 
 
 class TestReleasing:
-    def test_kills_those_that_wait_and_nobody_else(self, world: World) -> None:
+    def test_leaves_those_that_take_part(self, world: World) -> None:
+        workers = world.begin(2)
+        world.train(workers)
+        world.group.release()
+        assert [one.was_killed for one in workers] == [False, False]
+
+    def test_kills_those_that_wait_and_the_standbys(self, world: World) -> None:
         first, dead, last = world.begin(3)
         world.group.keep_standbys(ARGUMENTS, world.places(3)[-1:], any_rank=True)
         (standby,) = world.server.start_workers()
@@ -378,12 +404,12 @@ class TestReleasing:
         world.train([first, dead, last])
         world.fail(dead, [first, last])
         world.group.release()
-        assert [one.was_killed for one in (first, last, standby)] == [True, True, False]
+        assert [one.was_killed for one in (first, last, standby)] == [True, True, True]
         assert world.group.waiting == []
         world.group.release()
         world.begin(3)
-        assert len(environments(world)) == 2, "the standby takes the first place"
-        for one in (first, last):
+        assert len(environments(world)) == 3
+        for one in (first, last, standby):
             one.die()
         assert world.group.poll() is None
         assert world.group.failed == {}

@@ -13,7 +13,7 @@ from elastictrain.fault.reasons import Reason, leave_reason, read_reasons
 from elastictrain.liveness import rank_monitor as module
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
-from elastictrain.liveness.rank_monitor import ENDING_S, PULSE_S, SURVIVOR_S, ObservedRank, RankMonitor, judge
+from elastictrain.liveness.rank_monitor import ENDING_S, LAUNCHED_S, PULSE_S, SURVIVOR_S, ObservedRank, RankMonitor, judge
 from tests.unit.liveness.observed_ranks import seen
 
 
@@ -26,7 +26,7 @@ class FakeWorker:
 
     def __init__(self, look: ObservedRank | None, *, on_kill: Callable[[], None] = lambda: None) -> None:
         self.now = look
-        self.vanished = False
+        self.vanished = self.closed = False
         self.on_kill = on_kill
         self.awake_s: list[float] = []
         self.killed = 0
@@ -37,6 +37,9 @@ class FakeWorker:
             raise ProcessLookupError
         return self.now
 
+    def close(self) -> None:
+        self.closed = True
+
     def kill(self) -> None:
         self.on_kill()
         self.killed += 1
@@ -45,7 +48,9 @@ class FakeWorker:
 class Host:
     """A watcher of two fake workers in simulated time."""
 
-    def __init__(self, folder: Path, workers: dict[int, FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, workers: dict[int, FakeWorker], monkeypatch: pytest.MonkeyPatch, *, launched: bool = True
+    ) -> None:
         self.now_s = 100.0
         self.workers = workers
         self.hangs: list[tuple[Hang, str]] = []
@@ -53,7 +58,9 @@ class Host:
         self.found: list[int] = []
         self.asked: list[tuple[int, int]] = []
         monkeypatch.setattr(module, "take_stacks", self._stacks)
-        facts = MonitoredHost("000001-abc", "b", tuple(sorted({0, 1, *workers})), "/run", 1.0, 1.0, launcher_folder=str(folder))
+        launcher_folder = str(folder) if launched else ""
+        ranks = tuple(sorted({0, 1, *workers}))
+        facts = MonitoredHost("000001-abc", "b", ranks, "/run", 1.0, 1.0, launcher_folder=launcher_folder)
         self.rank_monitor = RankMonitor("/folder", facts, find=self._find, record=self._record, clock=lambda: self.now_s)  # type: ignore[arg-type]
 
     def turn(self, after_s: float = 0.2) -> bool:
@@ -99,7 +106,7 @@ def test_a_frozen_rank_is_ended_named_and_recorded_once(
 def test_a_survivor_is_ended_without_a_record_of_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=1.5))}, monkeypatch)
+    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=LAUNCHED_S + 0.1))}, monkeypatch)
     assert host.turn()
     assert host.workers[0].killed == 1
     assert not host.hangs
@@ -130,6 +137,14 @@ def test_it_leaves_when_all_have_ended_or_left_the_generation(tmp_path: Path, mo
     host.workers[0].now = seen(0, phase=Phase.DETACH, closed=True)
     assert not host.turn()
     assert (host.workers[0].killed, host.hangs) == (0, [])
+
+
+def test_it_closes_what_it_has_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher watches one generation after the other."""
+    monkeypatch.setattr(module, "TURN_S", 0.001)
+    host = Host(tmp_path, {0: FakeWorker(seen(0, closed=True)), 1: FakeWorker(seen(1, gone_s=0.1))}, monkeypatch)
+    host.rank_monitor.run()
+    assert [worker.closed for worker in host.workers.values()] == [True, True]
 
 
 def test_it_does_not_wait_for_ever_for_a_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +185,7 @@ def test_a_terminal_that_is_not_read_keeps_nobody_alive(tmp_path: Path, monkeypa
         assert (told_at_kill, reasons_at_kill) == ([0], [1])
         assert host.recorded.wait(5)
         # What comes after that is seen to, too.
-        frozen.now = seen(1, gone_s=1.5)
+        frozen.now = seen(1, gone_s=LAUNCHED_S + 0.1)
         assert host.turn()
         assert host.workers[0].killed == 1
         assert time.monotonic() - began_s < 5
@@ -258,7 +273,7 @@ def test_a_rank_that_is_ended_as_left_behind_is_among_those_that_waited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4))
-    behind, gone = FakeWorker(seen(0)), FakeWorker(seen(2, gone_s=SURVIVOR_S + 0.1))
+    behind, gone = FakeWorker(seen(0)), FakeWorker(seen(2, gone_s=LAUNCHED_S + 0.1))
     host = Host(tmp_path, {0: behind, 1: frozen, 2: gone}, monkeypatch)
     host.turn()
     assert host.recorded.wait(5)
@@ -278,6 +293,16 @@ def test_a_survivor_is_not_waited_for() -> None:
     assert kinds(seen(0), seen(1, gone_s=SURVIVOR_S - 0.1)) == []
     assert kinds(seen(0, ending=True), gone) == []
     assert kinds(seen(0, ending=True), seen(1, gone_s=ENDING_S + 0.1)) == [(0, "left behind")]
+
+
+@pytest.mark.parametrize(("launched", "patience_s"), [(True, LAUNCHED_S), (False, SURVIVOR_S)])
+def test_a_launcher_gets_the_time_to_free_the_survivors(
+    launched: bool, patience_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gone_s, killed in ((patience_s - 0.1, 0), (patience_s + 0.1, 1)):
+        host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=gone_s))}, monkeypatch, launched=launched)
+        assert host.turn()
+        assert host.workers[0].killed == killed
 
 
 def test_at_the_end_of_a_run_the_others_leave_first() -> None:

@@ -138,11 +138,12 @@ class TestAProcessThatGoesOn:
     """Its generation has failed: the launcher is told, and nothing is waited for."""
 
     def leave(self, report: ExitReport, error: Exception, context: TrainContext) -> int:
-        code = report.detached(error, context)
+        failure = report.detached(error)
+        report.close_generation(context, failure)
         for thread in threading.enumerate():
             if thread.name == "close-generation":
                 thread.join(10)
-        return code
+        return failure.exit_code
 
     @pytest.mark.parametrize(
         "error", [DetachedError("rank 0 is gone"), TransportError("reset"), ZeroDivisionError("of garbage")]
@@ -171,6 +172,6 @@ class TestAProcessThatGoesOn:
         journal = SimpleNamespace(record=lambda _: go_on.wait(10), close=lambda: None)
         context = context_of(journal=journal, heartbeats=SimpleNamespace(close=lambda: None))
         began = time.monotonic()
-        report.detached(DetachedError("rank 0 is gone"), context)
+        report.close_generation(context, report.detached(DetachedError("rank 0 is gone")))
         assert time.monotonic() - began < 5
         go_on.set()

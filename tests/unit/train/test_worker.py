@@ -35,6 +35,7 @@ from elastictrain.train.worker import Worker
 from tests.unit.fault.test_launcher_channel import Launcher, wait_for
 from tests.unit.train.test_loop import config
 
+LEFT = Detached(EXIT_TRANSPORT, built=True)
 HUNG = Overdue(EXIT_TRANSPORT, "no progress for 11.0 s in reduce of step 7 (limit 10 s)", hangs=True)
 
 
@@ -84,9 +85,12 @@ class FakeReport:
         code = getattr(error, "exit_code", EXIT_BUG)
         return ExitClassification(code, str(error), show_stack=False)
 
-    def detached(self, error: Exception, context: object) -> int:
+    def detached(self, error: Exception) -> Any:
         self.calls.append(f"detached {type(error).__name__}")
-        return EXIT_TRANSPORT
+        return SimpleNamespace(exit_code=EXIT_TRANSPORT)
+
+    def close_generation(self, context: object, failure: object) -> None:
+        self.calls.append("close generation")
 
     def in_order(self, context: object, loop: object, *, code: int, reason: str) -> None:
         self.calls.append(f"in order {code}")
@@ -140,13 +144,12 @@ class World:
         """Rank, whether the process has built its model, and the newest step that it has finished."""
 
         self.built_upon: list[object] = []
-        self.some_are_built = False
         self.plan: list[Callable[[FakeLoop], None]] = []
         self.detach_hook: Callable[[], None] = lambda: None
         self.stop = StopListener()
         self.received = Lines(FromWorker)
         monkeypatch.setattr(os, "environ", {**os.environ, **environment(1)})
-        for name in ("check_alone", "claim_memory", "meet", "form_group", "start_saver", "build", "build_alone", "prepare"):
+        for name in ("check_alone", "claim_memory", "meet", "form_group", "start_saver", "build", "prepare"):
             monkeypatch.setattr(module, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(module, "detach", self._detach)
         monkeypatch.setattr(module, "detached", self._detached)
@@ -185,7 +188,7 @@ class World:
     def _meet(self, context: FakeContext, *, built: bool, finished_step: int, **_: object) -> None:
         context.check_attached()
         self.meetings.append((context.identity.rank, built, finished_step))
-        context.generation = SimpleNamespace(name="000001-aa", some_are_built=self.some_are_built)
+        context.generation = SimpleNamespace(name="000001-aa")
 
     def _form_group(self, context: FakeContext) -> None:
         self.calls.append("form group")
@@ -197,10 +200,6 @@ class World:
         self.built_upon.append(before)
         self.loops.append(FakeLoop(self.plan.pop(0), len(self.loops) + 1))
         return self.loops[-1]
-
-    def _build_alone(self, context: object) -> object:
-        self.calls.append("build alone")
-        return SimpleNamespace(wrapped="built alone", finished_step=0)
 
     def _prepare(self, context: object) -> object:
         self.calls.append("prepare")
@@ -261,13 +260,14 @@ class TestRecovery:
         world.plan = [fails(TransportError("reset by peer")), trains]
         launcher.say(Attach(environment(2)))
         assert world.worker.run(standby=False) == EXIT_OK
-        assert world.heard() == [Introduced(), Attached(""), Detached(EXIT_TRANSPORT), Introduced(), Attached("")]
+        assert world.heard() == [Introduced(), Attached(""), LEFT, Introduced(), Attached("")]
         assert world.meetings == [(1, False, 0), (1, True, 6)]
         first, second = cast(list[Any], world.built_upon)
         assert (first, second.wrapped) == (None, "model 1")
         # Nothing that needs no other rank is done twice.
         assert (world.calls.count("check alone"), world.calls.count("claim memory")) == (1, 1)
-        assert world.calls.index("close link") < world.calls.index("forget model 1")
+        left = [call for call in world.calls if call.partition(" ")[0] in ("abort", "forget", "close")]
+        assert left == ["abort in MainThread", "forget model 1", "close link", "close generation"]
         assert world.calls[-1] == "in order 0"
 
     def test_everything_of_the_next_generation_is_new(self, world: World, launcher: Launcher) -> None:
@@ -329,17 +329,8 @@ class TestRecovery:
         assert world.worker.run(standby=False) == EXIT_OK
         assert time.monotonic() - began < 1.5
         assert len(world.meetings) == 2, "it met nobody in the second"
-        assert world.heard().count(Detached(EXIT_TRANSPORT)) == 2
+        assert world.heard().count(LEFT) == 2
         assert world.worker.built is not None, "what it has built outlives that, too"
-
-    def test_a_newcomer_among_ranks_that_have_their_models_builds_alone(self, world: World) -> None:
-        world.some_are_built = True
-        world.plan = [trains]
-        assert world.worker.run(standby=False) == EXIT_OK
-        assert world.calls.index("build alone") < world.calls.index("form group")
-        (before,) = cast(list[Any], world.built_upon)
-        assert before.wrapped == "built alone"
-        assert world.meetings == [(1, False, 0)]
 
 
 class TestNoRecovery:
@@ -354,7 +345,7 @@ class TestNoRecovery:
         world.plan = [fails(ZeroDivisionError())]
         with pytest.raises(ZeroDivisionError):
             world.worker.run(standby=False)
-        assert Detached(EXIT_TRANSPORT) not in world.heard()
+        assert LEFT not in world.heard()
 
     def test_from_a_request_to_stop(self, world: World) -> None:
         world.plan = [fails(StopRequestedError("spot"))]
@@ -369,7 +360,7 @@ class TestNoRecovery:
         world.plan = [fails(TransportError("reset"))]
         with pytest.raises(TransportError):
             world.worker.run(standby=False)
-        assert Detached(EXIT_TRANSPORT) not in world.heard(), "it ends, and the launcher starts another process"
+        assert LEFT not in world.heard(), "it ends, and the launcher starts another process"
 
     def test_after_the_end_of_the_launcher(self, world: World, launcher: Launcher) -> None:
         world.plan = [fails(TransportError("reset"))]
@@ -382,8 +373,8 @@ class TestStandby:
         world.plan = [trains]
         say_later(launcher, Attach(environment(2, rank=0)))
         assert world.worker.run(standby=True) == EXIT_OK
-        assert world.heard() == [Detached(EXIT_OK), Introduced(), Attached("")]
-        assert world.meetings == [(0, True, 0)]
+        assert world.heard() == [Detached(EXIT_OK, built=True), Introduced(), Attached("")]
+        assert world.meetings == [(0, False, 0)], "no part of an earlier generation"
         (before,) = cast(list[Any], world.built_upon)
         assert before.wrapped == "prepared"
         assert world.calls.count("check alone") == 1
@@ -392,7 +383,7 @@ class TestStandby:
         world.plan = [trains]
         launcher.say(Attach(environment(2)))
         assert world.worker.run(standby=True) == EXIT_OK
-        assert world.heard() == [Detached(EXIT_OK), Introduced(), Attached("")]
+        assert world.heard() == [Detached(EXIT_OK, built=True), Introduced(), Attached("")]
 
     def test_whose_preparation_fails_builds_like_a_new_worker(
         self, world: World, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -434,7 +425,7 @@ class TestBeingOverdue:
         assert world.worker.run(standby=False) == EXIT_OK
         assert world.calls.count("record of the hang") == 1
         assert (self.overdue(world), world.first_report.overdue_calls) == ([], [])
-        assert world.heard().count(Detached(EXIT_TRANSPORT)) == 1
+        assert world.heard().count(LEFT) == 1
 
     def test_who_cannot_be_freed_ends(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_FREE_S", 0.1)
