@@ -49,6 +49,7 @@ class Attempt:
     ask_s: float = inf  # next SIGTERM to the workers: some may not have existed at the last one
     kill_s: float = inf
     codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of its workers that failed first, by local rank
+    step: int = 0  # the newest step in which a worker was seen
     broken_off: bool = False
     broken_at: float = 0.0  # unix time of that
 

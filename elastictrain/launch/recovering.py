@@ -18,6 +18,7 @@ class Recovering:
     since: float  # unix time at which this was known
     times: int  # generations that have failed since the last step
     lost: tuple[str, ...]  # what has died
+    step: int = 0  # the newest step in which a worker of this host was seen
 
     def keeps_workers(self, following: Generation) -> bool:
         """Whether the surviving workers keep their processes. Not if only connections broke: that may be the network, which the
@@ -32,8 +33,9 @@ class Recovering:
 
     def plan(self, following: Generation) -> RecoveryPlan:
         """The recovery by the generation `following`."""
-        # A worker reports the step that it was working on.
-        return RecoveryPlan(self.rung(following), self.lost, self.end.reason, self.since, max(0, self.end.step - 1))
+        # Both are steps that were being worked on.
+        step = max(1, self.end.step, self.step) - 1
+        return RecoveryPlan(self.rung(following), self.lost, self.end.reason, self.since, step)
 
     def rung(self, following: Generation) -> Rung:
         members = [(member.host, member.processes) for member in following.members]
@@ -43,11 +45,12 @@ class Recovering:
 
 
 def after_end(
-    before: Recovering | None, generation: Generation, end: End, *, since: float, lost: tuple[str, ...]
+    before: Recovering | None, generation: Generation, end: End, *, since: float, lost: tuple[str, ...], step: int = 0
 ) -> Recovering | None:
     """The state after the end of a generation; None where nothing has failed. `before`: that of earlier failures since the last
-    step; `since`: unix time at which this end began."""
+    step; `since`: unix time at which this end began; `step`: the newest one in which a worker was seen."""
     if not end.loses_state:
         return None
     times = before.times if before is not None else 0
-    return Recovering(generation, end, before.since if before is not None else since, times + 1, lost)
+    newest = max(step, before.step if before is not None else 0)
+    return Recovering(generation, end, before.since if before is not None else since, times + 1, lost, newest)

@@ -236,7 +236,7 @@ class Supervisor:
         # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.
         known = (read_noted_step(str(self.folder)), self.remembered_step(), read_begun(str(attempt.folder)) or 0)
         self._known_step = max(self._known_step, *known)
-        attempt.codes, reasons = ended.codes, read_reasons(str(attempt.folder))
+        attempt.codes, attempt.step, reasons = ended.codes, ended.step, read_reasons(str(attempt.folder))
         self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
         host = self.registry.record.host
         end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=self._known_step)
@@ -273,7 +273,7 @@ class Supervisor:
         """Prepare the recovery."""
         host, since = self.registry.record.host, attempt.broken_at or time.time()
         lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
-        self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost)
+        self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost, step=attempt.step)
 
     def _keep_standbys(self, attempt: Attempt) -> None:
         generation, host = attempt.generation, self.registry.record.host

@@ -36,6 +36,7 @@ _EXIT_FAILED = 1
 class WorkersEnd:
     code: int  # 0 if all ended well; negative: the fork server was ended by this signal, or the workers were killed
     codes: Mapping[int, int]  # by local rank, of those that failed first; negative for a signal
+    step: int = 0  # the newest step in which a worker was seen
 
 
 @dataclass(slots=True)
@@ -165,8 +166,9 @@ class WorkerGroup:
         if left and run.killed_s is not None and self._clock() < run.killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
         codes, code = run.codes, server_code or -signal.SIGKILL if run.killed_s is not None else 0
+        step = max((one.monitor.newest_step for one in run.workers if one.monitor is not None), default=0)
         self._give_up(run, left)
-        return WorkersEnd(_EXIT_FAILED if codes else code, codes)
+        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step)
 
     def detach(self, reason: str) -> None:
         """Have the workers leave their groups, and wait for their ranks in the next generation."""

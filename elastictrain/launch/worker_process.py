@@ -21,8 +21,9 @@ from elastictrain.fault.launcher_channel import (
     Monitored,
     encode_line,
 )
-from elastictrain.liveness.__main__ import monitor
+from elastictrain.liveness.__main__ import make_monitor, watch
 from elastictrain.liveness.monitor_client import MonitoredHost
+from elastictrain.liveness.rank_monitor import RankMonitor
 
 _OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
 
@@ -45,6 +46,7 @@ class WorkerProcess:
     built: bool = False  # whether it then has its part of the model
     introduced: bool = False  # whether it has gone to meet the other ranks of the present generation
     attached: bool = False  # whether its groups of the present generation are made
+    monitor: RankMonitor | None = None  # of this host, if this process has asked for it in the present generation
     transport: str = ""  # variables for NCCL and gloo that its preflight has set
     _lines: Lines = field(default_factory=lambda: Lines(FromWorker))
 
@@ -68,7 +70,7 @@ class WorkerProcess:
     def choose(self, environment: Mapping[str, str]) -> None:
         """It takes part in the next generation with this rank, from `attach` on."""
         self.environment, self.standby = environment, False
-        self.waiting, self.introduced, self.attached = None, False, False
+        self.waiting, self.introduced, self.attached, self.monitor = None, False, False, None
 
     def attach(self) -> None:
         self._send(Attach(dict(self.environment)))
@@ -90,7 +92,7 @@ class WorkerProcess:
                         case Introduced():
                             self.introduced = True
                         case Monitored(folder, facts):
-                            _start_monitor(folder, facts)
+                            self.monitor = _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
                         case Detached(exit_code, built):
@@ -105,11 +107,12 @@ class WorkerProcess:
             self.connection.send(encode_line(message), socket.MSG_DONTWAIT)
 
 
-def _start_monitor(folder: str, facts: str) -> None:
+def _start_monitor(folder: str, facts: str) -> RankMonitor:
     """Watch the workers of a generation in a thread, which ends with the last of them."""
     # json.loads keeps paths that are not UTF-8; `parse_record` would refuse them.
-    arguments = (folder, as_record(json.loads(facts), MonitoredHost))
-    threading.Thread(target=monitor, args=arguments, name="rank-monitor", daemon=True).start()
+    monitor = make_monitor(folder, as_record(json.loads(facts), MonitoredHost))
+    threading.Thread(target=watch, args=(monitor,), name="rank-monitor", daemon=True).start()
+    return monitor
 
 
 def with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:

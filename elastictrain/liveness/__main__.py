@@ -22,16 +22,20 @@ def main(folder: str, facts: MonitoredHost) -> NoReturn:
     # It ends with its last worker, whatever signal it or a worker receives.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    monitor(folder, facts)
+    watch(make_monitor(folder, facts))
     # No orderly exit: a thread may hang in storage.
     os._exit(EXIT_OK)
 
 
-def monitor(folder: str, facts: MonitoredHost) -> None:
+def make_monitor(folder: str, facts: MonitoredHost) -> RankMonitor:
+    return RankMonitor(folder, facts, record=lambda hang, stacks: keep(hang, stacks, facts))
+
+
+def watch(monitor: RankMonitor) -> None:
     """Watch the workers of one generation on this host, until the last one has ended or left it."""
-    sweep_folders(os.path.dirname(folder), clear=clear_if_unlocked)  # noqa: PTH120
-    RankMonitor(folder, facts, record=lambda hang, stacks: keep(hang, stacks, facts)).run()
-    clear_folder(folder)
+    sweep_folders(os.path.dirname(monitor.folder), clear=clear_if_unlocked)  # noqa: PTH120
+    monitor.run()
+    clear_folder(monitor.folder)
 
 
 def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:

@@ -161,6 +161,7 @@ class RankMonitor:
         self._ended: set[int] = set()
         self._vanished: set[int] = set()  # ranks that ended without a mark: another process may soon have their pid
         self._threads: list[threading.Thread] = []
+        self.newest_step = 0  # in which a worker was seen
 
     def run(self) -> None:
         while self.turn():
@@ -177,6 +178,7 @@ class RankMonitor:
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
         looks = self._look(awake_s)
         seen = [one for one in looks if one is not None]
+        self.newest_step = max(self.newest_step, *(one.marks.mark.step for one in seen), 0)
         survivor_s = LAUNCHED_S if self.facts.launcher_folder else SURVIVOR_S
         decisions = [one for one in judge(seen, survivor_s=survivor_s) if one.seen.marks.rank not in self._ended]
         if decisions:

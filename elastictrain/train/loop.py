@@ -133,7 +133,7 @@ class Loop:
         seconds = {"launcher": context.began - plan.since, **context.seconds, "first_step": steps_s, "total": now - plan.since}
         context.journal.record(
             Recovery(
-                rung=plan.rung,
+                rung="restart" if plan.rung == "in_place" and not context.generation.hosts_that_stayed else plan.rung,
                 reason=plan.reason,
                 lost=plan.lost,
                 seconds={name: round(value, 4) for name, value in seconds.items()},

@@ -48,8 +48,6 @@ SLOW = ("task.pause_s=0.03",)
 SOON_S = 15.0
 STANDBY = "standby"
 
-built_later = pytest.mark.xfail(strict=False, reason="recovery in place is not built yet")
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -112,8 +110,6 @@ CASES = {
     "a standby, and then a worker": Case(2, before=kill_standby),
     "a worker, without standbys": Case(arguments=("launch.standbys=0",)),
 }
-NEED_STANDBYS = ("a standby, and then a worker", "a worker, without standbys")
-STATES = [pytest.param(name, marks=[built_later] if name in NEED_STANDBYS else []) for name in CASES]
 
 
 def living(run: Run) -> dict[int, psutil.Process]:
@@ -191,7 +187,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Pa
     return find
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_run_is_the_same(name: str, recovered: Callable[[str], Recovered], undisturbed: Callable[[Case], Path]) -> None:
     found = recovered(name)
     right = undisturbed(found.case)
@@ -201,7 +197,6 @@ def test_the_run_is_the_same(name: str, recovered: Callable[[str], Recovered], u
     assert ledger_differences(ledgers[0], ledgers[1], steps=STEPS, batch=BATCH) == []
 
 
-@built_later
 @pytest.mark.parametrize("name", CASES)
 def test_survivors_keep_their_processes(name: str, recovered: Callable[[str], Recovered]) -> None:
     found = recovered(name)
@@ -212,7 +207,6 @@ def test_survivors_keep_their_processes(name: str, recovered: Callable[[str], Re
     assert len(events(found.run_dir, "recovery")) <= len(found.outcomes)
 
 
-@built_later
 def test_the_event_tells_what_happened(recovered: Callable[[str], Recovered]) -> None:
     found = recovered("ddp, 3 workers")
     (told,), (outcome,) = events(found.run_dir, "recovery"), found.outcomes
@@ -230,7 +224,6 @@ def test_the_event_tells_what_happened(recovered: Callable[[str], Recovered]) ->
     assert all(0 <= seconds <= told["seconds"]["total"] for seconds in told["seconds"].values())
 
 
-@built_later
 def test_starts_tell_their_processes(recovered: Callable[[str], Recovered]) -> None:
     found = recovered("ddp, 3 workers")
     first = events(found.run_dir, "start")[0]
