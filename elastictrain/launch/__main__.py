@@ -39,10 +39,18 @@ from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.locks import HostLock, acquire_task_lock, lock_run, wait_for_launcher
 from elastictrain.launch.membership.records import HostRecord, HostState
 from elastictrain.launch.membership.store import MembershipStore
-from elastictrain.launch.own_host import OwnAddress, count_gpus, default_interface, own_names, watch_notices, why_unfit
+from elastictrain.launch.own_host import (
+    OwnAddress,
+    count_gpus,
+    default_interface,
+    free_port,
+    own_names,
+    watch_notices,
+    why_unfit,
+)
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.worker_group import WorkerGroup, free_port
+from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.lease.chain import LAUNCHER, Chain
 from elastictrain.lease.holder import Waiting, wait_until_free
 from elastictrain.preflight.surroundings import Surroundings

@@ -25,10 +25,9 @@ class Recovering:
         preflight of new processes checks; and not if recoveries in place fail again and again. The record of the failure
         decides, which all hosts share: a host may have noticed no more than broken connections."""
         cause = following.failures[-1] if following.failures else None
-        if cause is not None and cause.generation == self.failed.number:
+        died = self.end.exit_code != EXIT_TRANSPORT or self.end.kind is EndKind.LOST or bool(self.end.blames)
+        if cause is not None and cause.generation == self.failed.number and len(self.failed.members) > 1:
             died = cause.exit_code != EXIT_TRANSPORT or bool(cause.hosts)
-        else:
-            died = self.end.exit_code != EXIT_TRANSPORT or self.end.kind is EndKind.LOST or bool(self.end.blames)
         return died and self.times <= _MOST_IN_PLACE
 
     def plan(self, following: Generation) -> RecoveryPlan:

@@ -33,10 +33,11 @@ from elastictrain.launch.membership.records import (
     LeaveOut,
     Wait,
 )
+from elastictrain.launch.own_host import free_port
 from elastictrain.launch.rank_variables import plan_workers
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
 from elastictrain.launch.recovering import Recovering, after_end
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd, free_port
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of
 
@@ -246,7 +247,9 @@ class Supervisor:
     def _over(self, attempt: Attempt, end: End) -> None:
         """Close the generation here: nothing of it runs on this host any more."""
         number = attempt.generation.number
-        self._note_failure(attempt, end)
+        host, since = self.registry.record.host, attempt.broken_at or time.time()
+        lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
+        self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost, step=attempt.step)
         self._hurried_until_s = self.clock() + _HURRIED_S
         self._attempt, self._reached_last_step = None, end.kind is EndKind.DONE
         # The fork server may have ended, too; prepare() starts it again before the next generation.
@@ -263,17 +266,11 @@ class Supervisor:
         if end.kind is not EndKind.DONE:
             self.print_line(f"generation {number} has ended here: {headline(end.reason)}")
         self.registry.attentive = True
-        if end.host == self.registry.record.host and end.exit_code == EXIT_UNFIT:
+        if end.host == host and end.exit_code == EXIT_UNFIT:
             self._leave_out(end.reason, ended=number)
         else:
             self.registry.update(HostState.READY, ended=number, master_port=free_port(), committed_step=self._known_step)
         self.heartbeat.send_end(self.registry.record)
-
-    def _note_failure(self, attempt: Attempt, end: End) -> None:
-        """Prepare the recovery."""
-        host, since = self.registry.record.host, attempt.broken_at or time.time()
-        lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
-        self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost, step=attempt.step)
 
     def _keep_standbys(self, attempt: Attempt) -> None:
         generation, host = attempt.generation, self.registry.record.host

@@ -395,11 +395,3 @@ class WorkerGroup:
         self._workers = []
         if server is not None:
             server.close(_CLOSE_WITHIN_S)
-
-
-def free_port() -> int:
-    """A TCP port on which no process listens now, on any address."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -28,6 +28,7 @@ from elastictrain.fault.launcher_channel import (
 from elastictrain.launch import worker_process as module
 from elastictrain.launch.worker_process import WorkerProcess
 from elastictrain.liveness.monitor_client import MonitoredHost
+from elastictrain.liveness.rank_monitor import RankMonitor
 
 RANK = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "ELASTICTRAIN_GENERATION": "1"}
 
@@ -178,11 +179,11 @@ def test_the_workers_of_a_host_are_watched_from_when_one_of_them_asks_for_it(
 ) -> None:
     watched: SimpleQueue[tuple[str, MonitoredHost, bool, bool]] = SimpleQueue()
 
-    def monitor(folder: str, facts: MonitoredHost) -> None:
+    def watch(monitor: RankMonitor) -> None:
         thread = threading.current_thread()
-        watched.put((folder, facts, thread is threading.main_thread(), thread.daemon))
+        watched.put((monitor.folder, monitor.facts, thread is threading.main_thread(), thread.daemon))
 
-    monkeypatch.setattr(module, "monitor", monitor)
+    monkeypatch.setattr(module, "watch", watch)
     pair.say(Monitored("/dev/shm/marks", encode_record(FACTS).decode()), Introduced())
     assert watched.get(timeout=10) == ("/dev/shm/marks", FACTS, False, True)
     assert pair.one.introduced
@@ -190,7 +191,7 @@ def test_the_workers_of_a_host_are_watched_from_when_one_of_them_asks_for_it(
 
 @pytest.mark.parametrize("facts", ["", "{", "[]", "{}", '{"generation": 7}'])
 def test_a_host_that_is_not_described_is_not_watched(facts: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "monitor", pytest.fail)
+    monkeypatch.setattr(module, "watch", pytest.fail)
     pair.say(Monitored("/dev/shm/marks", facts))
     pair.say(Introduced())
     assert pair.one.introduced, "the launcher goes on"
