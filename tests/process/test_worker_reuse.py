@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -237,3 +238,30 @@ def test_new_workers_wait_for_those_that_were_released(host: Host, monkeypatch: 
     assert host.lose(second["1"], rank=1) == WorkersEnd(1, {1: -9})
     host.begin(2)
     assert host.part(1)[1] == ""
+
+
+NO_ROOM_FOR_A_THIRD = """
+fork, made = os.fork, []
+def fork_two():
+    if len(made) == 2:
+        raise OSError(11, "no room")
+    made.append(1)
+    return fork()
+os.fork = fork_two
+"""
+
+
+def test_a_standby_for_which_there_is_no_room_costs_the_generation_nothing(host: Host) -> None:
+    first = host.begin(2, program=NO_ROOM_FOR_A_THIRD)
+    group = host.server.group
+    assert host.process is not None
+    for _ in range(2):
+        # Each first step tries it again.
+        group.keep_standbys((), host.environments(2)[-1:], any_rank=True)
+        time.sleep(0.3)
+        assert group.poll() is None
+        assert group.failed == {}
+    assert lives(host.process)
+    assert {one.pid for one in host.process.children()} == {*first.values()}
+    assert host.lose(first["1"], rank=1) == WorkersEnd(1, {1: -9})
+    assert host.waiting == {"0": first["0"]}

@@ -19,6 +19,8 @@ from elastictrain.errors import (
     EXIT_OK,
     EXIT_STOPPED,
     EXIT_TRANSPORT,
+    EXIT_UNFIT,
+    ConfigError,
     DetachedError,
     StopRequestedError,
     TransportError,
@@ -393,6 +395,22 @@ class TestStandby:
         launcher.say(Attach(environment(2)))
         assert world.worker.run(standby=True) == EXIT_OK
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert world.built_upon == [None]
+        assert world.calls.count("claim memory") == 1
+
+    def test_that_finds_something_wrong_ends_and_leaves_the_report_to_a_rank(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(module, "check_alone", lambda *_, **__: fails(ConfigError("wrong"))(world.loops[0]))
+        world.loops.append(FakeLoop(trains, 1))
+        assert world.worker.run(standby=True) == EXIT_UNFIT
+        assert world.heard() == []
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+    def test_of_a_world_that_has_changed_builds_anew(self, world: World, launcher: Launcher) -> None:
+        world.plan = [trains]
+        launcher.say(Attach(environment(2, world_size=3)))
+        assert world.worker.run(standby=True) == EXIT_OK
         assert world.built_upon == [None]
         assert world.calls.count("claim memory") == 1
 
