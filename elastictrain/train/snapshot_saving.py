@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import from_first, gather_records
-from elastictrain.checkpoint.memory.cadence import FIRST, Cadence
+from elastictrain.checkpoint.memory.cadence import FIRST, RARE, Cadence
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.final_save import KEPT_S
@@ -242,7 +242,7 @@ class SnapshotSaving:
         snapshot is whole."""
         protected = self._rounds.protected if self._rounds is not None else ()
         held = {self._durable_step if unsaved else None, *protected} - {None}
-        return interval if len(self._snapshots.steps) - len(held) > 1 else max(interval, FIRST)
+        return interval if len(self._snapshots.steps) - len(held) > 1 else max(interval, RARE)
 
     def _is_ours(self, step: int | None) -> bool:
         """Whether the snapshot of this step is one that this generation has begun."""

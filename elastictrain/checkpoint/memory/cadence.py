@@ -11,7 +11,8 @@ from collections.abc import Sequence
 logger = logging.getLogger(__name__)
 
 SHARE = 0.01  # largest share of training time that snapshots may cost
-FIRST = 10  # steps between snapshots before anything is measured
+FIRST = 4  # steps between snapshots before anything is measured: a failure soon after the start repeats few steps, too
+RARE = 10  # steps between snapshots while one slot is all that can be overwritten
 MOST = 10_000
 TOUCHED = 2  # steps that a snapshot may slow: it is copied beside one, and completed beside the next
 NEAR = 8  # steps before and after these: those without a snapshot among them show what a step takes otherwise
@@ -25,7 +26,7 @@ FRESH_STEPS = 64  # a step without a snapshot is measured at least this often
 def least_interval(slots: int) -> int:
     """The shortest even interval that the slots allow: one is overwritten only while another is known to be whole. With one
     slot there is no other, and while it is overwritten nothing is whole: then snapshots stay rare."""
-    return math.ceil(KNOWN_AFTER / (slots - 1)) if slots > 1 else FIRST
+    return math.ceil(KNOWN_AFTER / (slots - 1)) if slots > 1 else RARE
 
 
 def decide_interval(interval: int, *, costs_s: Sequence[Sequence[float]], usual_s: float, least: int = 1) -> tuple[int, str]:

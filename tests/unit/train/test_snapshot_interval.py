@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from elastictrain.checkpoint.memory.cadence import FIRST, least_interval
+from elastictrain.checkpoint.memory.cadence import FIRST, RARE, least_interval
 from elastictrain.checkpoint.saver.messages import Saved
 from elastictrain.train.step import StepFlags
 from tests.unit.train.test_snapshot_saving import INTERVAL, Stage, stage
@@ -83,7 +83,7 @@ def test_all_ranks_take_the_same_snapshots_whatever_their_clocks_and_slots_do(se
 
 
 def test_a_snapshot_that_finds_no_slot_is_taken_one_step_later() -> None:
-    ranks = world(2)
+    ranks = world(2, interval=10)
     train(ranks, 1, 20)
     ranks[1].snapshots.busy = True
     train(ranks, 21, 33)
@@ -93,7 +93,7 @@ def test_a_snapshot_that_finds_no_slot_is_taken_one_step_later() -> None:
 
 
 def test_a_checkpoint_counts_as_a_snapshot() -> None:
-    ranks = world(1)
+    ranks = world(1, interval=10)
     train(ranks, 1, 15)
     ranks[0].saving.snapshot(15, reason=INTERVAL)
     train(ranks, 16, 30)
@@ -125,7 +125,7 @@ def test_snapshots_are_rarer_while_replicas_leave_one_slot() -> None:
     train([one], 111, 150)
     assert len(one.link.sent) == 2
     gaps = [after - step for step, after in pairwise(steps_of(one)) if step > 115]
-    assert min(gaps) == FIRST
+    assert min(gaps) == RARE
 
 
 def test_an_evaluation_is_no_cost_of_a_snapshot() -> None:

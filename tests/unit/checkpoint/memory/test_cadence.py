@@ -12,6 +12,7 @@ from elastictrain.checkpoint.memory.cadence import (
     FRESH_STEPS,
     LEAST_COSTS,
     MOST,
+    RARE,
     SHARE,
     TOUCHED,
     Cadence,
@@ -183,10 +184,10 @@ def test_over_a_network_snapshots_are_a_second_apart() -> None:
     assert one.intervals[-1] == 20
 
 
-@pytest.mark.parametrize(("slots", "least"), [(1, FIRST), (2, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("slots", "least"), [(1, RARE), (2, 3), (3, 2), (4, 1)])
 def test_slots_bound_the_interval(slots: int, least: int) -> None:
     assert least_interval(slots) == least
-    assert Cadence(slots).interval == FIRST
+    assert Cadence(slots).interval == max(FIRST, least)
 
 
 def test_steps_without_duration_decide_nothing() -> None:
