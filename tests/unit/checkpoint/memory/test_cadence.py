@@ -83,7 +83,7 @@ def test_snapshots_cost_at_most_their_share_and_are_as_frequent_as_that_allows(c
     assert best <= one.intervals[-1] <= max(best + TOUCHED, 1.3 * best)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(20))
 def test_noise_neither_makes_snapshots_dear_nor_rare(seed: int) -> None:
     chance = random.Random(seed)
     cost, noise = chance.choice([0.0, 0.01, 0.05, 0.1, 0.3, 1.0]), chance.choice([0.003, 0.01, 0.03, 0.1, 0.2])
@@ -98,7 +98,7 @@ def test_noise_neither_makes_snapshots_dear_nor_rare(seed: int) -> None:
     assert average <= 1.35 * best + 2.5 * doubt / SHARE + TOUCHED + 1, (cost, noise)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("cost", [0.004, 0.03])
 def test_cheap_snapshots_are_frequent_soon(seed: int, cost: float) -> None:
     one = Training(cost_s=lambda step: cost, noise=0.003, seed=seed)
@@ -106,14 +106,14 @@ def test_cheap_snapshots_are_frequent_soon(seed: int, cost: float) -> None:
     assert one.intervals[-1] <= 4 if cost > 0.02 else one.intervals[-1] == least_interval(2)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(10))
 def test_dear_snapshots_are_rare_soon(seed: int) -> None:
     one = Training(cost_s=lambda step: 0.8, noise=0.05, seed=seed)
     one.run(400)
     assert one.share(200) <= 1.5 * SHARE
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_change_of_cost_is_followed(seed: int) -> None:
     one = Training(cost_s=lambda step: 0.02 if step <= 1000 or step > 3000 else 0.5, noise=0.02, seed=seed)
     one.run(1000)
@@ -219,15 +219,15 @@ def test_decisions(interval: int, cost_s: float, least: int, after: int) -> None
     assert decide_interval(interval, costs_s=costs(cost_s)[1:], usual_s=1.0, least=least)[0] == max(interval, least)
 
 
-@pytest.mark.parametrize("seed", range(1000))
-def test_any_durations_give_an_interval_within_bounds(seed: int) -> None:
-    chance = random.Random(seed)
-    one = Cadence(chance.randint(1, 3), pause_s=chance.choice([0.0, 1.0]))
-    scale = 10 ** chance.uniform(-9, 9)
-    for _ in range(chance.randint(0, 400)):
-        seconds = chance.choice([0.0, scale, scale * chance.random(), 1e6 * chance.random()])
-        one.step_took(seconds, began=chance.random() < 0.2, usable=chance.random() < 0.9)
-        assert 2 <= one.interval <= MOST + 1
+def test_any_durations_give_an_interval_within_bounds() -> None:
+    for seed in range(1000):
+        chance = random.Random(seed)
+        one = Cadence(chance.randint(1, 3), pause_s=chance.choice([0.0, 1.0]))
+        scale = 10 ** chance.uniform(-9, 9)
+        for _ in range(chance.randint(0, 100)):
+            seconds = chance.choice([0.0, scale, scale * chance.random(), 1e6 * chance.random()])
+            one.step_took(seconds, began=chance.random() < 0.2, usable=chance.random() < 0.9)
+            assert 2 <= one.interval <= MOST + 1, seed
 
 
 def test_the_middle_leaves_the_ends_out() -> None:
