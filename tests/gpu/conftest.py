@@ -14,5 +14,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.gpu)
-            if torch.cuda.device_count() < 2:
-                item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA devices, this host shows {torch.cuda.device_count()}"))
+            needed = 1 if item.get_closest_marker("one_device") else 2
+            if torch.cuda.device_count() < needed:
+                reason = f"needs {needed} CUDA devices, this host shows {torch.cuda.device_count()}"
+                item.add_marker(pytest.mark.skip(reason=reason))
