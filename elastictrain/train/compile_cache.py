@@ -118,6 +118,7 @@ class CompileCache:
         self._number = number
         self._record = record
         self._loading = threading.Thread(target=self._load, name="compile-cache", daemon=True)
+        self._keeping: threading.Thread | None = None
         self._loaded: ArchiveName | None = None
         self._found_files = 0
         self._seconds: dict[str, float] = {}
@@ -138,7 +139,13 @@ class CompileCache:
         """In a thread, as rank 0: store what was compiled, if it is new. All ranks have then compiled: rank 0 has their
         gradients."""
         if self._record is not None:
-            threading.Thread(target=self._keep, args=(self._record,), name="compile-cache", daemon=True).start()
+            self._keeping = threading.Thread(target=self._keep, args=(self._record,), name="compile-cache", daemon=True)
+            self._keeping.start()
+
+    def close(self, limit_s: float = LONGEST_WAIT_S) -> None:
+        """At the end of a run that may have been short: wait until the compiled code is stored, for `limit_s` at most."""
+        if self._keeping is not None:
+            self._keeping.join(limit_s)
 
     def _load(self) -> None:
         began = time.monotonic()

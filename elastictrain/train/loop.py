@@ -78,6 +78,8 @@ class Loop:
     def close(self, *, finished: bool) -> None:
         """End the loader's workers and all writers. `finished`: the run is complete."""
         self.saving.close(finished=finished)
+        if finished and self.compile_cache is not None:
+            self.compile_cache.close()
         self.abandon()
 
     def abandon(self) -> None:

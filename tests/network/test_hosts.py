@@ -201,7 +201,7 @@ def test_a_new_host_takes_the_place_of_a_lost_one(network: Network, tmp_path: Pa
     run_dir, arguments = tmp_path / "run", [*ARGUMENTS, "parallel=fsdp"]
     paced = [*arguments, "task.pause_s=0.05", f"fault.step_timeout_s={STEP_TIMEOUT_S}"]
     before = start_run([a, b], paced, run_dir=run_dir, logs=tmp_path / "before")
-    before.wait_for_step(12)
+    wait_until(lambda: durable_step(run_dir) >= 10, timeout_s=30, what="step 10 in storage")
     b.lose()
     durable = durable_step(run_dir)
     # Nobody tells the survivor. It goes by the limit of a step, and says who was heard last.

@@ -263,7 +263,8 @@ def test_a_stop_after_all_workers_were_killed_waits_for_the_saver(slow: bool, in
             saver.resume()
         assert run.wait(60) == 75, run.output()
     (saved,) = events(run_dir, "checkpoint_saved")
-    assert saved["reason"] == "flush"
+    # Unless new workers train again by then, and save when they are asked to stop.
+    assert saved["reason"] in ("flush", "stop")
     assert saved["step"] >= max(row["step"] for row in events(run_dir, "snapshot"))
     assert f"step {saved['step']}" in run.output().splitlines()[-1]
     wait_until(lambda: not savers(tmp_path), what="the end of the saver")
