@@ -33,6 +33,8 @@ _BUILT_FOR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
+    """A process that takes part in the present generation, or waits for a rank in the next one."""
+
     order: int  # the order to the fork server with which it was started, and its place in that order
     index: int
     connection: socket.socket

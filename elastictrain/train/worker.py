@@ -94,6 +94,9 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: L
 
 @dataclass(slots=True)
 class Worker:
+    """This process's part in the generations of a run. The main thread calls `run`; the watchdog and the channel's thread call
+    what ends a generation."""
+
     config: RunConfig
     identity: Identity
     tracker: ProgressTracker
