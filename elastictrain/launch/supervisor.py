@@ -83,8 +83,7 @@ class Supervisor:
         self._reached_last_step = False
         self._restart_cost_s = 0.0
         self._known_step = 0  # newest committed step seen; it never decreases, even if storage does not answer
-        self._stopped_step = 0
-        self._unforked = ""
+        self._stopped_step, self._unforked = 0, ""
         self._said = self._waits_for = ""
         self._waits_since_s = 0.0
         self._retry_s = float("inf")
