@@ -179,7 +179,7 @@ def test_a_worker_that_does_not_detach_is_killed_and_the_others_are_kept(host: H
     group.kill()
     assert host.server.end(timeout_s=20) == WorkersEnd(1, {0: 71})
     deaf = psutil.Process(first["1"]) if psutil.pid_exists(first["1"]) else None
-    assert deaf is None or is_gone(deaf)
+    wait_until(lambda: deaf is None or is_gone(deaf), timeout_s=10, what="the end of the one that does not listen")
     assert host.waiting == {"0": first["0"]}
     assert host.begin(2)["0"] == first["0"]
 

@@ -40,7 +40,9 @@ TINY = (
 
 def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     """For child processes: one thread, a resolver that gives up quickly, our package on the path."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    # The last one is set by what compiles within this process.
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_CACHE_DIR")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
     return {
         **kept,
         "OMP_NUM_THREADS": "1",
