@@ -167,19 +167,7 @@ def _restore(
         forget_steps(state.optimizer)
 
     if identity.is_log_rank:
-        store_config(context.store, config)
-        device = context.group.device
-        start = Start(
-            world_size=identity.world_size,
-            hosts=tuple(dict.fromkeys(context.generation.hosts)),
-            backend=context.group.backend,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            config_digest=config_digest(config),
-            versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            seconds=context.seconds,
-            pids=context.generation.pids,
-        )
-        context.journal.record(start)
+        _record_start(context)
     context.tracker.set_phase(Phase.RESTORE)
     began = time.monotonic()
     recall = memory.restore if memory is not None else None
@@ -210,6 +198,22 @@ def _restore(
     if identity.local_rank == 0:
         context.job.begin(context.generation.name, step=resume.step)
     return resume
+
+
+def _record_start(context: TrainContext) -> None:
+    store_config(context.store, context.config)
+    device = context.group.device
+    start = Start(
+        world_size=context.identity.world_size,
+        hosts=tuple(dict.fromkeys(context.generation.hosts)),
+        backend=context.group.backend,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        config_digest=config_digest(context.config),
+        versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        seconds=context.seconds,
+        pids=context.generation.pids,
+    )
+    context.journal.record(start)
 
 
 def build_state(context: TrainContext, before: BuiltState | None = None) -> tuple[Wrapped, TrainState]:

@@ -222,19 +222,7 @@ def make_saving(
         arena,
         Copier(layout, changing=state.changed_by_forward(), device=device),
         link,
-        facts=SnapshotFacts(
-            version=VERSION,
-            run=memory.restore.run,
-            incarnation=context.generation.name,
-            step=0,
-            world_size=identity.world_size,
-            rank=identity.rank,
-            layout=layout.digest,
-            config_digest=config_digest(config),
-            created=0.0,
-            reason="",
-            state={},
-        ),
+        facts=_facts(context, run=memory.restore.run, layout=layout.digest),
         steps=steps,
         flush_records=synchronous.flush_records,
         record=context.journal.record if identity.is_log_rank else None,
@@ -242,6 +230,23 @@ def make_saving(
     # Remotely each snapshot sends the records of its steps: one more object for each log.
     pause_s = 0.0 if isinstance(context.store, LocalStore) else _REMOTE_PAUSE_S
     return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s)
+
+
+def _facts(context: TrainContext, *, run: str, layout: str) -> SnapshotFacts:
+    """What is known of each snapshot of this rank before it is taken."""
+    return SnapshotFacts(
+        version=VERSION,
+        run=run,
+        incarnation=context.generation.name,
+        step=0,
+        world_size=context.identity.world_size,
+        rank=context.identity.rank,
+        layout=layout,
+        config_digest=config_digest(context.config),
+        created=0.0,
+        reason="",
+        state={},
+    )
 
 
 def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in_storage: bool) -> SynchronousSaving:
