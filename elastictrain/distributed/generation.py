@@ -48,7 +48,6 @@ class Introduction:
     digest: str  # of configuration and data: ranks that differ must not train together
     pid: int = 0
     step: int = 0  # the newest step that the process finished in an earlier generation; 0: none, or it is a new process
-    built: bool = False  # whether the process has built its part of the model before
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,8 @@ class AgreedGeneration:
 
     @property
     def hosts_that_stayed(self) -> frozenset[str]:
-        """Hosts with a process that took part in an earlier generation."""
-        return frozenset(introduction.host for introduction in self.ranks if introduction.built)
+        """Hosts with a process that finished a step in an earlier generation."""
+        return frozenset(introduction.host for introduction in self.ranks if introduction.step)
 
     @property
     def newest_step(self) -> int:

@@ -129,6 +129,7 @@ class ForkServer:
             os.kill(self._store_pid, signal.SIGKILL)
             os.waitpid(self._store_pid, 0)
             self._store_pid = 0
+        started: list[_Worker] = []
         try:
             unforked = why_no_fork()
             # Garbage collection would write to pages that all forks share, and so copy them.
@@ -136,7 +137,6 @@ class ForkServer:
             if store_port and (problem := self._start_store(store_port)):
                 where = f"the store that the workers meet through cannot be opened at port {store_port}"
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
-            started: list[_Worker] = []
             composed = self._composed if arguments == self._arguments else None
             for index, (variables, channel) in enumerate(zip(environments, channels, strict=True)):
                 environment = {**variables, CHANNEL_VARIABLE: str(channel)}
@@ -152,7 +152,8 @@ class ForkServer:
                 started.append(_Worker(order, index, pid, identify(pid), _descriptor_of(pid)))
         except OSError as error:
             if store_port is None:
-                # Standbys: the workers of the generation are well.
+                # The workers of the generation are well. A standby that was started ends: nobody holds its channel.
+                self._workers += started
                 self._tell({"order": order, "pids": [], "codes": [(index, EXIT_UNFIT) for index in range(len(environments))]})
                 return None
             return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")

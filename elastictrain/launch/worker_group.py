@@ -43,7 +43,6 @@ class WorkersEnd:
 class _Run:
     """The workers of the present generation."""
 
-    num_workers: int
     order: int
     workers: list[WorkerProcess] = field(default_factory=list)  # by local rank
     reused: bool = False  # whether all of them existed before, and were ready
@@ -97,7 +96,7 @@ class WorkerGroup:
     def attached(self) -> bool:
         """Whether the groups of the present generation are made on this host."""
         run = self._run
-        return run is not None and len(run.workers) == run.num_workers and all(one.attached for one in run.workers)
+        return run is not None and all(one.attached for one in run.workers)
 
     @property
     def reused(self) -> bool:
@@ -131,7 +130,7 @@ class WorkerGroup:
         new = [{**transport_variables(transport), **place} for rank, place in enumerate(places) if rank not in chosen]
         forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
         members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
-        self._run = _Run(len(places), self._order, members, reused=all(one.built for one in members))
+        self._run = _Run(self._order, members, reused=all(one.built for one in members))
         for rank, one in chosen.items():
             one.choose({**transport_variables(transport), **places[rank]})
         # Once the fork server has made the store of the new generation.
@@ -208,6 +207,9 @@ class WorkerGroup:
         could be saved."""
         idle = [one for one in self._workers if one.code is None and (one.standby or one in self.waiting)]
         chosen = idle if workers is None else workers
+        if not chosen:
+            # A look at all processes of the host would delay the next generation.
+            return
         for one in with_children([one.process for one in chosen if one.process is not None]):
             if not outlives(one):
                 if (known := identify(one.pid)) is not None:

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -51,9 +50,7 @@ def meet_ranks(
 ) -> TrainContext:
     """Check what a rank can check alone, then agree with the other ranks. Collective: yes. `parent` is the process that started
     this one. A thread of rank 0 calls `on_lost` when another run has taken the lease."""
-    began = time.monotonic()
     context = check_alone(config, identity, tracker=tracker, stop_request=stop_request)
-    context.seconds["checks"] = round(time.monotonic() - began, 4)
     claim_memory(context)
     meet(context, parent=parent, on_lost=on_lost)
     return context
@@ -77,16 +74,14 @@ def claim_memory(context: TrainContext) -> None:
 def meet(
     context: TrainContext,
     *,
-    built: bool = False,
     finished_step: int = 0,
     parent: int = 0,
     on_lost: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Agree with the other ranks. Collective: yes. `built`: whether this process has built its part of the model already;
-    `finished_step`: the newest step that it finished before."""
+    """Agree with the other ranks. Collective: yes. `finished_step`: the newest step that this process finished before."""
     # The limit of this phase starts with the first request to the store: the agreement itself names the missing ranks.
     with context.timed("rendezvous", Phase.RENDEZVOUS):
-        _meet(context, built=built, finished_step=finished_step, parent=parent, on_lost=on_lost)
+        _meet(context, finished_step=finished_step, parent=parent, on_lost=on_lost)
 
 
 def form_group(context: TrainContext) -> None:
@@ -119,7 +114,7 @@ def form_group(context: TrainContext) -> None:
         preflight.check_group(on_part=begin_part)
 
 
-def _meet(context: TrainContext, *, built: bool, finished_step: int, parent: int, on_lost: Callable[[str], None]) -> None:
+def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Callable[[str], None]) -> None:
     """Collective: yes. Raises: RunHeldError, StopRequestedError, StorageError, TransportError."""
     config, identity, limit_s = context.config, context.identity, context.config.fault.rendezvous_timeout_s
     rendezvous = context.rendezvous = BoundedStore(
@@ -134,7 +129,7 @@ def _meet(context: TrainContext, *, built: bool, finished_step: int, parent: int
     generation = context.generation = agree(
         rendezvous,
         identity,
-        Introduction(identity.host, identity.local_world_size, context.backend, digest, os.getpid(), finished_step, built),
+        Introduction(identity.host, identity.local_world_size, context.backend, digest, os.getpid(), finished_step),
         number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
         # The rank names the missing ranks while the store still answers.
         timeout_s=rendezvous.left_s - margin_s,

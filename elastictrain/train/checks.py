@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -52,6 +53,7 @@ def check_alone(
     check_attached: Callable[[], None] = lambda: None,
 ) -> TrainContext:
     """Check what needs no other rank, and set torch's environment. Raises: ElasticTrainError."""
+    began = time.monotonic()
     signing_key(config)
     backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
     if why_cpu and identity.local_rank == 0:
@@ -69,7 +71,9 @@ def check_alone(
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
     samples = open_samples(task, config)
-    return TrainContext(config, identity, tracker, stop_request, check_attached, backend, task, samples, store)
+    context = TrainContext(config, identity, tracker, stop_request, check_attached, backend, task, samples, store)
+    context.seconds["checks"] = round(time.monotonic() - began, 4)
+    return context
 
 
 def signing_key(config: RunConfig) -> SigningKey | None:

@@ -181,7 +181,7 @@ class Worker:
         if self.channel is not None:
             self.channel.on_detach(self._abort)
         finished = self.built.finished_step if self.built is not None else 0
-        meet(context, built=finished > 0, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
+        meet(context, finished_step=finished, parent=self.parent, on_lost=report.lease_lost)
         report.context = context
         self.prefix.incarnation = context.generation.name
         report.hangs.begin(context, tell=self._tell)

@@ -41,11 +41,11 @@ MAIN = """
     from elastictrain.data.loader import Loader
     from samples import Samples
 
-    def loader(dataset, *, workers=2, first_step=0, last_step=12):
+    def loader(dataset, *, workers=2, first_step=0, last_step=12, pool=None):
         share = Share(global_batch=8, micro_batch=2, world_size=2, rank=1)
         planned = passes(
             first_step, last_step=last_step, share=share, num_samples=len(dataset), seed=0, shuffle=False)
-        return Loader(dataset, planned, workers=workers, prefetch=4)
+        return Loader(dataset, planned, workers=workers, prefetch=4, pool=pool)
 
     def children():
         import psutil
@@ -115,6 +115,32 @@ def test_the_same_batches_as_without_workers(script) -> None:
         """)
     )
     assert (out, error) == ("ok\n", "")
+
+
+def test_another_loader_continues_with_the_same_workers(script) -> None:  # type: ignore[no-untyped-def]
+    out, err = finish(
+        script("""
+        first = loader(Samples())
+        seen = [next(first) for _ in range(3)]
+        pool = first.release()
+        assert pool is not None
+        # What the first one had asked for must not be taken for what the second one asks for.
+        with loader(Samples(), first_step=2, pool=pool) as second:
+            rest = list(second)
+        assert {one.batch["x"][0, 1].item() for one in seen} == {one.batch["x"][0, 1].item() for one in rest}
+        assert [tuple(one.batch["x"][:, 0].tolist()) for one in rest] == [one.sample_ids for one in rest]
+        assert children() == []
+        # Workers that were killed are not handed on, not even where the reader waits for room and has not noticed.
+        third = loader(Samples())
+        next(third)
+        while len(third._ready) < 4:
+            time.sleep(0.01)
+        third._pool.kill()
+        assert third.release() is None
+        print("continued", len(rest))
+    """)
+    )
+    assert out.split() == ["continued", "20"], err
 
 
 def test_sigterm_to_the_whole_group_leaves_the_workers_alone(script) -> None:

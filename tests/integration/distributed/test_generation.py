@@ -370,7 +370,7 @@ def test_each_rank_knows_which_ranks_it_did_not_meet(
 
 
 def test_what_is_known_of_the_processes_of_a_generation() -> None:
-    new, survivor, standby = HERE, replace(HERE, pid=72, step=6, built=True), replace(HERE, pid=73, built=True)
+    new, survivor, standby = HERE, replace(HERE, pid=72, step=6), replace(HERE, pid=73)
     agreed = AgreedGeneration("000002-bb", (replace(new, pid=71), survivor, standby))
     assert (agreed.pids, agreed.newest_step, agreed.hosts_that_stayed) == ({"0": 71, "1": 72, "2": 73}, 6, {HERE.host})
     fresh = AgreedGeneration("000001-aa", (new, new))

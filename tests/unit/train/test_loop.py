@@ -53,7 +53,7 @@ from tests.unit.train.parts import FakeComparison, context_of
 
 BATCH = 4
 WALL_S = 1_700_000_000.0
-RANKS = (Introduction("here", 2, "gloo", "d", 71, 0), Introduction("here", 2, "gloo", "d", 72, 6, built=True))
+RANKS = (Introduction("here", 2, "gloo", "d", 71, 0), Introduction("here", 2, "gloo", "d", 72, 6))
 
 
 def config(

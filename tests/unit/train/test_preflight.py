@@ -86,7 +86,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
             config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
             identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1, launcher=launcher),
             generation=AgreedGeneration(
-                "000007-aa", tuple(Introduction(host, 1, "gloo", "d", built=host in stayed) for host in hosts)
+                "000007-aa", tuple(Introduction(host, 1, "gloo", "d", step=int(host in stayed)) for host in hosts)
             ),
             store=store,
             journal=SimpleNamespace(record=recorded.append),

@@ -142,8 +142,8 @@ class World:
         self.launcher = launcher
         self.calls: list[str] = []
         self.loops: list[FakeLoop] = []
-        self.meetings: list[tuple[int, bool, int]] = []
-        """Rank, whether the process has built its model, and the newest step that it has finished."""
+        self.meetings: list[tuple[int, int]] = []
+        """Rank, and the newest step that the process has finished."""
 
         self.built_upon: list[object] = []
         self.plan: list[Callable[[FakeLoop], None]] = []
@@ -187,9 +187,9 @@ class World:
     def _claim_memory(self, context: FakeContext) -> None:
         self.calls.append("claim memory")
 
-    def _meet(self, context: FakeContext, *, built: bool, finished_step: int, **_: object) -> None:
+    def _meet(self, context: FakeContext, *, finished_step: int, **_: object) -> None:
         context.check_attached()
-        self.meetings.append((context.identity.rank, built, finished_step))
+        self.meetings.append((context.identity.rank, finished_step))
         context.generation = SimpleNamespace(name="000001-aa")
 
     def _form_group(self, context: FakeContext) -> None:
@@ -263,7 +263,7 @@ class TestRecovery:
         launcher.say(Attach(environment(2)))
         assert world.worker.run(standby=False) == EXIT_OK
         assert world.heard() == [Introduced(), Attached(""), LEFT, Introduced(), Attached("")]
-        assert world.meetings == [(1, False, 0), (1, True, 6)]
+        assert world.meetings == [(1, 0), (1, 6)]
         first, second = cast(list[Any], world.built_upon)
         assert (first, second.wrapped) == (None, "model 1")
         # Nothing that needs no other rank is done twice.
@@ -315,7 +315,7 @@ class TestRecovery:
         world.plan = [*[fails(TransportError("reset"))] * 5, trains]
         launcher.say(*(Attach(environment(number)) for number in range(2, 7)))
         assert world.worker.run(standby=False) == EXIT_OK
-        assert [built for _, built, _ in world.meetings] == [False, *[True] * 5]
+        assert [step > 0 for _, step in world.meetings] == [False, *[True] * 5]
 
     def test_a_generation_that_has_ended_before_it_begins_costs_no_time(self, world: World, launcher: Launcher) -> None:
         """The launcher kills a worker that has not left after a few seconds."""
@@ -376,7 +376,7 @@ class TestStandby:
         say_later(launcher, Attach(environment(2, rank=0)))
         assert world.worker.run(standby=True) == EXIT_OK
         assert world.heard() == [Detached(EXIT_OK, built=True), Introduced(), Attached("")]
-        assert world.meetings == [(0, False, 0)], "no part of an earlier generation"
+        assert world.meetings == [(0, 0)], "no part of an earlier generation"
         (before,) = cast(list[Any], world.built_upon)
         assert before.wrapped == "prepared"
         assert world.calls.count("check alone") == 1
