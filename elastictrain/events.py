@@ -262,8 +262,8 @@ class Stop(Event, tag="stop", frozen=True):
     exit_code: int
     seconds: float
     saved: str
-    """Safest place of `saved_step` by then: `storage`, `peer`, `memory` or `nothing`. Savers continue to write what is in
-    memory while their hosts live."""
+    """Safest place of `saved_step` by then: `storage`, `handover`, `peer`, `memory` or `nothing`. Savers continue to
+    write what is in memory while their hosts live; `handover`: hosts that take part in the next generation have it."""
     saved_step: int
 
 

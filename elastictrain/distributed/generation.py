@@ -48,6 +48,7 @@ class Introduction:
     digest: str  # of configuration and data: ranks that differ must not train together
     pid: int = 0
     step: int = 0  # the newest step that the process finished in an earlier generation; 0: none, or it is a new process
+    planned: bool = False  # whether it has the variables that an earlier preflight of its host has set for NCCL and gloo
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class AgreedGeneration:
     def hosts_that_stayed(self) -> frozenset[str]:
         """Hosts with a process that finished a step in an earlier generation."""
         return frozenset(introduction.host for introduction in self.ranks if introduction.step)
+
+    @property
+    def planned_hosts(self) -> frozenset[str]:
+        """Hosts where an earlier preflight has set the variables for NCCL and gloo."""
+        return frozenset(introduction.host for introduction in self.ranks if introduction.planned)
 
     @property
     def newest_step(self) -> int:

@@ -1,6 +1,9 @@
 """The process group of one generation: made over a fresh prefix, with two-phase timeouts, and ended cleanly."""
 
 import logging
+import os
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _NCCL_MARGIN_S = 10.0
 _CONNECT_MARGIN_S = 30.0
+_PROBE_S, _REFUSED_PAUSE_S = 1.0, 0.01
 FAKE = "fake"  # torch's name for a group without communication
 
 
@@ -39,6 +43,7 @@ def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
     that the caller's bound reports first."""
     if not identity.launched:
         return dist.HashStore()
+    _await_listener(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), limit_s=timeout_s)
     try:
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s + _CONNECT_MARGIN_S))))[0]
     except (RuntimeError, ValueError) as error:
@@ -46,6 +51,21 @@ def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
             f"cannot reach the rendezvous store that torchrun named (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
     return store
+
+
+def _await_listener(host: str, port: str, *, limit_s: float) -> None:
+    """Wait until the store accepts connections: torch's client sleeps for a second after each refusal. Other errors are left to
+    that client."""
+    until_s = time.monotonic() + limit_s
+    while port.isdecimal() and time.monotonic() < until_s:
+        try:
+            socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+        except ConnectionRefusedError:
+            time.sleep(_REFUSED_PAUSE_S)
+        except OSError:
+            return
+        else:
+            return
 
 
 def make_group(
@@ -109,9 +129,14 @@ def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
     return timedelta(seconds=timeout_s + (_NCCL_MARGIN_S if backend == "nccl" else 0.0))
 
 
-def leave(group: Group) -> None:
-    """Wait until no rank needs another one, then destroy the group. Collective: yes."""
+def await_all(group: Group) -> None:
+    """Wait until no rank needs another one. Collective: yes."""
     dist.barrier(group=group.control)
     if group.backend == "nccl":
         torch.cuda.synchronize()
+
+
+def leave(group: Group) -> None:
+    """Wait until no rank needs another one, then destroy the group. Collective: yes."""
+    await_all(group)
     dist.destroy_process_group()

@@ -25,6 +25,7 @@ class StopNote:
 
     reason: Annotated[str, msgspec.Meta(min_length=1)]
     deadline: float | None = None
+    host_stays: bool = False  # this host takes part in a later generation: what its memory holds is safe there
 
 
 def write_stop_note(path: str, note: StopNote) -> None:
@@ -61,6 +62,7 @@ class StopRequest:
     reason: str
     since_s: float
     deadline_s: float | None = None  # when this process will be ended, whatever it does then; None if unknown
+    host_stays: bool = False  # as in `StopNote`
 
 
 def after_signal(
@@ -69,12 +71,17 @@ def after_signal(
     """The request after a signal. `now_s` and `now` are the same moment, monotonic and in unix seconds.
 
     The first reason stays, and a note can only bring its deadline forward. A past deadline is ignored: it is left over from an
-    earlier stop, or makes no difference any more.
+    earlier stop, or makes no difference any more. The last note decides whether the host stays.
     """
+    host_stays = note is not None and note.host_stays
     noted_s = now_s + note.deadline - now if note is not None and note.deadline is not None and note.deadline > now else None
     if request is None:
         alone_s = None if notice_s is None else now_s + notice_s
-        return StopRequest(note.reason if note is not None else name, now_s, alone_s if noted_s is None else noted_s)
+        return StopRequest(
+            note.reason if note is not None else name, now_s, alone_s if noted_s is None else noted_s, host_stays
+        )
+    if request.host_stays != host_stays:
+        request = replace(request, host_stays=host_stays)
     return brought_forward(request, noted_s)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastictrain import errors
 from elastictrain.fault.reasons import Reason
-from elastictrain.fault.stop import StopNote, write_stop_note
+from elastictrain.fault.stop import StopNote, StopRequest, write_stop_note
 from elastictrain.launch.membership.messages import listed
 from elastictrain.launch.membership.records import End, EndKind, Generation
 from elastictrain.launch.rank_variables import STOP_NAME
@@ -44,6 +44,7 @@ class Attempt:
     attached_by_s: float = inf  # by when their groups must be made
     begun: bool = False  # whether a worker of this host has reported its first step
     asked: End | None = None  # why this host ends it, None while it does not; another host's end if that came first
+    host_stays: bool = False  # whether this host takes part in a later generation, as its workers were told
     asked_s: float = inf
     detach_s: float = inf  # when to have the workers detach
     ask_s: float = inf  # next SIGTERM to the workers: some may not have existed at the last one
@@ -88,16 +89,18 @@ class Attempt:
             self.broken_off, self.broken_at, self.detach_s = True, time.time(), now_s
             self.kill_s = min(self.kill_s, now_s + _DETACHED_S)
 
-    def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, deadline_s: float | None) -> bool:
-        """End the generation here; returns whether this is the first request.
-        `stop_limit_s` limits an orderly end; `deadline_s` is when this host is taken away, None if it is not."""
+    def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, request: StopRequest | None) -> bool:
+        """End the generation here; returns whether this is the first request. `stop_limit_s` limits an orderly end; `request`:
+        that to this host, None if it stays."""
+        deadline_s = request.deadline_s if request is not None else None
+        stayed, self.host_stays = self.host_stays, request is None
         if at_once:
             # Also during an orderly end: without the group it cannot complete.
             self.break_off(now_s=now_s)
         if self.asked is not None:
-            if deadline_s is not None and deadline_s < self.kill_s:
+            if stayed != self.host_stays or (deadline_s is not None and deadline_s < self.kill_s):
                 # The host is taken away, or sooner than announced: an end for another reason gets less time.
-                self.kill_s = deadline_s
+                self.kill_s = min(self.kill_s, deadline_s if deadline_s is not None else inf)
                 self._write_stop_note(self.asked, now_s=now_s)
             return False
         self.asked, self.asked_s = end, now_s
@@ -116,7 +119,8 @@ class Attempt:
         try:
             # Cleaners delete old temporary folders, and a generation may last for weeks.
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_stop_note(str(self.folder / STOP_NAME), StopNote(reason, time.time() + self.kill_s - now_s))
+            note = StopNote(reason, time.time() + self.kill_s - now_s, self.host_stays)
+            write_stop_note(str(self.folder / STOP_NAME), note)
         except OSError as error:
             # SIGTERM alone makes them save, too.
             logger.warning("the workers cannot be told why they are stopped: %s", error)

@@ -22,12 +22,16 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.fault.exits import WaitNotice, describe_process
+from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.membership.records import Wait
 from elastictrain.storage.store import Store
 
 _LISTING_S = 5.0
 _CONNECT_S = 2.0
 _TURN_S = 0.1
+_WORTH_SAYING_S = 1.5  # shorter waits are not printed
+_EXIT_MESSAGE_S = 1.0
+_EXIT_MESSAGE_SHARE = 0.25  # share of the time before a deadline that is kept to print what is saved
 
 
 def committed_step(store: Store) -> int | None:
@@ -60,6 +64,7 @@ class FinalSave:
     committed_step: int | None  # of `committed_step()`
     unsaved_step: int = 0  # a newer step that only host memory has; 0 if there is none
     saver: int = 0  # pid of the saver that still writes it; 0 if none does
+    handed_over: int = 0  # the step that other hosts, which continue, have in memory; 0 if none
 
 
 class SaverConnection:
@@ -99,6 +104,16 @@ def ask_to_flush(config: RunConfig) -> SaverConnection | None:
     return None if connection is None else SaverConnection(connection)
 
 
+def final_save_until_s(request: StopRequest | None, *, now_s: float, notice_s: float) -> float:
+    """How long to wait for a final save. `notice_s`: for how long if nobody has asked this host to leave."""
+    if request is None:
+        return now_s + notice_s
+    if request.deadline_s is None:
+        # This host is not being taken away, and the saver continues.
+        return now_s
+    return request.deadline_s - min(_EXIT_MESSAGE_S, _EXIT_MESSAGE_SHARE * max(0.0, request.deadline_s - now_s))
+
+
 def await_final_save(
     wanted_step: int,
     *,
@@ -134,9 +149,26 @@ def await_final_save(
     return FinalSave(committed, wanted_step, saver.pid if writes else 0)
 
 
-def waiting_message(wait: Wait, *, now_s: float) -> str:
-    limit = "" if wait.until_s is None else f", for {max(0.0, wait.until_s - now_s):.0f} s at most"
-    return f"waiting for {wait.for_what}{limit}"
+@dataclass(slots=True)
+class WaitingMessages:
+    """Prints what a launcher waits for, once it takes long."""
+
+    print_line: Callable[[str], None]
+    _said: str = ""
+    _waits_for: str = ""
+    _since_s: float = 0.0
+
+    def show(self, wait: Wait, *, now_s: float) -> None:
+        if wait.for_what != self._waits_for:
+            self._waits_for, self._since_s = wait.for_what, now_s
+        if wait.for_what and wait.for_what != self._said and now_s - self._since_s >= _WORTH_SAYING_S:
+            self._said = wait.for_what
+            limit = "" if wait.until_s is None else f", for {max(0.0, wait.until_s - now_s):.0f} s at most"
+            self.print_line(f"waiting for {wait.for_what}{limit}")
+
+    def forget(self) -> None:
+        """The same wait is printed again."""
+        self._said = ""
 
 
 def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> str:
@@ -148,6 +180,8 @@ def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> s
         saved = f"step {final.committed_step} is saved in {run_dir}"
     else:
         saved = f"{run_dir} holds no step to continue from"
+    if final.handed_over > (final.committed_step or 0):
+        saved += f"; step {final.handed_over} is in the memory of the other hosts, which continue"
     if final.unsaved_step:
         how = "nobody writes it to storage"
         if final.saver:

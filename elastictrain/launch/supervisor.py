@@ -13,12 +13,20 @@ from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.fault.reasons import read_begun, read_noted_step, read_reasons
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.attempt import Attempt, judge_end, what_died
-from elastictrain.launch.final_save import FinalSave, SaverConnection, await_final_save, exit_message, waiting_message
+from elastictrain.launch.final_save import (
+    FinalSave,
+    SaverConnection,
+    WaitingMessages,
+    await_final_save,
+    exit_message,
+    final_save_until_s,
+)
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.messages import headline, listed
 from elastictrain.launch.membership.observation import ClusterState
+from elastictrain.launch.membership.proposal import likely_generation
 from elastictrain.launch.membership.records import (
     Create,
     Decision,
@@ -45,9 +53,6 @@ _TURN_S = 0.1
 _BRIEF_TURN_S = 0.02
 _HURRIED_S = 10.0  # turns are brief for so long after an end: each makes the next start earlier
 _ASK_EVERY_S = 1.0
-_WORTH_SAYING_S = 1.5  # shorter waits are not printed
-_EXIT_MESSAGE_S = 1.0
-_EXIT_MESSAGE_SHARE = 0.25  # share of the time before a deadline that is kept to print what is saved
 _LEAVING_LIMIT_S = 10.0  # limit for writing the launcher's last records to storage
 
 
@@ -83,9 +88,9 @@ class Supervisor:
         self._reached_last_step = False
         self._restart_cost_s = 0.0
         self._known_step = 0  # newest committed step seen; it never decreases, even if storage does not answer
-        self._stopped_step, self._unforked = 0, ""
-        self._said = self._waits_for = ""
-        self._waits_since_s = 0.0
+        self._stopped_step, self._handed_over, self._unforked = 0, False, ""
+        self._waiting = WaitingMessages(self.print_line)
+        self._prepared_for = 0  # the newest generation beside which workers were prepared
         self._retry_s = float("inf")
         self._hurried_until_s = self._began_s + _HURRIED_S
 
@@ -148,7 +153,9 @@ class Supervisor:
             case LeaveOut(number, reason):
                 self._leave_out(reason, ended=number)
             case Wait():
-                self._wait(decision)
+                if self._attempt is None:
+                    self._prepare_to_join()
+                self._waiting.show(decision, now_s=self.clock())
             case _:
                 pass
 
@@ -159,13 +166,12 @@ class Supervisor:
         self.registry.update(HostState.BUSY)
         self.registry.attentive = generation.members[0].host == self.registry.record.host
         self.heartbeat.follow(generation)
-        self._said = ""
+        self._waiting.forget()
         names = tuple(member.name for member in generation.members)
         because = f", because {headline(generation.reason)}" if generation.reason else ""
         self.print_line(f"generation {generation.number}: {generation.world_size} worker(s) on {listed(names)}{because}")
-        event = GenerationBegun(
-            hosts=names, world_size=generation.world_size, reason=generation.reason, pause_s=generation.pause_s
-        )
+        size, pause_s = generation.world_size, generation.pause_s
+        event = GenerationBegun(hosts=names, world_size=size, reason=generation.reason, pause_s=pause_s)
         self.recorder.record(generation.number, event)
 
     def _start(self, attempt: Attempt) -> None:
@@ -195,8 +201,7 @@ class Supervisor:
     def _finish(self, attempt: Attempt, end: End, *, at_once: bool) -> None:
         """End this host's part of the generation, and publish the end if it is this host's own."""
         request, now_s = self.stop_request(), self.clock()
-        deadline_s = request.deadline_s if request is not None else None
-        if attempt.finish(end, at_once=at_once, now_s=now_s, stop_limit_s=self._stop_limit_s, deadline_s=deadline_s):
+        if attempt.finish(end, at_once=at_once, now_s=now_s, stop_limit_s=self._stop_limit_s, request=request):
             self._hurried_until_s = now_s + _HURRIED_S
             if end.host == self.registry.record.host:
                 self.registry.post(end)
@@ -238,6 +243,7 @@ class Supervisor:
         self._known_step = max(self._known_step, *known)
         attempt.codes, attempt.step, reasons = ended.codes, ended.step, read_reasons(str(attempt.folder))
         self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
+        self._handed_over = not attempt.host_stays and any(one.handed_over for one in reasons)
         host = self.registry.record.host
         end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=self._known_step)
         # An end that was requested explains how workers end, unless they had reached the last step already.
@@ -271,8 +277,17 @@ class Supervisor:
             self.registry.update(HostState.READY, ended=number, master_port=free_port(), committed_step=self._known_step)
         self.heartbeat.send_end(self.registry.record)
 
-    def _keep_standbys(self, attempt: Attempt) -> None:
-        generation, host = attempt.generation, self.registry.record.host
+    def _prepare_to_join(self) -> None:
+        """Beside a generation without this host: prepare workers for the place that it would get."""
+        me = self.registry.record
+        likely = likely_generation(self.registry.known.newest, me, self.config.launch)
+        if likely is not None and likely.number != self._prepared_for:
+            self._prepared_for = likely.number
+            self._keep_standbys(likely, auto=me.processes)
+
+    def _keep_standbys(self, generation: Generation, *, auto: int) -> None:
+        """Have standbys for the ranks that this host has in `generation`, `auto` of them if the configuration does not say."""
+        host = self.registry.record.host
         # What a standby reports is no reason of this generation.
         folder = self.folder / "standbys"
         try:
@@ -282,9 +297,8 @@ class Supervisor:
             return
         environments = plan_workers(generation, host, folder=str(folder), pid=os.getpid(), restarted=True)
         wanted = self.config.launch.standbys
-        # With GPUs, memory there is what training needs.
-        number = int(not self.uses_gpus) if wanted == "auto" else wanted
-        self.workers.keep_standbys(self.run_arguments, environments[:number], any_rank=not self.uses_gpus)
+        chosen = environments[: auto if wanted == "auto" else wanted]
+        self.workers.keep_standbys(self.run_arguments, chosen, any_rank=not self.uses_gpus)
 
     def _leave_out(self, reason: str, *, ended: int) -> None:
         self.workers.release()
@@ -298,12 +312,12 @@ class Supervisor:
         if attempt.begun or read_begun(str(attempt.folder)) is None:
             return
         attempt.begun, self._recovery = True, None
-        self._keep_standbys(attempt)
+        # With GPUs, memory there is what training needs.
+        self._keep_standbys(attempt.generation, auto=int(not self.uses_gpus))
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
-        unforked = self.workers.unforked
         # Once: slow restarts are no reason not to train.
-        if unforked and unforked != self._unforked:
+        if (unforked := self.workers.unforked) and unforked != self._unforked:
             self._unforked = unforked
             self.print_line(f"each restart imports torch anew, which takes seconds longer: {unforked}")
             self.recorder.record(attempt.generation.number, WorkersNotForked(reason=unforked))
@@ -353,14 +367,6 @@ class Supervisor:
             self.registry.update(HostState.READY, master_port=free_port())
         return None
 
-    def _wait(self, decision: Wait) -> None:
-        now_s = self.clock()
-        if decision.for_what != self._waits_for:
-            self._waits_for, self._waits_since_s = decision.for_what, now_s
-        if decision.for_what and decision.for_what != self._said and now_s - self._waits_since_s >= _WORTH_SAYING_S:
-            self._said = decision.for_what
-            self.print_line(waiting_message(decision, now_s=now_s))
-
     def _leave(self, code: int, reason: str) -> int:
         self.workers.close()
         newest = self.registry.known.newest
@@ -380,18 +386,12 @@ class Supervisor:
 
     def _final_save(self) -> FinalSave:
         """Have the saver write what only memory has: in a container every process ends with this one, the saver too."""
-        request, now_s = self.stop_request(), self.clock()
-        if request is None:
-            until_s = now_s + self.config.fault.notice_s
-        elif request.deadline_s is None:
-            # This host is not being taken away, and the saver continues.
-            until_s = now_s
-        else:
-            left_s = max(0.0, request.deadline_s - now_s)
-            until_s = request.deadline_s - min(_EXIT_MESSAGE_S, _EXIT_MESSAGE_SHARE * left_s)
+        if self._handed_over:
+            return FinalSave(self.committed_step(), handed_over=self._stopped_step)
+        request, notice_s = self.stop_request(), self.config.fault.notice_s
         return await_final_save(
             max(self._stopped_step, self.remembered_step()),
-            until_s=until_s,
+            until_s=final_save_until_s(request, now_s=self.clock(), notice_s=notice_s),
             committed_step=self.committed_step,
             ask=self.ask_to_flush,
             print_line=self.print_line,

@@ -23,7 +23,6 @@ from elastictrain.launch.worker_process import WorkerProcess, outlives, with_chi
 
 logger = logging.getLogger(__name__)
 
-
 # Unbuffered (-u), because its forks print as workers do.
 _SERVER = (sys.executable, "-u", "-m", "elastictrain.launch.fork_server")
 
@@ -79,6 +78,7 @@ class WorkerGroup:
         self._attaching: list[WorkerProcess] = []  # chosen workers that have not been told yet
         self._wakes, self._woken = socket.socketpair()
         self.unforked = ""  # why the running workers are no forks; empty if they are
+        self._transport = ""  # variables for NCCL and gloo that a preflight has set on this host, for new workers
         self._released: set[Process] = set()  # those of `_leaving` that nobody has seen to end
         self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
 
@@ -126,13 +126,12 @@ class WorkerGroup:
         self.release([one for one in self.waiting if one not in chosen.values()])
         previous_workers = {PREVIOUS_WORKERS: encode(self._still_there())}
         places = [{**environment, **previous_workers} for environment in environments]
-        transport = next((one.transport for one in chosen.values() if one.transport), "")
-        new = [{**transport_variables(transport), **place} for rank, place in enumerate(places) if rank not in chosen]
+        new = [{**transport_variables(self._transport), **place} for rank, place in enumerate(places) if rank not in chosen]
         forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
         members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
         self._run = _Run(self._order, members, reused=all(one.built for one in members))
         for rank, one in chosen.items():
-            one.choose({**transport_variables(transport), **places[rank]})
+            one.choose({**transport_variables(self._transport), **places[rank]})
         # Once the fork server has made the store of the new generation.
         self._attaching = [*chosen.values()]
         self.unforked = ""
@@ -140,10 +139,10 @@ class WorkerGroup:
     def keep_standbys(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, any_rank: bool) -> None:
         """Have a worker prepared for each of `environments` beside the present generation, unless there is one. `any_rank`:
         each can have any rank of this host, and not only the local rank of its environment, with its device."""
+        self.prepare()
         there = [one.local_rank for one in self._workers if one.standby and one.code is None]
         missing = environments[len(there) :] if any_rank else [one for one in environments if one["LOCAL_RANK"] not in there]
-        variables = [{**environment, STANDBY_VARIABLE: "1"} for environment in missing]
-        if variables:
+        if variables := [{**environment, STANDBY_VARIABLE: "1"} for environment in missing]:
             for one in self._send_order(arguments, variables, folder=variables[0].get(FOLDER, ""), store_port=None):
                 one.standby, one.any_rank = True, any_rank
 
@@ -207,9 +206,10 @@ class WorkerGroup:
         could be saved."""
         idle = [one for one in self._workers if one.code is None and (one.standby or one in self.waiting)]
         chosen = idle if workers is None else workers
+        if workers is None:
+            self._transport = ""
         if not chosen:
-            # A look at all processes of the host would delay the next generation.
-            return
+            return  # a look at all processes of the host would delay the next generation
         for one in with_children([one.process for one in chosen if one.process is not None]):
             if not outlives(one):
                 if (known := identify(one.pid)) is not None:
@@ -383,6 +383,7 @@ class WorkerGroup:
                 self._clock() - run.killed_s,
                 ", ".join(map(str, left)),
             )
+        self._transport = next((one.transport for one in run.workers if one.transport), "")
         self._run, self._attaching = None, []
         for one in [one for one in run.workers if one.waiting is None]:
             one.close()

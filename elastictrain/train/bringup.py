@@ -23,6 +23,7 @@ from elastictrain.lease.chain import Chain, LeaseClaim, StartRecord, Starts
 from elastictrain.lease.holder import Lease, Waiting, take
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
@@ -129,7 +130,15 @@ def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Ca
     generation = context.generation = agree(
         rendezvous,
         identity,
-        Introduction(identity.host, identity.local_world_size, context.backend, digest, os.getpid(), finished_step),
+        Introduction(
+            identity.host,
+            identity.local_world_size,
+            context.backend,
+            digest,
+            os.getpid(),
+            finished_step,
+            planned=OWN_VARIABLES in os.environ,
+        ),
         number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
         # The rank names the missing ranks while the store still answers.
         timeout_s=rendezvous.left_s - margin_s,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
-from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT
+from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.events import Failure, Stop
 from elastictrain.fault.exits import limit_the_end
 from elastictrain.fault.reasons import (
@@ -57,9 +57,10 @@ class ExitReport:
         """Report a run that is complete, or that was stopped and has saved what it could."""
         step, reached, request = loop.state.step, loop.reached, self.stop_request()
         # The launcher is informed before anything is closed: slow storage may keep this process from returning.
-        self._tell_launcher(ExitClassification(code, reason, False), step=reached.step if reached.tier != "nothing" else 0)
-        if code == EXIT_STOPPED and request is not None and request.deadline_s is not None:
-            # The rest of the work is not worth a kill.
+        safe = reached.step if reached.tier != "nothing" else 0
+        self._tell_launcher(ExitClassification(code, reason, False), step=safe, handed_over=reached.tier == "handover")
+        if self.identity.launcher is None and code == EXIT_STOPPED and request is not None and request.deadline_s is not None:
+            # The rest of the work is not worth a kill. A launcher ends its own workers at the deadline.
             left_s = min(self.config.fault.shutdown_grace_s, request.deadline_s - time.monotonic())
             limit_the_end(max(_LEAST_END_S, left_s), exit_code=EXIT_STOPPED)
         if self.identity.is_log_rank:
@@ -73,10 +74,6 @@ class ExitReport:
             loop.observer.print_line(
                 f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there"
             )
-        loop.close(finished=code == EXIT_OK)
-        context.heartbeats.close()
-        # Closed only after the last collective of the ranks, which may fail and must be recorded then.
-        context.journal.flush()
 
     def failed(self, error: BaseException, *, bounded: Callable[[], None] = lambda: None) -> int:
         """Report an exception; returns the exit code. Calls `bounded` once the report has a limit that keeps this code."""
@@ -201,10 +198,10 @@ class ExitReport:
         limit_the_end(self.config.fault.shutdown_grace_s, exit_code=exit_code)
         self.hangs.announce_ending()
 
-    def _tell_launcher(self, what: ExitClassification, *, step: int) -> None:
+    def _tell_launcher(self, what: ExitClassification, *, step: int, handed_over: bool = False) -> None:
         launcher, rank, phase = self.identity.launcher, self.identity.rank, str(self.tracker.mark.phase)
         if launcher is not None:
-            reason = Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing)
+            reason = Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing, handed_over=handed_over)
             leave_reason(launcher.folder, reason)
 
     def _is_reporter(self, what: ExitClassification) -> bool:

@@ -175,9 +175,9 @@ class RunPreflight:
             return Chosen(Level(wanted), f"preflight={wanted}")
         if self._identity.is_log_rank:
             plan = launcher.recovery if launcher is not None else None
-            # Only a process that stayed has the variables that the transport plan of its host has set, and hands them on.
-            stayed = self._context.generation.hosts_that_stayed >= set(self._layout.hosts)
-            if plan is not None and plan.rung == "in_place" and stayed:
+            # Launchers hand the variables that a preflight has set on to new processes.
+            planned = self._context.generation.planned_hosts >= set(self._layout.hosts)
+            if plan is not None and plan.rung == "in_place" and planned:
                 chosen = Chosen(Level.GROUP, "the hosts are the same, and a process was replaced in place")
             elif wanted != "auto":
                 chosen = Chosen(Level(wanted), f"preflight={wanted}")

@@ -19,7 +19,7 @@ from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.state import JsonState, TrainState
 from elastictrain.train.step import SaveReason, StepFlags
 
-Tier = Literal["storage", "peer", "memory", "nothing"]
+Tier = Literal["storage", "handover", "peer", "memory", "nothing"]
 
 _LEAST_COPY_S = 5.0  # a snapshot in host memory takes 1 s at most; it is tried however late: the kill may be late, too
 
@@ -41,6 +41,8 @@ class SaveStatus:
     unsent: bool = False  # whether replicas failed to arrive
     saved: bool = False  # whether the saver has committed the step; only rank 0 sets it
     error: str = ""  # why the save fails
+    stays: bool = False  # whether its host takes part in the next generation
+    keeps: tuple[int, ...] = ()  # ranks whose replicas its host keeps
     busy: tuple[bool, ...] = ()
     torn: tuple[bool, ...] = ()  # of its slots, as in `StepFlags`
 
@@ -65,16 +67,26 @@ class LeaveDecision:
 
 def judge(told: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | None:
     """Decide from the statuses of one round whether the wait is over; None if not. `replicating`: whether replicas of the step
-    were requested. Ranks wait for storage as long as there is time; replicas count only when there is none."""
+    were requested. Ranks wait for storage as long as there is time, unless hosts that stay have the whole step in memory."""
     left = least([one.left_s for one in told])
     limited = left is not None
     if any(one.saved for one in told):
         return LeaveDecision("storage", limited)
     tier: Tier = "peer" if replicating and not any(one.sending or one.unsent for one in told) else "memory"
+    if is_handed_over(told, replicated=tier == "peer"):
+        return LeaveDecision("handover", limited)
     if left is not None and left <= 0:
         return LeaveDecision(tier, limited)
     error = next((one.error for one in told if one.error), "")
     return LeaveDecision(tier, limited, error) if error else None
+
+
+def is_handed_over(told: Sequence[SaveStatus], *, replicated: bool) -> bool:
+    """Whether the hosts that take part in the next generation have the snapshots of all ranks."""
+    there = {rank for rank, one in enumerate(told) if one.stays}
+    if there and replicated:
+        there |= {rank for one in told if one.stays for rank in one.keeps}
+    return len(there) == len(told)
 
 
 def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) -> str:
@@ -85,6 +97,7 @@ def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) 
     memory = f"storage was not reached in time, and is still written to as long as {they_live}, for up to {KEPT_S / 3600:g} h"
     places = {
         "storage": f"saved in {run_dir}",
+        "handover": "in the memory of the hosts that continue",
         "peer": f"only in the memory of {hosts}, but twice: {memory}",
         "memory": f"only in the memory of {hosts}: {memory}",
     }

@@ -229,7 +229,7 @@ def make_saving(
     )
     # Remotely each snapshot sends the records of its steps: one more object for each log.
     pause_s = 0.0 if isinstance(context.store, LocalStore) else _REMOTE_PAUSE_S
-    return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s)
+    return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s, keeps=memory.kept)
 
 
 def _facts(context: TrainContext, *, run: str, layout: str) -> SnapshotFacts:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import from_first, gather_records
-from elastictrain.checkpoint.memory.cadence import FIRST, RARE, Cadence
+from elastictrain.checkpoint.memory.cadence import FIRST, RARE, Cadence, spread_interval
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.final_save import KEPT_S
@@ -27,8 +27,7 @@ from elastictrain.train.saving import (
 )
 from elastictrain.train.step import SaveReason, StepFlags
 
-_PAUSE_S = 0.02
-_ROUND_S = 0.1
+_PAUSE_S, _ROUND_S = 0.02, 0.1
 _SHARE = 0.9  # of the limit of a phase: waits inside it end before the watchdog ends the process
 _NOW = 1 << 62  # newer than any step: while training waits, every status holds for all steps
 
@@ -44,14 +43,15 @@ class SnapshotSaving:
         link: SaverLink,
         *,
         pause_s: float = 0.0,
+        keeps: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pause_s`: least time between snapshots whose interval is learned."""
+        """`pause_s`: least time between snapshots whose interval is learned; `keeps`: ranks whose replicas this host keeps."""
         self._synchronous = synchronous
         self._context = synchronous.context
         self._snapshots = snapshots
         self._link = link
-        self._clock = clock
+        self._keeps, self._clock = keeps, clock
         self._first = self._context.identity.rank == 0
         self._group = self._context.group.control
         self._options = self._context.config.checkpoint
@@ -74,9 +74,7 @@ class SnapshotSaving:
         self._durable_reason: SaveReason | None = None
         self._saved_step = -1  # newest step that the saver has committed; only rank 0 has it
         self._first_begun: int | None = None
-        self._none_had = False
-        self._dropped_old = False
-        self._fallen_back = False
+        self._none_had = self._dropped_old = self._fallen_back = False
 
     @property
     def requires_finished_step(self) -> bool:
@@ -123,7 +121,7 @@ class SnapshotSaving:
         if self._rounds is not None:
             self._rounds.update(step, sending=flags.sending, failed=flags.unsent)
         if self._cadence is not None:
-            self._interval = self._spread(flags.snapshot_interval or self._interval, unsaved=flags.unsaved)
+            self._interval = self._spread(flags.snapshot_interval or self._interval, step=step, unsaved=flags.unsaved)
         self._failed_saves = flags.failed_saves
         if self._failed_saves >= self._options.max_failed_saves:
             error = from_first(lambda: self._last_error, group=self._group)
@@ -237,12 +235,14 @@ class SnapshotSaving:
             return self._newest_begun is not None and step - self._newest_begun >= self._interval
         return self._interval > 0 and step % self._interval == 0
 
-    def _spread(self, interval: int, *, unsaved: bool) -> int:
+    def _spread(self, interval: int, *, step: int, unsaved: bool) -> int:
         """The interval, longer while a save or replicas leave one slot to overwrite: during each copy into it only an older
         snapshot is whole."""
         protected = self._rounds.protected if self._rounds is not None else ()
-        held = {self._durable_step if unsaved else None, *protected} - {None}
-        return interval if len(self._snapshots.steps) - len(held) > 1 else max(interval, RARE)
+        held = [one for one in {self._durable_step if unsaved else None, *protected} if one is not None]
+        if len(self._snapshots.steps) - len(held) > 1:
+            return interval
+        return max(interval, spread_interval(max(0, step - max(held))) if held else RARE)
 
     def _is_ours(self, step: int | None) -> bool:
         """Whether the snapshot of this step is one that this generation has begun."""
@@ -304,7 +304,7 @@ class SnapshotSaving:
     def _wait_until_safe(self, step: int, *, deadline_s: float) -> LeaveDecision:
         """Wait until the step, of which all ranks have a whole snapshot, is in storage, its save has failed, or the run must
         end. In a run that must end, the step is sent to other hosts as well. `deadline_s`: monotonic. Collective: yes."""
-        replicating = False
+        replicating, what = False, f"to write step {step} from host memory to storage"
         notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
             told = gather_records(self._save_status(step, deadline_s=deadline_s), group=self._group)
@@ -318,7 +318,7 @@ class SnapshotSaving:
                 replicating = True
             if self._first:
                 until_s = deadline_s if left_s is None else min(deadline_s, self._clock() + left_s)
-                notice.tell(lambda: f"{self._saver()} to write step {step} from host memory to storage", until_s=until_s)
+                notice.tell(lambda: f"the saver ({describe_process(self._link.pid)}) {what}", until_s=until_s)
                 self._link.wait_for_news(_ROUND_S)
 
     def _save_status(self, step: int, *, deadline_s: float) -> SaveStatus:
@@ -337,7 +337,8 @@ class SnapshotSaving:
                 self._synchronous.record_failure(failure.step, error=failure.error, in_a_row=self._failed_saves + 1)
             if not saved and not error and self._clock() >= deadline_s:
                 error = f"it was not durable within {self._save_timeout_s:g} s"
-        return SaveStatus(self._context.left_s(), sending, unsent, saved, error)
+        stays = (request := self._context.stop_request()) is not None and request.host_stays
+        return SaveStatus(self._context.left_s(), sending, unsent, saved, error, stays, self._keeps)
 
     def _wait_for_slot(self) -> int | Reached | None:
         """The slot for a snapshot that must be taken now; at the deadline, what the run has reached; None where no more
@@ -368,11 +369,8 @@ class SnapshotSaving:
                     return Reached(max(0, self._saved_step), "storage" if self._saved_step >= 0 else "nothing")
                 return Reached(in_memory, "storage" if self._saved_step >= in_memory else "memory")
             if self._first:
-                notice.tell(lambda: f"{self._saver()} to free host memory", until_s=deadline_s)
+                notice.tell(lambda: f"the saver ({describe_process(self._link.pid)}) to free host memory", until_s=deadline_s)
             time.sleep(_PAUSE_S)
-
-    def _saver(self) -> str:
-        return f"the saver ({describe_process(self._link.pid)})"
 
     def _check_failures(self, cause: Exception, *, kept_step: int | None) -> None:
         """`kept_step`: the newest step that is whole in host memory. Raises: SavesFailingError."""

@@ -14,7 +14,7 @@ import torch
 
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
-from elastictrain.distributed.group import leave
+from elastictrain.distributed.group import await_all, leave
 from elastictrain.distributed.reattach import detach, forget_step
 from elastictrain.errors import (
     EXIT_BUG,
@@ -141,7 +141,9 @@ class Worker:
             return code
         while True:
             try:
-                return self._take_part()
+                exit_code = self._take_part()
+                if exit_code == EXIT_OK or self.channel is None:
+                    return exit_code
             except Exception as error:
                 if self.checked is None or not self._may_wait(error):
                     raise
@@ -171,7 +173,8 @@ class Worker:
         )
 
     def _take_part(self) -> int:
-        """Take part in a generation; returns the exit code if the run ends in order."""
+        """Take part in a generation to its orderly end; returns the exit code. After a stop under a launcher this process has
+        left its groups, and can wait for a rank."""
         report, identity = self.report, self.identity
         context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone()
         if self.built is None:
@@ -202,10 +205,32 @@ class Worker:
             code, reason = EXIT_STOPPED, str(error)
         self.tracker.set_phase(Phase.END, step=loop.state.step)
         report.in_order(context, loop, code=code, reason=reason)
-        leave(context.group)
+        stays = code == EXIT_STOPPED and self.channel is not None
+        if stays:
+            self.built, report.loop = detached(loop), None
+            loop.abandon()
+        else:
+            loop.close(finished=code == EXIT_OK)
+        context.heartbeats.close()
+        # Closed only after the last collective of the ranks, which may fail and must be recorded then.
+        context.journal.flush()
+        if stays:
+            self._leave_in_order(context)
+        else:
+            leave(context.group)
         report.hangs.close()
         context.journal.close()
         return code
+
+    def _leave_in_order(self, context: TrainContext) -> None:
+        """Leave the groups once no rank needs another one. Collective: yes."""
+        assert self.channel is not None  # noqa: S101
+        assert self.built is not None  # noqa: S101
+        await_all(context.group)
+        self._left.set()
+        self.channel.on_detach(None)
+        detach(_DETACH_S)
+        forget_step(self.built.wrapped)
 
     def _tell(self, message: FromWorker) -> None:
         """Send a message to the launcher, if there is one."""

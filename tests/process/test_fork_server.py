@@ -232,7 +232,7 @@ def test_workers_whose_store_has_ended_cannot_go_on(server: Server) -> None:
     store.kill()
     assert server.end() == FAILED
     assert server.reason.exit_code == EXIT_BUG
-    assert all(map(is_gone, workers))
+    wait_until(lambda: all(map(is_gone, workers)), what="the end of the workers")
 
 
 def test_where_there_is_no_room_for_all_forks_there_is_none(server: Server) -> None:

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 SHARE = 0.01  # largest share of training time that snapshots may cost
 FIRST = 4  # steps between snapshots before anything is measured: a failure soon after the start repeats few steps, too
-RARE = 10  # steps between snapshots while one slot is all that can be overwritten
+RARE = 10  # steps between snapshots where there is one slot
 MOST = 10_000
 TOUCHED = 2  # steps that a snapshot may slow: it is copied beside one, and completed beside the next
 NEAR = 8  # steps before and after these: those without a snapshot among them show what a step takes otherwise
@@ -27,6 +27,13 @@ def least_interval(slots: int) -> int:
     """The shortest even interval that the slots allow: one is overwritten only while another is known to be whole. With one
     slot there is no other, and while it is overwritten nothing is whole: then snapshots stay rare."""
     return math.ceil(KNOWN_AFTER / (slots - 1)) if slots > 1 else RARE
+
+
+def spread_interval(age: int) -> int:
+    """The least interval while one slot alone can be overwritten, and the newest snapshot in the others is `age` steps old. A
+    failure repeats half an interval k, or those `age` steps if it comes during a copy, which takes `TOUCHED` of k steps: on
+    average k / 2 + `TOUCHED` * `age` / k, which is least for k = sqrt(2 * `TOUCHED` * `age`)."""
+    return math.isqrt(2 * TOUCHED * age)
 
 
 def decide_interval(interval: int, *, costs_s: Sequence[Sequence[float]], usual_s: float, least: int = 1) -> tuple[int, str]:

@@ -99,7 +99,7 @@ class _GenerationProposal:
         if following.outcome is not GenerationOutcome.RUN:
             # It concerns all members of the previous generation, and those of the next.
             members = () if self.previous is None else self.previous.members
-            others = (_member(record) for record in ready if self.previous is None or not self.previous.has(record.host))
+            others = (member_of(record) for record in ready if self.previous is None or not self.previous.has(record.host))
             return self._create(following, members=(*members, *others), queue=ready)
         allowed = [record for record in group if record.host not in following.excluded]
         if len(allowed) < self.options.min_hosts:
@@ -113,8 +113,10 @@ class _GenerationProposal:
         chosen = allowed[: self.options.max_hosts] if self.options.max_hosts else allowed
         if all(record.order >= 0 for record in chosen):
             # In the cluster's order.
-            chosen = sorted(chosen, key=_by_number)
-        return self._create(following, members=[_member(one) for one in chosen], queue=list(dict.fromkeys([*chosen, *group])))
+            placed = chosen = sorted(chosen, key=_by_number)
+        else:
+            placed = in_vacant_places(chosen, self.previous.members if self.previous is not None else ())
+        return self._create(following, members=[member_of(one) for one in placed], queue=list(dict.fromkeys([*chosen, *group])))
 
     def _all_members_told(self) -> bool:
         """Whether another read can show nothing new: all members reported that they are ready, and no other host is alive.
@@ -279,7 +281,9 @@ class _GenerationProposal:
         turn_s = max([self.since_s, *came_s]) + place * _STAGGER_S
         if cluster.now_s < turn_s:
             return Wait(f"{queue[0].name} to propose generation {following.number}", turn_s)
-        port = queue[0].master_port if following.outcome is GenerationOutcome.RUN else 0
+        # The store of the workers is on the first host.
+        ports = (record.master_port for record in queue if record.host == members[0].host)
+        port = next(ports) if following.outcome is GenerationOutcome.RUN else 0
         return Create(replace(following, members=tuple(members), master_port=port, proposer=cluster.me.host))
 
 
@@ -287,5 +291,28 @@ def _by_number(record: HostRecord) -> tuple[bool, int, str, str]:
     return (record.order < 0, record.order, record.name, record.host)
 
 
-def _member(record: HostRecord) -> GenerationMember:
+def member_of(record: HostRecord) -> GenerationMember:
     return GenerationMember(record.host, record.name, record.address, record.watch_port, record.processes)
+
+
+def in_vacant_places(chosen: Sequence[HostRecord], before: Sequence[GenerationMember]) -> list[HostRecord]:
+    """The chosen hosts in the order of their ranks. A newcomer takes the place of a member `before` that is gone and had as
+    many workers, so that all other members keep their ranks."""
+    left, placed = list(chosen), []
+    hosts = [member.host for member in before]
+    for member in before:
+        fits = [one for one in left if one.host == member.host]
+        if not any(one.host == member.host for one in chosen):
+            fits = [one for one in left if one.host not in hosts and one.processes == member.processes]
+        placed += fits[:1]
+        left = [one for one in left if one not in placed]
+    return [*placed, *left]
+
+
+def likely_generation(newest: Generation | None, me: HostRecord, options: LaunchGroup) -> Generation | None:
+    """`newest`, with this host in a place that it may get in the next one: beside the members, or that of one of them. None if
+    it cannot take part, or takes part already."""
+    if newest is None or newest.terminal or newest.has(me.host) or me.state is not HostState.READY:
+        return None
+    full = not options.grow or 0 < options.max_hosts <= len(newest.members)
+    return replace(newest, members=(*newest.members[: len(newest.members) - full], member_of(me)))

@@ -1,4 +1,3 @@
-import json
 import signal
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.fault.reasons import NO_RANK, Reason
+from elastictrain.fault.stop import StopNote, StopRequest, read_stop_note
 from elastictrain.launch.attempt import Attempt, judge_end, what_died
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationMember
 from elastictrain.launch.worker_group import WorkersEnd
@@ -248,10 +248,17 @@ class TestLosingWorkers:
         assert times(one) == (101.0, 100.0 + ALONE_S, 101.0 + DETACHED_S)
 
 
+def stop_note(folder: Path) -> StopNote:
+    note = read_stop_note(str(folder / "stop.json"))
+    assert note is not None
+    return note
+
+
 class TestFinishing:
     def finish(self, one: Attempt, *, at_once: bool, now_s: float = 100.0, deadline_s: float | None = None) -> bool:
         asked = end("b", EndKind.FAILED if at_once else EndKind.LEAVING, 70, number=7)
-        return one.finish(asked, at_once=at_once, now_s=now_s, stop_limit_s=40.0, deadline_s=deadline_s)
+        request = StopRequest("spot", now_s, deadline_s) if deadline_s is not None else None
+        return one.finish(asked, at_once=at_once, now_s=now_s, stop_limit_s=40.0, request=request)
 
     def test_at_once_workers_detach_and_are_not_asked(self, tmp_path: Path) -> None:
         one = attempt(tmp_path)
@@ -266,7 +273,19 @@ class TestFinishing:
         assert self.finish(one, at_once=False)
         assert times(one) == (inf, 100.0, 140.0)
         assert not one.broken_off
-        assert json.loads((tmp_path / "stop.json").read_text())["deadline"] == pytest.approx(time.time() + 40.0, abs=5.0)
+        assert stop_note(tmp_path).host_stays
+        assert stop_note(tmp_path).deadline == pytest.approx(time.time() + 40.0, abs=5.0)
+
+    def test_workers_hear_that_their_host_leaves_after_all(self, tmp_path: Path) -> None:
+        """Until then its memory counted as safe."""
+        one = attempt(tmp_path)
+        self.finish(one, at_once=False)
+        self.finish(one, at_once=False, now_s=101.0, deadline_s=120.0)
+        assert not stop_note(tmp_path).host_stays
+        assert stop_note(tmp_path).deadline == pytest.approx(time.time() + 19.0, abs=5.0)
+        one.finish(end("a", EndKind.GROW), at_once=False, now_s=102.0, stop_limit_s=40.0, request=None)
+        assert stop_note(tmp_path).host_stays
+        assert one.kill_s == 120.0
 
     def test_an_orderly_end_is_cut_short(self, tmp_path: Path) -> None:
         one = attempt(tmp_path)
@@ -311,7 +330,7 @@ class TestBeingLate:
     def test_an_end_that_is_under_way_needs_no_other_reason(self, tmp_path: Path) -> None:
         one = attempt(tmp_path)
         one.start(now_s=0.0, reused=True, in_place=True, init_timeout_s=1.0)
-        one.finish(end("a", EndKind.GROW), at_once=False, now_s=1.0, stop_limit_s=40.0, deadline_s=None)
+        one.finish(end("a", EndKind.GROW), at_once=False, now_s=1.0, stop_limit_s=40.0, request=None)
         assert not one.late(now_s=1e9, silent=[0], attached=False)
 
 

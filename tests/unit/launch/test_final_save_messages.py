@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.launch.final_save import FinalSave, exit_message, waiting_message
+from elastictrain.launch.final_save import FinalSave, WaitingMessages, exit_message
 from elastictrain.launch.membership.records import Wait
 
 
@@ -13,7 +13,14 @@ from elastictrain.launch.membership.records import Wait
     ],
 )
 def test_what_is_waited_for(wait: Wait, sentence: str) -> None:
-    assert waiting_message(wait, now_s=100.0) == sentence
+    printed: list[str] = []
+    messages = WaitingMessages(printed.append)
+    for now_s in (98.0, 99.0, 100.0, 101.0):
+        messages.show(wait, now_s=now_s)
+    assert printed == [sentence], "it is printed once, after a while"
+    messages.forget()
+    messages.show(wait, now_s=100.0)
+    assert printed == [sentence] * 2
 
 
 def test_the_end_of_a_run() -> None:
@@ -46,6 +53,8 @@ def test_nothing_is_saved_yet() -> None:
 @pytest.mark.parametrize(
     ("final", "says"),
     [
+        (FinalSave(30, handed_over=40), "; step 40 is in the memory of the other hosts, which continue. "),
+        (FinalSave(40, handed_over=40), "; step 40 is saved in runs/x. "),
         (FinalSave(None), "; runs/x does not answer, so what is saved there is unknown. "),
         (
             FinalSave(30, 40, 4242),

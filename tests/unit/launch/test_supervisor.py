@@ -286,6 +286,24 @@ class TestWaitingForTheSaver:
         self.left_at(host, STOPPED, replace(STOPPED, rank=1, step=8), replace(STOPPED, rank=2, step=0))
         assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
 
+    def test_it_does_not_stay_where_other_hosts_continue_with_the_step(self, host: SupervisedHost) -> None:
+        host.committed_steps[0.0] = 4
+        assert self.left_at(host, STOPPED, replace(STOPPED, rank=1, handed_over=True)) < 1.0
+        assert host.is_said_at_the_end("step 4 is", "step 7 is", "other hosts")
+
+    def test_it_stays_where_it_was_told_to_leave_later(self, host: SupervisedHost) -> None:
+        """Its own memory is where the step was handed over to."""
+        host.run_workers(generation(1, "ba"))
+        host.learn(ends=[end("b", EndKind.LEAVING, 75)])
+        assert host.go(1.0) is None
+        host.end_workers(1, 1, replace(STOPPED, handed_over=True))
+        host.remembered_step = 7
+        assert host.go(0.5) is None
+        host.committed_steps |= {0.0: 4, 9.0: 7}
+        host.ask(notice_s=30.0)
+        assert host.go(100.0) == 75
+        assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
+
     def test_it_stays_until_the_deadline_at_most(self, host: SupervisedHost) -> None:
         host.committed_steps[0.0] = 6
         # One second of the 30 is for the last words.

@@ -186,6 +186,27 @@ class TestStandbys:
     ) -> None:
         assert self.kept(made(tmp_path, standbys=standbys, uses_gpus=uses_gpus)) == expected
 
+    @pytest.mark.parametrize(
+        ("standbys", "uses_gpus", "ranks", "any_rank"),
+        [("auto", False, ["2", "3"], True), ("auto", True, ["2", "3"], False), (0, False, [], True), (1, True, ["2"], False)],
+    )
+    def test_a_spare_host_prepares_for_the_place_of_a_member(
+        self, standbys: int | Literal["auto"], uses_gpus: bool, ranks: list[str], any_rank: bool, tmp_path: Path
+    ) -> None:
+        """Nothing else needs its memory."""
+        host = SupervisedHost(tmp_path, LaunchGroup(standbys=standbys, max_hosts=2), uses_gpus=uses_gpus)
+        host.registry.record = record("a", processes=2)
+        members = (member("b", processes=2), member("c", processes=2))
+        for number in (1, 2):
+            host.learn(replace(generation(number, "bc"), members=members))
+            assert host.go(3.0) is None
+        assert len(host.workers.standbys) == 2, "once for each generation"
+        for environments, any_one in host.workers.standbys:
+            assert [one["RANK"] for one in environments] == ranks
+            assert {one["WORLD_SIZE"] for one in environments} <= {"4"}
+            assert any_one is any_rank
+        assert host.diary.when("start") == []
+
     def test_none_where_their_folder_cannot_be_made_and_training_goes_on(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "a"))
         (host.folder / "standbys").write_text("no folder")

@@ -248,7 +248,7 @@ def test_the_watchdog_ends_a_process_whose_peer_is_gone() -> None:
     watchdog.start()
     assert called.wait(10)
     watchdog.close()
-    assert [one.exit_code for one in ended] == [EXIT_TRANSPORT]
+    assert {one.exit_code for one in ended} == {EXIT_TRANSPORT}
 
 
 def test_a_watchdog_that_was_stopped_with_its_process_takes_that_for_no_silence() -> None:

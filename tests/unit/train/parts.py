@@ -52,6 +52,7 @@ def context_of(**parts: object) -> TrainContext:
         "journal": SimpleNamespace(record=lambda event: None, flush=lambda: None),
         "job": SimpleNamespace(committed=lambda step: None, snapshot_interval=0, learned=lambda interval: None),
         "left_s": lambda: None,
+        "stop_request": lambda: None,
         "check_attached": lambda: None,
     }
     return cast(TrainContext, SimpleNamespace(**{**usual, **parts}))

@@ -65,7 +65,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         backend: str = "gloo",
         launcher: Launcher | None = None,
         exchange: StoreExchange | None = None,
-        stayed: str = "ab",
+        planned: str = "ab",
     ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
@@ -86,7 +86,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
             config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
             identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1, launcher=launcher),
             generation=AgreedGeneration(
-                "000007-aa", tuple(Introduction(host, 1, "gloo", "d", step=int(host in stayed)) for host in hosts)
+                "000007-aa", tuple(Introduction(host, 1, "gloo", "d", planned=host in planned) for host in hosts)
             ),
             store=store,
             journal=SimpleNamespace(record=recorded.append),
@@ -166,11 +166,10 @@ class TestRecoveringInPlace:
         usual = {"auto": "full" if rung is None else "quick"}.get(wanted, wanted)
         assert chosen.level == ("group" if rung == "in_place" else usual)
 
-    @pytest.mark.parametrize("stayed", ["", "a", "b"])
-    def test_not_where_all_processes_of_a_host_are_new(self, stayed: str, make: Make, store: Store) -> None:
-        """None of them has the variables that a transport plan has set."""
+    @pytest.mark.parametrize("planned", ["", "a", "b"])
+    def test_not_where_a_host_has_no_variables_of_an_earlier_preflight(self, planned: str, make: Make, store: Store) -> None:
         end(store, "000006-bb", 0)
-        assert make(hosts="ab", launcher=launched("in_place"), stayed=stayed)[0].chosen.level is Level.QUICK
+        assert make(hosts="ab", launcher=launched("in_place"), planned=planned)[0].chosen.level is Level.QUICK
 
     def test_off_stays_off(self, make: Make) -> None:
         assert make(level="off", hosts="ab", launcher=launched("in_place"))[0].chosen.level is Level.OFF

@@ -60,6 +60,33 @@ def test_when_waiting_is_over(words: list[SaveStatus], replicating: bool, verdic
     assert judge(words, replicating=replicating) == verdict
 
 
+STAYS, LEAVES = replace(WAITS, left_s=60.0, stays=True), replace(WAITS, left_s=60.0)
+HANDED_OVER = LeaveDecision("handover", limited=True)
+
+
+@pytest.mark.parametrize(
+    ("told", "replicating", "decision"),
+    [
+        ([STAYS, STAYS], False, HANDED_OVER),
+        ([STAYS, LEAVES], False, None),
+        ([STAYS, LEAVES], True, None),
+        ([replace(STAYS, keeps=(1,)), LEAVES], False, None),
+        ([replace(STAYS, keeps=(1,)), LEAVES], True, HANDED_OVER),
+        ([replace(STAYS, keeps=(1,)), replace(LEAVES, keeps=(0,))], True, HANDED_OVER),
+        ([replace(STAYS, keeps=(1,), sending=True), LEAVES], True, None),
+        ([replace(STAYS, keeps=(1,), unsent=True), LEAVES], True, None),
+        # The replica is on a host that leaves, too.
+        ([replace(STAYS, keeps=(1,)), replace(LEAVES, keeps=(2,)), LEAVES], True, None),
+        ([LEAVES, LEAVES], True, None),
+        ([replace(STAYS, keeps=(1,)), replace(LEAVES, saved=True)], True, LeaveDecision("storage", limited=True)),
+        # Somebody was not asked yet.
+        ([STAYS, WAITS], True, None),
+    ],
+)
+def test_hosts_that_stay_need_no_storage(told: list[SaveStatus], replicating: bool, decision: LeaveDecision | None) -> None:
+    assert judge(told, replicating=replicating) == decision
+
+
 a_word = st.builds(
     SaveStatus,
     st.none() | st.floats(-10, 10),
@@ -99,6 +126,7 @@ def test_nobody_waits_once_time_is_up_and_more_time_never_makes_it_less_safe(
             5,
             f"; the newest step that is safe is 5, only in the memory of these hosts: {LATE}",
         ),
+        ("handover", 7, ", which is in the memory of the hosts that continue"),
         ("nothing", 0, "; nothing is saved yet"),
     ],
 )

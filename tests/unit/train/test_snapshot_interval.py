@@ -101,7 +101,8 @@ def test_a_checkpoint_counts_as_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "taken"), [(2, [104, 108, 110, 120, 130, 134, 138]), (3, [104, 108, 110, 114, 118, 122, 126, 130, 134, 138])]
+    ("slots", "taken"),
+    [(2, [104, 108, 110, 114, 119, 126, 132, 136, 140]), (3, [104, 108, 110, 114, 118, 122, 126, 130, 134, 138])],
 )
 def test_snapshots_are_rarer_while_a_save_leaves_one_slot(slots: int, taken: list[int]) -> None:
     """They would be torn half of the time, and a killed worker would resume from the save."""
@@ -125,7 +126,9 @@ def test_snapshots_are_rarer_while_replicas_leave_one_slot() -> None:
     train([one], 111, 150)
     assert len(one.link.sent) == 2
     gaps = [after - step for step, after in pairwise(steps_of(one)) if step > 115]
-    assert min(gaps) == RARE
+    assert gaps == sorted(gaps), "the longer replicas take, the more a failure during a copy would cost"
+    assert min(gaps) > 3
+    assert max(gaps) >= RARE
 
 
 def test_an_evaluation_is_no_cost_of_a_snapshot() -> None:

@@ -64,7 +64,8 @@ class FakeContext:
     generation: Any = None
     group: Any = None
     backend: str = "gloo"
-    journal: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
+    journal: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None, flush=lambda: None))
+    heartbeats: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
 
     def for_next(self, identity: Identity) -> "FakeContext":
         return FakeContext(identity, self.check_attached)
@@ -126,6 +127,7 @@ class FakeLoop:
         self.number = number
         self.run_it = run
         self.freed = threading.Event()
+        self.closed: list[bool | None] = []
         self.state = SimpleNamespace(step=7)
         self.stepper = SimpleNamespace(wrapped=f"model {number}")
         self.observer = SimpleNamespace(print_line=lambda _: None)
@@ -133,6 +135,12 @@ class FakeLoop:
 
     def run(self) -> None:
         self.run_it(self)
+
+    def close(self, *, finished: bool) -> None:
+        self.closed.append(finished)
+
+    def abandon(self) -> None:
+        self.closed.append(None)
 
 
 class World:
@@ -156,7 +164,8 @@ class World:
         monkeypatch.setattr(module, "detach", self._detach)
         monkeypatch.setattr(module, "detached", self._detached)
         monkeypatch.setattr(module, "forget_step", lambda wrapped: self.calls.append(f"forget {wrapped}"))
-        monkeypatch.setattr(module, "leave", lambda group: None)
+        monkeypatch.setattr(module, "leave", lambda group: self.calls.append("leave"))
+        monkeypatch.setattr(module, "await_all", lambda group: self.calls.append("await all"))
         monkeypatch.setattr(module, "show_sample", lambda *_, **__: None)
         monkeypatch.setattr(module, "set_up_logging", lambda prefix: None)
         monkeypatch.setattr(module, "HangWatch", lambda *_: FakeHangs(self.calls))
@@ -270,7 +279,7 @@ class TestRecovery:
         assert (world.calls.count("check alone"), world.calls.count("claim memory")) == (1, 1)
         left = [call for call in world.calls if call.partition(" ")[0] in ("abort", "forget", "close")]
         assert left == ["abort in MainThread", "forget model 1", "close link", "close generation"]
-        assert world.calls[-1] == "in order 0"
+        assert world.calls[-2:] == ["in order 0", "leave"]
 
     def test_everything_of_the_next_generation_is_new(self, world: World, launcher: Launcher) -> None:
         world.stop.quiet = True
@@ -335,6 +344,36 @@ class TestRecovery:
         assert world.worker.built is not None, "what it has built outlives that, too"
 
 
+class TestOrderlyEnd:
+    def test_the_process_stays_for_the_next_generation(self, world: World, launcher: Launcher) -> None:
+        world.plan = [fails(StopRequestedError("b leaves")), trains]
+        launcher.say(Attach(environment(2)))
+        assert world.worker.run(standby=False) == EXIT_OK
+        stopped = Detached(EXIT_STOPPED, built=True)
+        assert world.heard() == [Introduced(), Attached(""), stopped, Introduced(), Attached("")]
+        assert world.meetings == [(1, 0), (1, 6)]
+        assert cast(Any, world.built_upon[1]).wrapped == "model 1"
+        # Nobody aborts a group that another rank still needs.
+        ended = [call for call in world.calls if call.partition(" ")[0] in ("in", "await", "abort", "forget", "leave")]
+        assert ended == ["in order 75", "await all", "abort in MainThread", "forget model 1", "in order 0", "leave"]
+        assert [loop.closed for loop in world.loops] == [[None], [True]]
+
+    def test_a_rank_that_is_lost_then_ends_the_generation(
+        self, world: World, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "await_all", lambda group: fails(TransportError("reset"))(world.loops[0]))
+        world.plan = [fails(StopRequestedError("b leaves")), trains]
+        launcher.say(Attach(environment(2)))
+        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.heard()[2] == LEFT
+        assert cast(Any, world.built_upon[1]).wrapped == "model 1"
+
+    def test_it_ends_with_its_launcher(self, world: World, launcher: Launcher) -> None:
+        world.plan = [fails(StopRequestedError("spot"))]
+        threading.Timer(0.1, launcher.connection.close).start()
+        assert world.worker.run(standby=False) == EXIT_STOPPED
+
+
 class TestNoRecovery:
     def test_without_a_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(monkeypatch, None)
@@ -349,10 +388,12 @@ class TestNoRecovery:
             world.worker.run(standby=False)
         assert LEFT not in world.heard()
 
-    def test_from_a_request_to_stop(self, world: World) -> None:
+    def test_from_a_request_to_stop_where_nobody_keeps_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = World(monkeypatch, None)
         world.plan = [fails(StopRequestedError("spot"))]
         assert world.worker.run(standby=False) == EXIT_STOPPED
-        assert world.calls[-1] == f"in order {EXIT_STOPPED}"
+        assert world.calls[-2:] == [f"in order {EXIT_STOPPED}", "leave"]
+        assert world.loops[0].closed == [False]
 
     def test_where_the_groups_cannot_be_aborted(self, world: World) -> None:
         def stuck() -> None:

@@ -1,10 +1,13 @@
+import random
 from dataclasses import replace
 
 import pytest
 
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState, HostObservation, takeover_s
+from elastictrain.launch.membership.proposal import in_vacant_places, likely_generation
 from elastictrain.launch.membership.records import (
     Create,
     Decision,
@@ -18,7 +21,7 @@ from elastictrain.launch.membership.records import (
     Leave,
     Wait,
 )
-from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, cluster, end, generation, observed, record
+from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, cluster, end, generation, member, observed, record
 
 READY, BUSY, UNFIT, GONE = HostState.READY, HostState.BUSY, HostState.UNFIT, HostState.GONE
 LOST_S = OPTIONS.lost_s
@@ -201,6 +204,76 @@ def test_those_who_stay_go_on_in_their_places_and_newcomers_follow() -> None:
     decision = at(looked, NOW_S + 1.0)
     assert members(decision) == "cabaa"
     assert (created(decision).number, created(decision).reason) == (2, "grow-a")
+
+
+@pytest.mark.parametrize(
+    ("spares", "after"),
+    [
+        ("z", "azc"),
+        # The first in the order of newcomers; the second comes after all.
+        ("zy", "aycz"),
+    ],
+)
+def test_a_newcomer_takes_the_place_of_a_member_that_is_gone(spares: str, after: str) -> None:
+    """The others keep their ranks, and with them their processes."""
+    new = [observed(record(host)) for host in spares]
+    looked = ended(done("c"), *new, hosts="abc", ends=(end("b", EndKind.LEAVING, 75),))
+    assert members(at(looked, NOW_S + 1.0)) == after
+
+
+def test_the_store_is_where_the_first_host_is_though_it_is_a_newcomer() -> None:
+    """Who was a member proposes: it knows first how the generation ended."""
+    spare = observed(replace(record("z"), master_port=31_000))
+    looked = ended(spare, hosts="ba", ends=(end("b", EndKind.LEAVING, 75),))
+    decision = at(looked, NOW_S)
+    assert members(decision) == "za"
+    assert (created(decision).master_port, created(decision).proposer) == (31_000, "a")
+
+
+def test_a_newcomer_with_another_number_of_workers_comes_last() -> None:
+    looked = ended(done("c"), observed(record("z", processes=2)), hosts="abc", ends=(end("b", EndKind.LEAVING, 75),))
+    assert members(at(looked, NOW_S + 1.0)) == "acz"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_places(seed: int) -> None:
+    chance = random.Random(seed)
+    hosts = chance.sample("abcdefgh", 8)
+    before = [member(host, processes=chance.randint(1, 2)) for host in hosts[: chance.randint(0, 6)]]
+    chosen = [record(host, processes=chance.randint(1, 2)) for host in chance.sample(hosts, chance.randint(1, 8))]
+    placed = in_vacant_places(chosen, before)
+    assert sorted(one.host for one in placed) == sorted(one.host for one in chosen)
+    old = [one.host for one in before]
+    stay = [one.host for one in placed if one.host in old]
+    assert stay == [host for host in old if host in stay], "members stay in their order"
+    processes = {one.host: one.processes for one in before}
+    after_old = [one.host not in old for one in placed]
+    for place, one in enumerate(placed):
+        if one.host not in old and False in after_old[place:]:
+            assert place < len(before), "newcomers come last, or in the place of a member"
+    if len(chosen) == len(before) and len({one.processes for one in (*chosen, *before)}) == 1:
+        for place, host in enumerate(old):
+            assert placed[place].host == host or host not in stay, (processes, placed)
+
+
+@pytest.mark.parametrize(
+    ("options", "me", "newest", "likely"),
+    [
+        (OPTIONS, record("z"), generation(3, "ab"), "abz"),
+        (replace(OPTIONS, max_hosts=2), record("z"), generation(3, "ab"), "az"),
+        (replace(OPTIONS, max_hosts=3), record("z"), generation(3, "ab"), "abz"),
+        (replace(OPTIONS, grow=False), record("z"), generation(3, "ab"), "az"),
+        (OPTIONS, record("b"), generation(3, "ab"), None),
+        (OPTIONS, record("z", UNFIT), generation(3, "ab"), None),
+        (OPTIONS, record("z"), generation(3, "ab", outcome=GenerationOutcome.DONE), None),
+        (OPTIONS, record("z"), None, None),
+    ],
+)
+def test_what_a_spare_host_may_have_to_do_next(
+    options: LaunchGroup, me: HostRecord, newest: Generation | None, likely: str | None
+) -> None:
+    found = likely_generation(newest, me, options)
+    assert (found and "".join(one.host for one in found.members)) == likely
 
 
 def test_a_group_that_goes_on_waits_for_nobody_to_join() -> None:
