@@ -49,6 +49,7 @@ class Introduction:
     pid: int = 0
     step: int = 0  # the newest step that the process finished in an earlier generation; 0: none, or it is a new process
     planned: bool = False  # whether it has the variables that an earlier preflight of its host has set for NCCL and gloo
+    recovers: bool = False  # whether its launcher has seen the failure of the last generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class AgreedGeneration:
     def planned_hosts(self) -> frozenset[str]:
         """Hosts where an earlier preflight has set the variables for NCCL and gloo."""
         return frozenset(introduction.host for introduction in self.ranks if introduction.planned)
+
+    @property
+    def recovery_rank(self) -> int:
+        """The rank that records how training has come to go on after a failure: rank 0, unless its host has just come."""
+        return next((rank for rank, introduction in enumerate(self.ranks) if introduction.recovers), 0)
 
     @property
     def newest_step(self) -> int:

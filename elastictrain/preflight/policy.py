@@ -23,6 +23,7 @@ class Chosen:
     level: Level
     reason: str
     after_failure: bool = False  # whether the transport has failed before this start
+    first_collective: bool = False  # whether that is all that is checked of the new group
 
 
 def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chosen:

@@ -138,6 +138,7 @@ def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Ca
             os.getpid(),
             finished_step,
             planned=OWN_VARIABLES in os.environ,
+            recovers=launcher is not None and launcher.recovery is not None,
         ),
         number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
         # The rank names the missing ranks while the store still answers.

@@ -126,10 +126,10 @@ class Loop:
             self._follow(step, actions, saved=early)
 
     def _record_recovery(self, *, resumed_step: int) -> None:
-        """As rank 0: after a failure, record how training has come to go on."""
+        """As one rank: after a failure, record how training has come to go on."""
         context, launcher = self.context, self.context.identity.launcher
         plan = launcher.recovery if launcher is not None else None
-        if plan is None or not context.identity.is_log_rank:
+        if plan is None or context.identity.rank != context.generation.recovery_rank:
             return
         now, steps_s = time.time(), self.clock() - self._began_s
         seconds = {"launcher": context.began - plan.since, **context.seconds, "first_step": steps_s, "total": now - plan.since}

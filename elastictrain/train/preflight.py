@@ -123,7 +123,7 @@ class RunPreflight:
         if self.chosen.level is Level.OFF or self._identity.world_size == 1:
             return
         layout, began = self._layout, time.monotonic()
-        if self.chosen.level is Level.GROUP:
+        if self.chosen.first_collective:
             self._check_first_collective()
             return
         plan, settings = self._plan, self._config.preflight
@@ -157,7 +157,7 @@ class RunPreflight:
             raise PreflightError(f"a collective hangs, and the group is of no use any more: {culprits}")
 
     def _check_first_collective(self) -> None:
-        """All that a recovery in place has changed: the group, and a process in it. Raises: PreflightError."""
+        """Where no host failed, all that is new on hosts that have trained: the group. Raises: PreflightError."""
         began, size = time.monotonic(), self._identity.world_size
         ranks = torch.full((2,), self._identity.rank + 1, dtype=torch.int64, device=self._context.group.device)
         dist.all_reduce(ranks)
@@ -176,11 +176,15 @@ class RunPreflight:
         if self._identity.is_log_rank:
             plan = launcher.recovery if launcher is not None else None
             # Launchers hand the variables that a preflight has set on to new processes.
-            planned = self._context.generation.planned_hosts >= set(self._layout.hosts)
-            if plan is not None and plan.rung == "in_place" and planned:
-                chosen = Chosen(Level.GROUP, "the hosts are the same, and a process was replaced in place")
+            planned = self._context.generation.planned_hosts
+            if plan is not None and plan.rung == "in_place" and planned >= set(self._layout.hosts):
+                reason = "the hosts are the same, and a process was replaced in place"
+                chosen = Chosen(Level.GROUP, reason, first_collective=True)
             elif wanted != "auto":
                 chosen = Chosen(Level(wanted), f"preflight={wanted}")
+            elif plan is None and launcher is not None and self._identity.host in planned:
+                # This host took part in the last generation, which has ended in order.
+                chosen = Chosen(Level.QUICK, "hosts came or left, and nothing has failed", first_collective=True)
             else:
                 first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
                 exit_codes = [] if first_start else within(_READ_S, self._past.exit_codes) or []

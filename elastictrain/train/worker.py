@@ -188,12 +188,12 @@ class Worker:
         report.context = context
         self.prefix.incarnation = context.generation.name
         report.hangs.begin(context, tell=self._tell)
-        form_group(context)
-        self._tell(Attached(os.environ.get(OWN_VARIABLES, "")))
         # The process that would restart this worker; the launcher's process from which it forks may be replaced.
         agent = self.parent if identity.launched else os.getpid()
-        report.hangs.group_formed(context.backend, None)
+        # It starts while the group is made and checked.
         link = self.link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
+        form_group(context)
+        self._tell(Attached(os.environ.get(OWN_VARIABLES, "")))
         report.hangs.group_formed(context.backend, link)
         loop = report.loop = build(context, link, self.built)
         code, reason = EXIT_OK, "done"

@@ -162,9 +162,28 @@ class TestRecoveringInPlace:
     @pytest.mark.parametrize("rung", ["in_place", "restart", "regroup", None])
     def test_only_then(self, wanted: str, rung: Rung | None, make: Make, store: Store) -> None:
         end(store, "000006-bb", 0)
-        chosen = make(level=wanted, hosts="ab", launcher=launched(rung))[0].chosen
+        planned = "" if rung is None else "ab"
+        chosen = make(level=wanted, hosts="ab", launcher=launched(rung), planned=planned)[0].chosen
         usual = {"auto": "full" if rung is None else "quick"}.get(wanted, wanted)
         assert chosen.level == ("group" if rung == "in_place" else usual)
+        assert chosen.first_collective is (rung == "in_place")
+
+    @pytest.mark.parametrize(
+        ("wanted", "planned", "level", "brief"),
+        [
+            ("auto", "a", "quick", True),
+            ("auto", "b", "full", False),
+            ("quick", "a", "quick", False),
+            ("off", "a", "off", False),
+        ],
+    )
+    def test_after_an_orderly_end_new_hosts_are_checked_and_of_the_group_the_first_collective(
+        self, wanted: str, planned: str, level: str, brief: bool, make: Make, store: Store
+    ) -> None:
+        """The first host must have taken part: another one does not know whether something has failed."""
+        end(store, "000006-bb", 75)
+        chosen = make(level=wanted, hosts="ab", launcher=launched(None), planned=planned)[0].chosen
+        assert (chosen.level, chosen.first_collective) == (level, brief)
 
     @pytest.mark.parametrize("planned", ["", "a", "b"])
     def test_not_where_a_host_has_no_variables_of_an_earlier_preflight(self, planned: str, make: Make, store: Store) -> None:
