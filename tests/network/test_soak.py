@@ -1,4 +1,4 @@
-"""`scripts/soak.py`, for one fault."""
+"""`scripts/soak.py`, for two faults."""
 
 import subprocess
 import sys
@@ -6,18 +6,22 @@ import sys
 from torchruns import REPOSITORY, environment
 
 
-def test_the_soak_finds_the_run_the_same_after_a_killed_worker() -> None:
+def test_the_soak_finds_the_run_the_same_after_a_killed_worker_and_a_host_that_was_replaced() -> None:
     command = [
         sys.executable,
         REPOSITORY / "scripts" / "soak.py",
         "--minutes",
-        "0.01",
+        "0.2",
         "--every",
         "0",
         "1",
         "--kinds",
         "worker",
+        "swap",
     ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
-    assert "worker               1" in done.stdout
+    table = {words[0]: words[1:] for words in map(str.split, done.stdout.splitlines()) if len(words) == 6}
+    assert {"worker", "swap"} <= table.keys()
+    *_, median, most = table["swap"]
+    assert (median, most) == ("0", "0"), "a host that leaves in order costs no step"
