@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python scripts/soak.py --minutes 30 --seed 1
 
-    sudo .venv/bin/python scripts/soak.py --minutes 5 --kinds worker lost swap --every 8 12 -- preflight=auto
+    sudo .venv/bin/python scripts/soak.py --minutes 5 --kinds worker lost swap --every 8 12 -- preflight=default
 
 The hosts are network namespaces on this machine; it needs root. Prints each fault with the time until the next step that nobody
 had done before was done, and how many steps were repeated; at the end a table by kind, the goodput, and whether losses and
@@ -12,6 +12,7 @@ ledger are those of a run that nothing happened to. Exit code 1 if they are not.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -120,6 +121,11 @@ class Soak:
         wait_until(is_done, timeout_s=LIMIT_S, what=f"a new step after {generation}")
         return repeated
 
+    def _present(self) -> set[str]:
+        """The addresses of hosts that take part, or wait."""
+        records = [json.loads(one.read_text()) for one in (self.fleet.run_dir / "launch" / "hosts").glob("*.json")]
+        return {record["address"] for record in records if record["state"] in ("ready", "busy")}
+
     def _worker(self, host: Host) -> Callable[[], None]:
         kill(workers(host)[0])
         return lambda: None
@@ -160,6 +166,8 @@ class Soak:
             if code != 75:
                 raise AssertionError(f"{host.name} left with {code}:\n{self.fleet.output()[-8000:]}")
             self.fleet.start(host)
+            # It can be asked to leave from then on.
+            wait_until(lambda: host.address in self._present(), timeout_s=LIMIT_S, what=f"{host.name} to come")
 
         return replace
 
@@ -193,8 +201,8 @@ def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
         fleet.start(host, environment={"PYTHONPATH": f"{hooks}:{ROOT}"} if name == NAMES[-1] else {})
     chance = random.Random(parsed.seed)
     plan = Soak(fleet, hosts, chance, Events(fleet.run_dir))
-    wait_until(lambda: len(fleet.members()) == len(NAMES), timeout_s=LIMIT_S, what=f"{len(NAMES)} hosts")
     fleet.wait_for_step(3, timeout_s=LIMIT_S)
+    wait_until(lambda: len(fleet.members()) == len(NAMES), timeout_s=LIMIT_S, what=f"{len(NAMES)} hosts")
     began_s, began_step = time.monotonic(), last_step(fleet.run_dir)
     ends_s = began_s + 60 * parsed.minutes
     kinds: list[str] = []
