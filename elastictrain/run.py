@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import run_worker
 
-    channel, standby = open_channel(os.environ), os.environ.get(STANDBY_VARIABLE) == "1"
+    channel, standby = open_channel(os.environ), os.environ.get(STANDBY_VARIABLE, "")
     return run_worker(config, identity, parent=parent, channel=channel, standby=standby)
 
 

@@ -19,7 +19,8 @@ from elastictrain.errors import DetachedError
 logger = logging.getLogger(__name__)
 
 CHANNEL_VARIABLE = "ELASTICTRAIN_CHANNEL"  # descriptor of the worker's end
-STANDBY_VARIABLE = "ELASTICTRAIN_STANDBY"  # "1": the process gets its rank later; the variables of a rank are a likely one
+STANDBY_VARIABLE = "ELASTICTRAIN_STANDBY"  # the process gets its rank later; the variables of a rank are a likely one, or:
+ANY_RANK, EXACT = "any", "exact"  # that rank and no other
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):

@@ -46,6 +46,7 @@ from elastictrain.launch.rank_variables import plan_workers
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
 from elastictrain.launch.recovering import Recovering, after_end
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.launch.worker_process import BUILT_FOR
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of
 
@@ -281,24 +282,23 @@ class Supervisor:
         """Beside a generation without this host: prepare workers for the place that it would get."""
         me = self.registry.record
         likely = likely_generation(self.registry.known.newest, me, self.config.launch)
-        if likely is not None and likely.number != self._prepared_for:
+        if likely is not None and likely.number > self._prepared_for:
             self._prepared_for = likely.number
-            self._keep_standbys(likely, auto=me.processes)
+            self._keep_standbys(likely, auto=me.processes, bound=("LOCAL_RANK",) if self.uses_gpus else ())
 
-    def _keep_standbys(self, generation: Generation, *, auto: int) -> None:
-        """Have standbys for the ranks that this host has in `generation`, `auto` of them if the configuration does not say."""
-        host = self.registry.record.host
+    def _keep_standbys(self, generation: Generation, *, auto: int, bound: tuple[str, ...]) -> None:
+        """Have standbys for the ranks that this host has in `generation`, `auto` of them if the configuration does not say.
+        `bound`: see `WorkerProcess`."""
         # What a standby reports is no reason of this generation.
-        folder = self.folder / "standbys"
+        host, folder = self.registry.record.host, self.folder / "standbys"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             # The run goes on without them; what is wrong here shows with the next generation.
             return
         environments = plan_workers(generation, host, folder=str(folder), pid=os.getpid(), restarted=True)
-        wanted = self.config.launch.standbys
-        chosen = environments[: auto if wanted == "auto" else wanted]
-        self.workers.keep_standbys(self.run_arguments, chosen, any_rank=not self.uses_gpus)
+        number = auto if self.config.launch.standbys == "auto" else self.config.launch.standbys
+        self.workers.keep_standbys(self.run_arguments, environments[:number], bound=bound)
 
     def _leave_out(self, reason: str, *, ended: int) -> None:
         self.workers.release()
@@ -313,7 +313,7 @@ class Supervisor:
             return
         attempt.begun, self._recovery = True, None
         # With GPUs, memory there is what training needs.
-        self._keep_standbys(attempt.generation, auto=int(not self.uses_gpus))
+        self._keep_standbys(attempt.generation, auto=int(not self.uses_gpus), bound=BUILT_FOR if self.uses_gpus else ())
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
         # Once: slow restarts are no reason not to train.

@@ -15,11 +15,11 @@ import psutil
 
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
-from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
+from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE
 from elastictrain.identity import FOLDER, PREVIOUS_WORKERS
 from elastictrain.launch.fork_server_link import ForkServerLink
 from elastictrain.launch.rank_variables import transport_variables
-from elastictrain.launch.worker_process import WorkerProcess, outlives, with_children
+from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, outlives, with_children
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ class WorkerGroup:
         self.prepare()
         self._receive()
         chosen = self._choose(environments)
-        self.release([one for one in self.waiting if one not in chosen.values()])
+        unfit = [one for one in self._workers if one.standby and not any(map(one.fits, environments))]
+        self.release([*unfit, *(one for one in self.waiting if one not in chosen.values())])
         previous_workers = {PREVIOUS_WORKERS: encode(self._still_there())}
         places = [{**environment, **previous_workers} for environment in environments]
         new = [{**transport_variables(self._transport), **place} for rank, place in enumerate(places) if rank not in chosen]
@@ -136,15 +137,18 @@ class WorkerGroup:
         self._attaching = [*chosen.values()]
         self.unforked = ""
 
-    def keep_standbys(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, any_rank: bool) -> None:
-        """Have a worker prepared for each of `environments` beside the present generation, unless there is one. `any_rank`:
-        each can have any rank of this host, and not only the local rank of its environment, with its device."""
+    def keep_standbys(
+        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]
+    ) -> None:
+        """Have a worker prepared for each of `environments` beside the present generation, unless there is one. `bound`: see
+        `WorkerProcess`. One that is bound to all that a worker is built for gets no other rank."""
         self.prepare()
-        there = [one.local_rank for one in self._workers if one.standby and one.code is None]
-        missing = environments[len(there) :] if any_rank else [one for one in environments if one["LOCAL_RANK"] not in there]
-        if variables := [{**environment, STANDBY_VARIABLE: "1"} for environment in missing]:
-            for one in self._send_order(arguments, variables, folder=variables[0].get(FOLDER, ""), store_port=None):
-                one.standby, one.any_rank = True, any_rank
+        there = [one for one in self._workers if one.standby and one.code is None]
+        found, kind = assign(there, dict(enumerate(environments))), EXACT if bound == BUILT_FOR else ANY_RANK
+        missing = [{**one, STANDBY_VARIABLE: kind} for index, one in enumerate(environments) if index not in found]
+        if missing:
+            for one in self._send_order(arguments, missing, folder=missing[0].get(FOLDER, ""), store_port=None):
+                one.standby, one.bound = True, bound
 
     def poll(self) -> WorkersEnd | None:
         """Return how the generation ended; None while its workers may still take part. Not to be called after that."""
@@ -262,18 +266,9 @@ class WorkerGroup:
         """The workers that exist already, by the local rank that each of them gets."""
         # A standby that is not ready yet may take longer than a new worker.
         ready = [one for one in self._workers if one.waiting is not None and one.lives]
-        waiting, standbys = self.waiting, sorted((one for one in ready if one.standby), key=lambda one: one.any_rank)
-        chosen = {}
-        for rank, place in enumerate(places):
-            if (fitting := next((one for one in waiting if one.fits(place)), None)) is not None:
-                chosen[rank] = fitting
-                waiting.remove(fitting)
-        for rank in range(len(places)):
-            fitting = next((one for one in standbys if one.any_rank or one.local_rank == str(rank)), None)
-            if rank not in chosen and fitting is not None:
-                chosen[rank] = fitting
-                standbys.remove(fitting)
-        return chosen
+        standbys = sorted((one for one in ready if one.standby), key=lambda one: -len(one.bound))
+        chosen = assign(self.waiting, dict(enumerate(places)))
+        return chosen | assign(standbys, {rank: place for rank, place in enumerate(places) if rank not in chosen})
 
     def _send_order(
         self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, folder: str, store_port: int | None

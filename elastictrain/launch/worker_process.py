@@ -28,7 +28,7 @@ from elastictrain.liveness.rank_monitor import RankMonitor
 _OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
 
 # What a worker is built for; everything else about its rank may change from one generation to the next.
-_BUILT_FOR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+BUILT_FOR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class WorkerProcess:
     connection: socket.socket
     environment: Mapping[str, str]  # of its rank; of a standby a likely one
     standby: bool = False  # whether it has had no rank yet
-    any_rank: bool = True  # whether such a process can have any rank of this host
+    bound: tuple[str, ...] = ()  # of a standby: variables of its environment that the rank must have, too
     process: psutil.Process | None = None  # None until the fork server has started it, or if it ended at once
     code: int | None = None  # its exit code; negative for a signal
     killed: bool = False  # whether its launcher has killed it
@@ -66,8 +66,9 @@ class WorkerProcess:
         return self.code is not None or self.waiting is not None
 
     def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether what it has built is of use for this rank."""
-        return all(self.environment.get(name) == environment.get(name) for name in _BUILT_FOR)
+        """Whether it can have this rank, with what it has built."""
+        names = self.bound if self.standby else BUILT_FOR
+        return all(self.environment.get(name) == environment.get(name) for name in names)
 
     def choose(self, environment: Mapping[str, str]) -> None:
         """It takes part in the next generation with this rank, from `attach` on."""
@@ -107,6 +108,16 @@ class WorkerProcess:
         # A worker that does not read, or has ended, is noticed otherwise.
         with suppress(OSError):
             self.connection.send(encode_line(message), socket.MSG_DONTWAIT)
+
+
+def assign(workers: Iterable[WorkerProcess], places: Mapping[int, Mapping[str, str]]) -> dict[int, WorkerProcess]:
+    """The worker that each place gets, if one fits; the first workers first."""
+    left, found = list(workers), {}
+    for index, place in places.items():
+        if (fitting := next((one for one in left if one.fits(place)), None)) is not None:
+            found[index] = fitting
+            left.remove(fitting)
+    return found
 
 
 def _start_monitor(folder: str, facts: str) -> RankMonitor:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from elastictrain.checkpoint.lineage import number_of
@@ -31,6 +32,7 @@ from elastictrain.storage.writers import process_name
 from elastictrain.train.checks import check_alone, check_memory
 from elastictrain.train.context import StopRequested, TrainContext
 from elastictrain.train.job_notes import JobNotes
+from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.preflight import RunPreflight
 
 logger = logging.getLogger(__name__)
@@ -57,15 +59,20 @@ def meet_ranks(
     return context
 
 
-def claim_memory(context: TrainContext) -> None:
-    """Wait until the previous workers have released their memory, and check that there is room for the state."""
+def claim_memory(context: TrainContext, *, parked: ParkedMemory | None = None) -> None:
+    """Wait until the previous workers have released their memory, and check that there is room for the state. `parked`: what a
+    standby has of it; then the device alone is asked."""
     identity = context.identity
+    if parked is not None and torch.cuda.mem_get_info(identity.local_rank)[0] >= parked.peak_bytes:
+        return
     with context.timed("predecessors", Phase.RENDEZVOUS):
         # Before the ranks meet: from then on, the other ranks wait for this one.
         left = wait_for_previous_workers(identity, poll=context.leave_if_asked)
         if left and identity.local_rank == 0:
             message = "process(es) %s of the generation before are not gone; they may hold devices that this one needs"
             logger.warning(message, ", ".join(map(str, left)))
+    if parked is not None:
+        return
     with context.timed("memory"):
         # Only now: the workers of the previous generation have released their memory.
         if identity.local_rank == 0:

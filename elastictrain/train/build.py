@@ -35,6 +35,7 @@ from elastictrain.train.loop import Loop
 from elastictrain.train.observing import LogRankObserver, Observer
 from elastictrain.train.optimizer import describe_short_warmup, forget_steps, make_optimizer
 from elastictrain.train.parameters import build_model, fill, fill_again
+from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
@@ -55,6 +56,7 @@ class BuiltState:
     arena: Arena | None = None
     pool: WorkerPool | None = None  # data workers
     finished_step: int = 0  # the newest step that the process has finished
+    parked: ParkedMemory | None = None  # what a standby has given back to the device
 
 
 def detached(loop: Loop) -> BuiltState:
@@ -224,6 +226,8 @@ def build_state(context: TrainContext, before: BuiltState | None = None) -> tupl
     shape = mesh_shape(config.parallel, world_size=identity.world_size, local_world_size=local_world_size)
     wrapping = Wrapping(shape, config.parallel, config.train, device)
     if before is not None:
+        if before.parked is not None:
+            before.parked.take()
         wrapped = reattach(wrapping, before.wrapped)
         limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
         counters = StateCounters(0, data_digest=context.samples.digest)

@@ -1,11 +1,15 @@
 """What a standby prepares before it has a rank: the model, and a first step that compiles it, on a group of its own."""
 
+import gc
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import psutil
+import torch
 
 from elastictrain.data.assignment import Share, passes
 from elastictrain.data.loader import MicroBatch, read_batch
@@ -16,25 +20,53 @@ from elastictrain.train.build import BuiltState, build_state
 from elastictrain.train.checks import measure_state
 from elastictrain.train.compile_cache import use_host_folder
 from elastictrain.train.context import TrainContext
+from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.step import StepFlags, Stepper
+
+logger = logging.getLogger(__name__)
 
 _DETACH_S = 10.0
 _LOWEST = 19  # priority: training beside it needs the processors
+_DEVICE_SHARE = 0.7  # of the free memory of a device that a standby may use for a moment: training beside it may need more
 _ROOM = 3  # times the size of the state that must be free: a standby must not make a worker run out of memory
 
 
-def prepare(context: TrainContext) -> BuiltState | None:
-    """What a standby builds before it has a rank; None if that could do harm, or without memory to spare. Collective: no."""
-    size = measure_state(context.task)
-    if context.backend == "nccl" or context.config.parallel.kind != "ddp":
+def prepare(context: TrainContext, *, exact: bool) -> BuiltState | None:
+    """What a standby builds before it has a rank; None if that could do harm, or without memory to spare. `exact`: it gets the
+    rank of `context.identity`, or none. Collective: no."""
+    on_device = context.backend == "nccl"
+    if not exact and (on_device or context.config.parallel.kind != "ddp"):
         # torch remembers per process which part of a tensor a rank has, by a mesh that is equal on all ranks; and this process
         # may get another rank.
         return None
-    if size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1):
+    size = measure_state(context.task)
+    if not on_device and (size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1)):
         return None
     # The priority is the thread's own: the process that this one becomes must not keep it, and could not raise it again.
     with ThreadPoolExecutor(1, thread_name_prefix="prepare", initializer=partial(os.nice, _LOWEST)) as pool:
-        return pool.submit(_build, context).result()
+        return pool.submit(_build_on_device if on_device else _build, context).result()
+
+
+def _build_on_device(context: TrainContext) -> BuiltState | None:
+    """`_build` with at most a share of the device's free memory, which it gives back; None if that is too little."""
+    device = torch.device("cuda", context.identity.local_rank)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(_DEVICE_SHARE * free_bytes / total_bytes, device)
+    built = None
+    try:
+        built = _build(context)
+        peak_bytes = torch.cuda.max_memory_reserved(device)
+        built = replace(built, parked=ParkedMemory.give(built.state.tensors().values(), peak_bytes=peak_bytes))
+    except torch.OutOfMemoryError:
+        logger.info("no standby is built: a step needs more than the free %.1f GB of the device", free_bytes / 1e9)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    if built is None:
+        # The traceback held what was half built.
+        detach(_DETACH_S)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return built
 
 
 def _build(context: TrainContext) -> BuiltState:

@@ -26,7 +26,7 @@ from elastictrain.errors import (
     TransportError,
 )
 from elastictrain.fault.exits import follow_parent
-from elastictrain.fault.launcher_channel import Attached, Detached, FromWorker, Introduced, LauncherChannel
+from elastictrain.fault.launcher_channel import EXACT, Attached, Detached, FromWorker, Introduced, LauncherChannel
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
@@ -50,9 +50,10 @@ _FREE_S = 5.0  # by then a main thread whose groups were aborted must have left 
 _DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker that takes longer
 
 
-def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: LauncherChannel | None, standby: bool) -> int:
+def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: LauncherChannel | None, standby: str) -> int:
     """Train to the end in this process; returns the exit code. Only this function and run.py touch process-wide settings.
-    `parent` is the process that started this one, read before anything else was done. A `standby` waits for its rank, and
+    `parent` is the process that started this one, read before anything else was done. A `standby` (see
+    `fault.launcher_channel.STANDBY_VARIABLE`; empty: it is none) waits for its rank, and
     `identity` is a likely one."""
     tracker = ProgressTracker()
     prefix = LogPrefix(identity.rank, step=lambda: tracker.mark.step)
@@ -64,7 +65,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: L
         torch.use_deterministic_algorithms(True)
     # Never closed: a SIGTERM while this process ends must not change its exit code.
     stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
-    stop.quiet = standby or identity.local_rank > 0
+    stop.quiet = bool(standby) or identity.local_rank > 0
     stop.start()
     if identity.launched and not follow_parent(parent):
         return EXIT_STOPPED
@@ -135,9 +136,9 @@ class Worker:
         """Show that threads of this process can run."""
         self.report.hangs.beat()
 
-    def run(self, *, standby: bool) -> int:
+    def run(self, *, standby: str) -> int:
         """Take part in one generation after the other; returns the exit code. Raises: what ends this process."""
-        if standby and (code := self._stand_by()) is not None:
+        if standby and (code := self._stand_by(exact=standby == EXACT)) is not None:
             return code
         while True:
             try:
@@ -151,11 +152,11 @@ class Worker:
             if not self._wait(exit_code):
                 return exit_code
 
-    def _stand_by(self) -> int | None:
+    def _stand_by(self, *, exact: bool) -> int | None:
         """Prepare what needs no rank, and wait for one; returns an exit code if there is no use for this standby."""
         try:
             self.checked = self._check_alone()
-            self.built = prepare(self.checked)
+            self.built = prepare(self.checked, exact=exact)
         except Exception as error:  # noqa: BLE001  # a rank in its place would find the same, and report it
             logger.warning("a standby could not be prepared: %s", error)
             if self.checked is None:
@@ -177,8 +178,8 @@ class Worker:
         left its groups, and can wait for a rank."""
         report, identity = self.report, self.identity
         context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone()
-        if self.built is None:
-            claim_memory(context)
+        if self.built is None or self.built.parked is not None:
+            claim_memory(context, parked=self.built.parked if self.built is not None else None)
         self._tell(Introduced())
         self._left.clear()
         if self.channel is not None:
@@ -283,7 +284,7 @@ class Worker:
         """Wait for a rank in the next generation; False if the launcher has ended."""
         assert self.channel is not None  # noqa: S101
         self.tracker.set_phase(Phase.STANDBY)
-        self.channel.send(Detached(exit_code, self.built is not None))
+        self.channel.send(Detached(exit_code, self.built is not None and self.built.parked is None))
         environment = self.channel.wait()
         if environment is None:
             return False

@@ -19,6 +19,7 @@ from elastictrain.distributed.reattach import detach, forget_step, reattach
 from elastictrain.distributed.wrapping import MeshShape, Wrapping
 from elastictrain.identity import Identity
 from elastictrain.train.parameters import local
+from elastictrain.train.parked_memory import ParkedMemory
 
 WIDTH, STEPS = 1024, 3
 ALONE = Identity(0, 1, 0, 1, "here", launched=True)
@@ -81,6 +82,16 @@ def main(kind: str, first: str, exchanges: int) -> None:
     if first == "lone":
         detach(10.0)
         forget_step(wrapped)
+        before = torch.cuda.memory_allocated()
+        parked = ParkedMemory.give(tensors(), peak_bytes=0)
+        # DDP keeps its buckets, which are as large as the parameters.
+        assert torch.cuda.memory_allocated() < before / 2
+        parked.take()
+        with torch.no_grad():
+            for one in tensors():
+                one.zero_()
+            for number, one in enumerate(model.parameters()):
+                local(one).normal_(generator=torch.Generator(DEVICE).manual_seed(number))
         meet(0)
         wrapped = reattach(wrapping, wrapped)
     copies = [one.detach().clone() for one in tensors()]

@@ -33,6 +33,7 @@ from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accu
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 from elastictrain.train.parameters import local
+from elastictrain.train.parked_memory import ParkedMemory
 
 WIDTH, BLOCKS, ROWS, PASSES = 10, 3, 4, 2
 STEPS_BETWEEN_KILLS = 2
@@ -268,7 +269,8 @@ def files() -> int:
 
 
 def first(plan: Plan, rank: int, newcomer: str, orders: Orders) -> Rank:
-    """`newcomer`: "" at the start; "cold" is built on the new group; "warm" was built, and has trained a step, on a lone one;
+    """`newcomer`: "" at the start; "cold" is built on the new group; "warm" was built, and has trained a step, on a lone one,
+    and has given its memory back meanwhile;
     "dead" dies before it comes to the group."""
     if not newcomer:
         return build(plan, rank, meet(plan, rank, 0))
@@ -278,6 +280,9 @@ def first(plan: Plan, rank: int, newcomer: str, orders: Orders) -> Rank:
         mine.note(warm=graphs())
         detach(DETACH_S)
         forget_step(mine.wrapped)
+        parked = ParkedMemory.give(mine.tensors(), peak_bytes=0)
+        mine.note(held=sum(tensor.untyped_storage().nbytes() for tensor in mine.tensors()))
+        parked.take()
         join(mine, orders)
         return mine
     _, generation, step = orders.wait_for("begin")

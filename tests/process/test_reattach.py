@@ -44,6 +44,7 @@ def test_losses_are_those_of_an_undisturbed_run(
             by_process[line["pid"]].append(line)
         trained = set()
         for mine in by_process.values():
+            assert {line["held"] for line in mine if "held" in line} <= {0}, "parked, it holds no memory of a device"
             # What a standby did on its own does not count.
             began = next((place + 1 for place, line in enumerate(mine) if "warm" in line), 0)
             steps = [line for line in mine[began:] if "step" in line]

@@ -79,7 +79,7 @@ class Host:
         """Returns its pid, once it waits."""
         assert self.process is not None
         before = set(self.process.children())
-        self.server.group.keep_standbys((), self.environments(count)[-1:], any_rank=True)
+        self.server.group.keep_standbys((), self.environments(count)[-1:], bound=())
         wait_until(lambda: len(set(self.process.children()) - before) == 1, timeout_s=30, what="the standby")  # type: ignore[union-attr]
         (standby,) = set(self.process.children()) - before
         wait_until((self.server.folder / f"standby-{standby.pid}").exists, timeout_s=30, what="its word")
@@ -257,7 +257,7 @@ def test_a_standby_for_which_there_is_no_room_costs_the_generation_nothing(host:
     assert host.process is not None
     for _ in range(2):
         # Each first step tries it again.
-        group.keep_standbys((), host.environments(2)[-1:], any_rank=True)
+        group.keep_standbys((), host.environments(2)[-1:], bound=())
         time.sleep(0.3)
         assert group.poll() is None
         assert group.failed == {}

@@ -145,8 +145,8 @@ class FakeWorkers:
     reused: bool = False
     silent: list[int] = field(default_factory=list)
     attached: bool = True
-    standbys: list[tuple[Sequence[Mapping[str, str]], bool]] = field(default_factory=list)
-    """The likely ranks, and whether each may get any."""
+    standbys: list[tuple[Sequence[Mapping[str, str]], tuple[str, ...]]] = field(default_factory=list)
+    """The likely ranks, and what they are bound to."""
 
     def prepare(self) -> None:
         self.diary.note("prepare")
@@ -171,9 +171,11 @@ class FakeWorkers:
         assert not self.running
         self.diary.note("release")
 
-    def keep_standbys(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, any_rank: bool) -> None:
+    def keep_standbys(
+        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]
+    ) -> None:
         assert not self.orders or arguments == self.orders[-1][0]
-        self.standbys.append((environments, any_rank))
+        self.standbys.append((environments, bound))
 
     def ask_to_stop(self) -> None:
         self.diary.note("ask")

@@ -11,6 +11,7 @@ from elastictrain.config.composed import FaultGroup, LaunchGroup
 from elastictrain.fault.reasons import Reason
 from elastictrain.identity import RecoveryPlan, read_identity
 from elastictrain.launch.membership.records import End, EndKind, HostState
+from elastictrain.launch.worker_process import BUILT_FOR
 from tests.unit.launch.membership.made import end, generation, member, observed, record
 from tests.unit.launch.supervised import SupervisedHost
 
@@ -154,44 +155,49 @@ class TestRungs:
 
 
 class TestStandbys:
-    def kept(self, host: SupervisedHost) -> tuple[list[str], bool]:
-        """The ranks that are likely for the standbys after the first step, and whether each may get any."""
+    def kept(self, host: SupervisedHost) -> tuple[list[str], tuple[str, ...]]:
+        """The ranks that are likely for the standbys after the first step, and what they are bound to."""
         host.run_workers(replace(generation(1, "a"), members=(member("a", processes=3),)))
         assert host.go(5.0) is None
         assert host.workers.standbys == []
         host.begin_training(1)
         assert host.go(5.0) is None
-        ((environments, any_rank),) = host.workers.standbys
+        ((environments, bound),) = host.workers.standbys
         places = host.workers.orders[0][1]
         # What a standby reports is no reason of the generation beside it.
         folder = str(host.folder / "standbys")
         own = {"ELASTICTRAIN_LAUNCH_FOLDER": folder, "ELASTICTRAIN_STOP_FILE": f"{folder}/stop.json"}
         assert list(environments) == [one | {"ELASTICTRAIN_RESTARTED": "1"} | own for one in places[: len(environments)]]
-        return [one["RANK"] for one in environments], any_rank
+        return [one["RANK"] for one in environments], bound
 
     @pytest.mark.parametrize(
         ("standbys", "uses_gpus", "expected"),
         [
-            ("auto", False, (["0"], True)),
+            ("auto", False, (["0"], ())),
             # Memory of a device is what training needs.
-            ("auto", True, ([], False)),
-            (0, False, ([], True)),
-            (2, False, (["0", "1"], True)),
-            (2, True, (["0", "1"], False)),
-            (9, True, (["0", "1", "2"], False)),
+            ("auto", True, ([], BUILT_FOR)),
+            (0, False, ([], ())),
+            (2, False, (["0", "1"], ())),
+            (2, True, (["0", "1"], BUILT_FOR)),
+            (9, True, (["0", "1", "2"], BUILT_FOR)),
         ],
     )
     def test_as_many_as_wanted_are_prepared_after_the_first_step(
-        self, standbys: int | Literal["auto"], uses_gpus: bool, expected: tuple[list[str], bool], tmp_path: Path
+        self, standbys: int | Literal["auto"], uses_gpus: bool, expected: tuple[list[str], tuple[str, ...]], tmp_path: Path
     ) -> None:
         assert self.kept(made(tmp_path, standbys=standbys, uses_gpus=uses_gpus)) == expected
 
     @pytest.mark.parametrize(
-        ("standbys", "uses_gpus", "ranks", "any_rank"),
-        [("auto", False, ["2", "3"], True), ("auto", True, ["2", "3"], False), (0, False, [], True), (1, True, ["2"], False)],
+        ("standbys", "uses_gpus", "ranks", "bound"),
+        [
+            ("auto", False, ["2", "3"], ()),
+            ("auto", True, ["2", "3"], ("LOCAL_RANK",)),
+            (0, False, [], ()),
+            (1, True, ["2"], ("LOCAL_RANK",)),
+        ],
     )
     def test_a_spare_host_prepares_for_the_place_of_a_member(
-        self, standbys: int | Literal["auto"], uses_gpus: bool, ranks: list[str], any_rank: bool, tmp_path: Path
+        self, standbys: int | Literal["auto"], uses_gpus: bool, ranks: list[str], bound: tuple[str, ...], tmp_path: Path
     ) -> None:
         """Nothing else needs its memory."""
         host = SupervisedHost(tmp_path, LaunchGroup(standbys=standbys, max_hosts=2), uses_gpus=uses_gpus)
@@ -201,10 +207,10 @@ class TestStandbys:
             host.learn(replace(generation(number, "bc"), members=members))
             assert host.go(3.0) is None
         assert len(host.workers.standbys) == 2, "once for each generation"
-        for environments, any_one in host.workers.standbys:
+        for environments, found in host.workers.standbys:
             assert [one["RANK"] for one in environments] == ranks
             assert {one["WORLD_SIZE"] for one in environments} <= {"4"}
-            assert any_one is any_rank
+            assert found == bound
         assert host.diary.when("start") == []
 
     def test_none_where_their_folder_cannot_be_made_and_training_goes_on(self, host: SupervisedHost) -> None:

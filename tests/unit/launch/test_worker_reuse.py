@@ -10,6 +10,7 @@ import pytest
 from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.worker_group import WorkersEnd
+from elastictrain.launch.worker_process import BUILT_FOR
 from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
 
 __all__ = ["world"]
@@ -260,14 +261,14 @@ class TestHowAGenerationEnds:
 
 class TestStandby:
     def keep(self, world: World) -> FakeWorker:
-        world.group.keep_standbys(ARGUMENTS, [{**world.places(2)[-1]}], any_rank=True)
+        world.group.keep_standbys(ARGUMENTS, [{**world.places(2)[-1]}], bound=())
         (standby,) = world.server.start_workers()
         return standby
 
     def test_takes_the_place_of_the_dead(self, world: World) -> None:
         first, dead = world.begin(2)
         standby = self.keep(world)
-        assert (standby.environment["ELASTICTRAIN_STANDBY"], standby.environment["RANK"]) == ("1", "1")
+        assert (standby.environment["ELASTICTRAIN_STANDBY"], standby.environment["RANK"]) == ("any", "1")
         assert world.server.orders[-1]["store_port"] is None, "the store of the generation must stay"
         world.train([first, dead])
         standby.say(Detached(0, built=True))
@@ -297,22 +298,34 @@ class TestStandby:
         assert world.group.poll() == WorkersEnd(1, {0: -9})
         assert world.begin(1) == [], "now it takes part"
 
-    @pytest.mark.parametrize("any_rank", [False, True])
-    def test_of_a_device_takes_the_place_of_its_local_rank_only(self, any_rank: bool, world: World) -> None:
+    @pytest.mark.parametrize("bound", [(), ("LOCAL_RANK",), BUILT_FOR])
+    def test_of_a_device_takes_the_place_of_its_local_rank_only(self, bound: tuple[str, ...], world: World) -> None:
         workers = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[:1], any_rank=any_rank)
+        world.group.keep_standbys(ARGUMENTS, world.places(2)[:1], bound=bound)
+        (standby,) = world.server.start_workers()
+        assert standby.environment["ELASTICTRAIN_STANDBY"] == ("exact" if bound == BUILT_FOR else "any")
+        world.train(workers)
+        standby.say(Detached(0))
+        world.fail(workers[1], workers[:1])
+        assert len(world.begin(2)) == (1 if bound else 0)
+        assert world.group.poll() is None
+        assert bool(standby.heard()) is not bool(bound)
+
+    @pytest.mark.parametrize("bound", [(), ("LOCAL_RANK",), BUILT_FOR])
+    def test_that_is_built_for_another_world_makes_room(self, bound: tuple[str, ...], world: World) -> None:
+        workers = world.begin(2)
+        world.group.keep_standbys(ARGUMENTS, world.places(2)[1:], bound=bound)
         (standby,) = world.server.start_workers()
         world.train(workers)
         standby.say(Detached(0))
         world.fail(workers[1], workers[:1])
-        assert len(world.begin(2)) == (0 if any_rank else 1)
-        assert world.group.poll() is None
-        assert bool(standby.heard()) is any_rank
+        world.begin(1)
+        assert bool(standby.process.signals) is bool(bound)
 
     def test_of_devices_are_replaced_for_the_same_devices(self, world: World) -> None:
         workers = world.begin(3)
         places = world.places(3)[:2]
-        world.group.keep_standbys(ARGUMENTS, places, any_rank=False)
+        world.group.keep_standbys(ARGUMENTS, places, bound=("LOCAL_RANK",))
         standbys = world.server.start_workers()
         assert ranks(world) == ["0", "1"]
         world.train(workers)
@@ -322,21 +335,21 @@ class TestStandby:
         assert world.begin(3) == []
         assert world.group.poll() is None
         assert [bool(one.heard()) for one in standbys] == [False, True]
-        world.group.keep_standbys(ARGUMENTS, places, any_rank=False)
+        world.group.keep_standbys(ARGUMENTS, places, bound=("LOCAL_RANK",))
         world.server.start_workers()
         assert ranks(world) == ["1"]
 
     def test_as_many_as_are_wanted(self, world: World) -> None:
         world.begin(3)
         for wanted, started in ((2, ["0", "1"]), (3, ["2"])):
-            world.group.keep_standbys(ARGUMENTS, world.places(3)[:wanted], any_rank=True)
+            world.group.keep_standbys(ARGUMENTS, world.places(3)[:wanted], bound=())
             assert len(world.server.start_workers()) == len(started)
             assert ranks(world) == started
 
     def test_one_is_enough(self, world: World) -> None:
         world.begin(2)
         self.keep(world)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], any_rank=True)
+        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], bound=())
         with pytest.raises(BlockingIOError):
             world.server.start_workers()
 
@@ -398,7 +411,7 @@ class TestReleasing:
 
     def test_kills_those_that_wait_and_the_standbys(self, world: World) -> None:
         first, dead, last = world.begin(3)
-        world.group.keep_standbys(ARGUMENTS, world.places(3)[-1:], any_rank=True)
+        world.group.keep_standbys(ARGUMENTS, world.places(3)[-1:], bound=())
         (standby,) = world.server.start_workers()
         standby.say(Detached(0))
         world.train([first, dead, last])
@@ -416,7 +429,7 @@ class TestReleasing:
 
     def test_closing_kills_the_standby_as_well(self, world: World) -> None:
         first, dead = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], any_rank=True)
+        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], bound=())
         (standby,) = world.server.start_workers()
         world.train([first, dead])
         world.fail(dead, [first])
@@ -474,6 +487,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
     chance, warming = random.Random(seed), list[FakeWorker]()
     for _ in range(chance.randint(2, 8)):
         size = chance.choice([2, 2, 2, 3])
+        warming = [one for one in warming if one.process.alive]
         if warming and chance.random() < 0.5:
             warming.pop().say(Detached(0))
         world.begin(size, store_port=chance.choice([0, 7]))
@@ -514,7 +528,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
 
 def keep_standby(world: World, environment: dict[str, str], chance: random.Random) -> list[FakeWorker]:
     """Have one prepared, which may be ready, or dead; returns it if it still warms."""
-    world.group.keep_standbys(ARGUMENTS, [environment], any_rank=chance.random() < 0.7)
+    world.group.keep_standbys(ARGUMENTS, [environment], bound=() if chance.random() < 0.7 else ("LOCAL_RANK",))
     try:
         (standby,) = world.server.start_workers()
     except BlockingIOError:

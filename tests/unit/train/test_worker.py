@@ -25,7 +25,17 @@ from elastictrain.errors import (
     StopRequestedError,
     TransportError,
 )
-from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, FromWorker, Introduced, Lines
+from elastictrain.fault.launcher_channel import (
+    ANY_RANK,
+    EXACT,
+    Attach,
+    Attached,
+    Detach,
+    Detached,
+    FromWorker,
+    Introduced,
+    Lines,
+)
 from elastictrain.fault.reasons import ExitClassification
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener, StopRequest
 from elastictrain.identity import Identity
@@ -154,6 +164,9 @@ class World:
         """Rank, and the newest step that the process has finished."""
 
         self.built_upon: list[object] = []
+        self.parked: object = None
+        """What a standby has given back of its device's memory."""
+
         self.plan: list[Callable[[FakeLoop], None]] = []
         self.detach_hook: Callable[[], None] = lambda: None
         self.stop = StopListener()
@@ -193,7 +206,7 @@ class World:
         self.calls.append("check alone")
         return FakeContext(identity, check_attached)
 
-    def _claim_memory(self, context: FakeContext) -> None:
+    def _claim_memory(self, context: FakeContext, *, parked: object) -> None:
         self.calls.append("claim memory")
 
     def _meet(self, context: FakeContext, *, finished_step: int, **_: object) -> None:
@@ -212,9 +225,9 @@ class World:
         self.loops.append(FakeLoop(self.plan.pop(0), len(self.loops) + 1))
         return self.loops[-1]
 
-    def _prepare(self, context: object) -> object:
-        self.calls.append("prepare")
-        return SimpleNamespace(wrapped="prepared", finished_step=0)
+    def _prepare(self, context: object, *, exact: bool) -> object:
+        self.calls.append("prepare exactly" if exact else "prepare")
+        return SimpleNamespace(wrapped="prepared", finished_step=0, parked=self.parked)
 
     def _detach(self, limit_s: float) -> None:
         self.detach_hook()
@@ -223,7 +236,7 @@ class World:
             loop.freed.set()
 
     def _detached(self, loop: FakeLoop) -> object:
-        return SimpleNamespace(wrapped=loop.stepper.wrapped, finished_step=6)
+        return SimpleNamespace(wrapped=loop.stepper.wrapped, finished_step=6, parked=None)
 
 
 @pytest.fixture
@@ -270,7 +283,7 @@ class TestRecovery:
     def test_in_the_same_process_with_what_it_has_built(self, world: World, launcher: Launcher) -> None:
         world.plan = [fails(TransportError("reset by peer")), trains]
         launcher.say(Attach(environment(2)))
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         assert world.heard() == [Introduced(), Attached(""), LEFT, Introduced(), Attached("")]
         assert world.meetings == [(1, 0), (1, 6)]
         first, second = cast(list[Any], world.built_upon)
@@ -287,7 +300,7 @@ class TestRecovery:
         world.tracker.first_step_done()
         world.plan = [fails(DetachedError("b has failed")), trains]
         launcher.say(Attach(environment(2, rank=0)))
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         identity = world.worker.identity
         assert identity.launcher is not None
         assert (identity.rank, identity.launcher.generation) == (0, 2)
@@ -303,7 +316,7 @@ class TestRecovery:
         for number in (1, 2):
             say_later(launcher, Detach("b has failed"), after_s=0.4 * number - 0.3)
             say_later(launcher, Attach(environment(number + 1)), after_s=0.4 * number - 0.1)
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         assert world.calls.count("abort in launcher-channel") >= 2
         assert world.calls.count("detached RuntimeError") == 2
 
@@ -318,12 +331,12 @@ class TestRecovery:
         world.plan = [connects, trains]
         say_later(launcher, Detach("b has failed"))
         say_later(launcher, Attach(environment(2)), after_s=0.3)
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
 
     def test_again_and_again(self, world: World, launcher: Launcher) -> None:
         world.plan = [*[fails(TransportError("reset"))] * 5, trains]
         launcher.say(*(Attach(environment(number)) for number in range(2, 7)))
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         assert [step > 0 for _, step in world.meetings] == [False, *[True] * 5]
 
     def test_a_generation_that_has_ended_before_it_begins_costs_no_time(self, world: World, launcher: Launcher) -> None:
@@ -337,7 +350,7 @@ class TestRecovery:
         world.plan = [fails_twice, trains]
         say_later(launcher, Attach(environment(3)), after_s=0.3)
         began = time.monotonic()
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         assert time.monotonic() - began < 1.5
         assert len(world.meetings) == 2, "it met nobody in the second"
         assert world.heard().count(LEFT) == 2
@@ -348,7 +361,7 @@ class TestOrderlyEnd:
     def test_the_process_stays_for_the_next_generation(self, world: World, launcher: Launcher) -> None:
         world.plan = [fails(StopRequestedError("b leaves")), trains]
         launcher.say(Attach(environment(2)))
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         stopped = Detached(EXIT_STOPPED, built=True)
         assert world.heard() == [Introduced(), Attached(""), stopped, Introduced(), Attached("")]
         assert world.meetings == [(1, 0), (1, 6)]
@@ -364,14 +377,14 @@ class TestOrderlyEnd:
         monkeypatch.setattr(module, "await_all", lambda group: fails(TransportError("reset"))(world.loops[0]))
         world.plan = [fails(StopRequestedError("b leaves")), trains]
         launcher.say(Attach(environment(2)))
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         assert world.heard()[2] == LEFT
         assert cast(Any, world.built_upon[1]).wrapped == "model 1"
 
     def test_it_ends_with_its_launcher(self, world: World, launcher: Launcher) -> None:
         world.plan = [fails(StopRequestedError("spot"))]
         threading.Timer(0.1, launcher.connection.close).start()
-        assert world.worker.run(standby=False) == EXIT_STOPPED
+        assert world.worker.run(standby="") == EXIT_STOPPED
 
 
 class TestNoRecovery:
@@ -379,19 +392,19 @@ class TestNoRecovery:
         world = World(monkeypatch, None)
         world.plan = [fails(TransportError("reset"))]
         with pytest.raises(TransportError):
-            world.worker.run(standby=False)
+            world.worker.run(standby="")
         assert "detached TransportError" not in world.calls
 
     def test_from_an_error_of_its_own(self, world: World) -> None:
         world.plan = [fails(ZeroDivisionError())]
         with pytest.raises(ZeroDivisionError):
-            world.worker.run(standby=False)
+            world.worker.run(standby="")
         assert LEFT not in world.heard()
 
     def test_from_a_request_to_stop_where_nobody_keeps_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(monkeypatch, None)
         world.plan = [fails(StopRequestedError("spot"))]
-        assert world.worker.run(standby=False) == EXIT_STOPPED
+        assert world.worker.run(standby="") == EXIT_STOPPED
         assert world.calls[-2:] == [f"in order {EXIT_STOPPED}", "leave"]
         assert world.loops[0].closed == [False]
 
@@ -402,30 +415,40 @@ class TestNoRecovery:
         world.detach_hook = stuck
         world.plan = [fails(TransportError("reset"))]
         with pytest.raises(TransportError):
-            world.worker.run(standby=False)
+            world.worker.run(standby="")
         assert LEFT not in world.heard(), "it ends, and the launcher starts another process"
 
     def test_after_the_end_of_the_launcher(self, world: World, launcher: Launcher) -> None:
         world.plan = [fails(TransportError("reset"))]
         threading.Timer(0.1, launcher.connection.close).start()
-        assert world.worker.run(standby=False) == EXIT_TRANSPORT
+        assert world.worker.run(standby="") == EXIT_TRANSPORT
 
 
 class TestStandby:
     def test_gets_a_rank(self, world: World, launcher: Launcher) -> None:
         world.plan = [trains]
         say_later(launcher, Attach(environment(2, rank=0)))
-        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert world.heard() == [Detached(EXIT_OK, built=True), Introduced(), Attached("")]
         assert world.meetings == [(0, 0)], "no part of an earlier generation"
         (before,) = cast(list[Any], world.built_upon)
         assert before.wrapped == "prepared"
         assert world.calls.count("check alone") == 1
 
+    def test_that_is_parked_claims_memory_like_a_new_worker(self, world: World, launcher: Launcher) -> None:
+        """The dead worker may hold it for a while, so it does not count as ready at once."""
+        world.parked = object()
+        world.plan = [trains]
+        say_later(launcher, Attach(environment(2)))
+        assert world.worker.run(standby=EXACT) == EXIT_OK
+        assert world.heard()[0] == Detached(EXIT_OK, built=False)
+        assert (world.calls.count("prepare exactly"), world.calls.count("claim memory")) == (1, 1)
+        assert cast(Any, world.built_upon[0]).wrapped == "prepared"
+
     def test_gets_it_while_it_prepares(self, world: World, launcher: Launcher) -> None:
         world.plan = [trains]
         launcher.say(Attach(environment(2)))
-        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert world.heard() == [Detached(EXIT_OK, built=True), Introduced(), Attached("")]
 
     def test_whose_preparation_fails_builds_like_a_new_worker(
@@ -434,7 +457,7 @@ class TestStandby:
         monkeypatch.setattr(module, "prepare", fails(RuntimeError("out of memory")))
         world.plan = [trains]
         launcher.say(Attach(environment(2)))
-        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert world.built_upon == [None]
         assert world.calls.count("claim memory") == 1
@@ -444,26 +467,26 @@ class TestStandby:
     ) -> None:
         monkeypatch.setattr(module, "check_alone", lambda *_, **__: fails(ConfigError("wrong"))(world.loops[0]))
         world.loops.append(FakeLoop(trains, 1))
-        assert world.worker.run(standby=True) == EXIT_UNFIT
+        assert world.worker.run(standby=ANY_RANK) == EXIT_UNFIT
         assert world.heard() == []
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
     def test_of_a_world_that_has_changed_builds_anew(self, world: World, launcher: Launcher) -> None:
         world.plan = [trains]
         launcher.say(Attach(environment(2, world_size=3)))
-        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert world.built_upon == [None]
         assert world.calls.count("claim memory") == 1
 
     def test_that_is_not_needed_ends_well(self, world: World, launcher: Launcher) -> None:
         launcher.connection.close()
-        assert world.worker.run(standby=True) == EXIT_OK
+        assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert world.meetings == []
 
     def test_waits_in_a_phase_without_limit(self, world: World, launcher: Launcher) -> None:
         seen: list[Phase] = []
         threading.Timer(0.1, lambda: (seen.append(world.tracker.mark.phase), launcher.connection.close())).start()
-        world.worker.run(standby=True)
+        world.worker.run(standby=ANY_RANK)
         assert seen == [Phase.STANDBY]
 
 
@@ -481,7 +504,7 @@ class TestBeingOverdue:
 
         world.plan = [waits, trains]
         say_later(launcher, Attach(environment(2)), after_s=0.3)
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         assert world.calls.count("record of the hang") == 1
         assert (self.overdue(world), world.first_report.overdue_calls) == ([], [])
         assert world.heard().count(LEFT) == 1
@@ -520,5 +543,5 @@ class TestBeingOverdue:
         world.plan = [waits, waits, trains]
         say_later(launcher, Attach(environment(2)), after_s=0.3)
         say_later(launcher, Attach(environment(3)), after_s=0.6)
-        assert world.worker.run(standby=False) == EXIT_OK
+        assert world.worker.run(standby="") == EXIT_OK
         assert world.calls.count("record of the hang") == 2

@@ -1,0 +1,96 @@
+"""What a standby builds, and where it builds nothing."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elastictrain.identity import Identity
+from elastictrain.train import standby as module
+from elastictrain.train.build import BuiltState
+from elastictrain.train.standby import prepare
+from tests.unit.train.parts import context_of
+from tests.unit.train.test_loop import config
+
+GB = 1 << 30
+
+
+class Stage:
+    """A host with much memory, and a device, on which building does what a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.available, self.free = 100 * GB, 20 * GB
+        self.fractions: list[float] = []
+        self.needs = GB
+        self.tensor = torch.ones(4)
+        monkeypatch.setattr(module, "_build", self._build)
+        monkeypatch.setattr(module, "detach", lambda limit_s: None)
+        monkeypatch.setattr(module, "measure_state", lambda task: SimpleNamespace(of_rank=lambda *, shards: GB))
+        monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=self.available))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 80 * GB))
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.needs)
+        monkeypatch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: self.fractions.append(fraction)
+        )
+
+    def prepare(self, *, kind: str = "ddp", backend: str = "gloo", exact: bool = False) -> BuiltState | None:
+        plain = config(steps=3)
+        context = context_of(
+            config=replace(plain, parallel=replace(plain.parallel, kind=cast(Any, kind))),
+            identity=Identity(1, 2, 1, 2, "here", launched=True),
+            backend=backend,
+            task=None,
+        )
+        return prepare(context, exact=exact)
+
+    def _build(self, context: object) -> BuiltState:
+        if self.fractions and self.needs > self.fractions[-1] * 80 * GB:
+            raise torch.OutOfMemoryError
+        return BuiltState(cast(Any, None), cast(Any, SimpleNamespace(tensors=lambda: {"w": self.tensor})))
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "exact", "built"),
+    [
+        ("ddp", "gloo", False, True),
+        ("fsdp", "gloo", False, False),
+        ("hsdp", "gloo", False, False),
+        ("fsdp", "gloo", True, True),
+        ("ddp", "nccl", False, False),
+        ("ddp", "nccl", True, True),
+        ("fsdp", "nccl", True, True),
+    ],
+)
+def test_what_depends_on_the_rank_is_built_for_one_rank(
+    kind: str, backend: str, exact: bool, built: bool, stage: Stage
+) -> None:
+    assert (stage.prepare(kind=kind, backend=backend, exact=exact) is not None) is built
+
+
+def test_without_memory_to_spare_nothing_is_built(stage: Stage) -> None:
+    stage.available = 2 * GB
+    assert stage.prepare() is None
+
+
+def test_on_a_device_it_gives_the_memory_back(stage: Stage) -> None:
+    stage.available = 0
+    built = stage.prepare(backend="nccl", exact=True)
+    assert built is not None
+    assert built.parked is not None
+    assert built.parked.peak_bytes == GB
+    assert stage.tensor.untyped_storage().nbytes() == 0
+    assert stage.fractions == [pytest.approx(0.7 * 20 / 80), 1.0], "it may take a part of what is free, and all of it later"
+
+
+def test_a_device_with_little_memory_stays_free(stage: Stage) -> None:
+    stage.needs = 15 * GB
+    assert stage.prepare(backend="nccl", exact=True) is None
+    assert stage.fractions[-1] == 1.0
+    assert stage.tensor.untyped_storage().nbytes()
