@@ -28,7 +28,7 @@ class Stage:
         monkeypatch.setattr(module, "_build", self._build)
         monkeypatch.setattr(module, "detach", lambda limit_s: None)
         monkeypatch.setattr(module, "measure_state", lambda task: SimpleNamespace(of_rank=lambda *, shards: GB))
-        monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=self.available))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=self.available))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 80 * GB))
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.needs)
         monkeypatch.setattr(
