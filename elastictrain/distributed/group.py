@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _NCCL_MARGIN_S = 10.0
 _CONNECT_MARGIN_S = 30.0
-_PROBE_S, _REFUSED_PAUSE_S = 1.0, 0.01
+_PROBE_S, _REFUSED_PAUSE_S = 1.0, 0.02
 FAKE = "fake"  # torch's name for a group without communication
 
 
@@ -57,7 +57,8 @@ def _await_listener(host: str, port: str, *, limit_s: float) -> None:
     """Wait until the store accepts connections: torch's client sleeps for a second after each refusal. Other errors are left to
     that client."""
     until_s = time.monotonic() + limit_s
-    while port.isdecimal() and time.monotonic() < until_s:
+    # A caller that has given up meanwhile, in another thread, may have set another place.
+    while port.isdecimal() and port == os.environ.get("MASTER_PORT") and time.monotonic() < until_s:
         try:
             socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
         except ConnectionRefusedError:

@@ -77,7 +77,6 @@ class Reason:
     sentence: str
     guilty: bool = False  # whether it hung while others waited for it
     missing: tuple[int, ...] = ()  # ranks that did not join in time when the group was formed
-    handed_over: bool = False  # after a stop: hosts that take part in the next generation have the step in memory
 
 
 @dataclass(frozen=True, slots=True)

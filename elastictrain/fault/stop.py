@@ -164,9 +164,12 @@ class StopListener:
     def _listen(self) -> None:
         while data := os.read(self._reader, 64):
             for name in (signal.Signals(number).name for number in data if number in STOP_SIGNALS):
-                note = read_stop_note(self.stop_file)
+                note = read_stop_note(file := self.stop_file)
                 now_s, now = self.clock(), self.wall()
                 with self._lock:
+                    if file != self.stop_file:
+                        # It was sent to the generation before. Requests are repeated each second.
+                        continue
                     self._adopt(after_signal(self.request, note, name=name, now_s=now_s, now=now, notice_s=self.notice_s))
 
 

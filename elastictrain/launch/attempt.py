@@ -97,6 +97,14 @@ class Attempt:
         if at_once:
             # Also during an orderly end: without the group it cannot complete.
             self.break_off(now_s=now_s)
+        asked = self.asked
+        other = asked is not None and not asked.loses_state and (asked.host, asked.kind) != (end.host, EndKind.LEAVING)
+        if other and end.kind is EndKind.LEAVING and request is not None:
+            # It was asked to leave in another orderly end: the next generation must not count on it.
+            self.asked, self.ask_s = end, min(self.ask_s, now_s)
+            self.kill_s = min(self.kill_s, deadline_s if deadline_s is not None else inf)
+            self._write_stop_note(end, now_s=now_s)
+            return True
         if self.asked is not None:
             if stayed != self.host_stays or (deadline_s is not None and deadline_s < self.kill_s):
                 # The host is taken away, or sooner than announced: an end for another reason gets less time.

@@ -64,7 +64,6 @@ class FinalSave:
     committed_step: int | None  # of `committed_step()`
     unsaved_step: int = 0  # a newer step that only host memory has; 0 if there is none
     saver: int = 0  # pid of the saver that still writes it; 0 if none does
-    handed_over: int = 0  # the step that other hosts, which continue, have in memory; 0 if none
 
 
 class SaverConnection:
@@ -180,8 +179,6 @@ def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> s
         saved = f"step {final.committed_step} is saved in {run_dir}"
     else:
         saved = f"{run_dir} holds no step to continue from"
-    if final.handed_over > (final.committed_step or 0):
-        saved += f"; step {final.handed_over} is in the memory of the other hosts, which continue"
     if final.unsaved_step:
         how = "nobody writes it to storage"
         if final.saver:

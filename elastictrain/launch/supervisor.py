@@ -89,7 +89,7 @@ class Supervisor:
         self._reached_last_step = False
         self._restart_cost_s = 0.0
         self._known_step = 0  # newest committed step seen; it never decreases, even if storage does not answer
-        self._stopped_step, self._handed_over, self._unforked = 0, False, ""
+        self._stopped_step, self._unforked = 0, ""
         self._waiting = WaitingMessages(self.print_line)
         self._prepared_for = 0  # the newest generation beside which workers were prepared
         self._retry_s = float("inf")
@@ -244,7 +244,6 @@ class Supervisor:
         self._known_step = max(self._known_step, *known)
         attempt.codes, attempt.step, reasons = ended.codes, ended.step, read_reasons(str(attempt.folder))
         self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
-        self._handed_over = not attempt.host_stays and any(one.handed_over for one in reasons)
         host = self.registry.record.host
         end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=self._known_step)
         # An end that was requested explains how workers end, unless they had reached the last step already.
@@ -256,6 +255,8 @@ class Supervisor:
         host, since = self.registry.record.host, attempt.broken_at or time.time()
         lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
         self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost, step=attempt.step)
+        if not end.loses_state and EXIT_TRANSPORT in attempt.codes.values():
+            self.workers.release()  # connections broke: that may be the network, which new processes check
         self._hurried_until_s = self.clock() + _HURRIED_S
         self._attempt, self._reached_last_step = None, end.kind is EndKind.DONE
         # The fork server may have ended, too; prepare() starts it again before the next generation.
@@ -284,6 +285,7 @@ class Supervisor:
         likely = likely_generation(self.registry.known.newest, me, self.config.launch)
         if likely is not None and likely.number > self._prepared_for:
             self._prepared_for = likely.number
+            self.workers.prepare()
             self._keep_standbys(likely, auto=me.processes, bound=("LOCAL_RANK",) if self.uses_gpus else ())
 
     def _keep_standbys(self, generation: Generation, *, auto: int, bound: tuple[str, ...]) -> None:
@@ -386,8 +388,6 @@ class Supervisor:
 
     def _final_save(self) -> FinalSave:
         """Have the saver write what only memory has: in a container every process ends with this one, the saver too."""
-        if self._handed_over:
-            return FinalSave(self.committed_step(), handed_over=self._stopped_step)
         request, notice_s = self.stop_request(), self.config.fault.notice_s
         return await_final_save(
             max(self._stopped_step, self.remembered_step()),

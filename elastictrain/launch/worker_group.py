@@ -141,10 +141,13 @@ class WorkerGroup:
         self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]
     ) -> None:
         """Have a worker prepared for each of `environments` beside the present generation, unless there is one. `bound`: see
-        `WorkerProcess`. One that is bound to all that a worker is built for gets no other rank."""
-        self.prepare()
+        `WorkerProcess`. One that is bound to all that a worker is built for gets no other rank. Others end."""
+        if self._server is None or not self._server.lives:
+            # How it ended, and the workers with it, is known soon.
+            return
         there = [one for one in self._workers if one.standby and one.code is None]
         found, kind = assign(there, dict(enumerate(environments))), EXACT if bound == BUILT_FOR else ANY_RANK
+        self.release([one for one in there if one not in found.values()])
         missing = [{**one, STANDBY_VARIABLE: kind} for index, one in enumerate(environments) if index not in found]
         if missing:
             for one in self._send_order(arguments, missing, folder=missing[0].get(FOLDER, ""), store_port=None):

@@ -58,7 +58,7 @@ class ExitReport:
         step, reached, request = loop.state.step, loop.reached, self.stop_request()
         # The launcher is informed before anything is closed: slow storage may keep this process from returning.
         safe = reached.step if reached.tier != "nothing" else 0
-        self._tell_launcher(ExitClassification(code, reason, False), step=safe, handed_over=reached.tier == "handover")
+        self._tell_launcher(ExitClassification(code, reason, False), step=safe)
         if self.identity.launcher is None and code == EXIT_STOPPED and request is not None and request.deadline_s is not None:
             # The rest of the work is not worth a kill. A launcher ends its own workers at the deadline.
             left_s = min(self.config.fault.shutdown_grace_s, request.deadline_s - time.monotonic())
@@ -198,10 +198,10 @@ class ExitReport:
         limit_the_end(self.config.fault.shutdown_grace_s, exit_code=exit_code)
         self.hangs.announce_ending()
 
-    def _tell_launcher(self, what: ExitClassification, *, step: int, handed_over: bool = False) -> None:
+    def _tell_launcher(self, what: ExitClassification, *, step: int) -> None:
         launcher, rank, phase = self.identity.launcher, self.identity.rank, str(self.tracker.mark.phase)
         if launcher is not None:
-            reason = Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing, handed_over=handed_over)
+            reason = Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing)
             leave_reason(launcher.folder, reason)
 
     def _is_reporter(self, what: ExitClassification) -> bool:

@@ -182,13 +182,15 @@ class RunPreflight:
                 chosen = Chosen(Level.GROUP, reason, first_collective=True)
             elif wanted != "auto":
                 chosen = Chosen(Level(wanted), f"preflight={wanted}")
-            elif plan is None and launcher is not None and self._identity.host in planned:
-                # This host took part in the last generation, which has ended in order.
-                chosen = Chosen(Level.QUICK, "hosts came or left, and nothing has failed", first_collective=True)
             else:
                 first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
                 exit_codes = [] if first_start else within(_READ_S, self._past.exit_codes) or []
                 chosen = choose_level(first_start=first_start, exit_codes=exit_codes)
+                failed = any(one.recovers for one in self._context.generation.ranks)
+                orderly = plan is None and launcher is not None and not failed
+                if orderly and chosen.level is Level.QUICK and self._identity.host in planned:
+                    # This host took part in the last generation, which has ended in order.
+                    chosen = Chosen(Level.QUICK, "hosts came or left, and nothing has failed", first_collective=True)
             self._exchange.put("level", encode_record(chosen))
             return chosen
         data = self._exchange.get("level", limit_s=limit_s)

@@ -40,6 +40,7 @@ from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
 from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
+from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_memory import start_saver
 from elastictrain.train.standby import prepare
 
@@ -226,12 +227,10 @@ class Worker:
     def _leave_in_order(self, context: TrainContext) -> None:
         """Leave the groups once no rank needs another one. Collective: yes."""
         assert self.channel is not None  # noqa: S101
-        assert self.built is not None  # noqa: S101
         await_all(context.group)
         self._left.set()
         self.channel.on_detach(None)
-        detach(_DETACH_S)
-        forget_step(self.built.wrapped)
+        self._free()
 
     def _tell(self, message: FromWorker) -> None:
         """Send a message to the launcher, if there is one."""
@@ -264,6 +263,17 @@ class Worker:
         self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
         if self.channel is not None:
             self.channel.on_detach(None)
+        self._free(loop)
+        if self.link is not None:
+            self.link.close()
+        report.close_generation(context, failure)
+        if self.built is None:
+            # What was half built is held by cycles of references, and would be built a second time beside it.
+            gc.collect()
+        return failure.exit_code
+
+    def _free(self, loop: Loop | None = None) -> None:
+        """Abort the groups, and keep what is built. Raises: TransportError if a part of the generation cannot be ended."""
         try:
             detach(_DETACH_S)
             if loop is not None:
@@ -272,13 +282,6 @@ class Worker:
                 forget_step(self.built.wrapped)
         except Exception as trouble:
             raise TransportError(f"the generation has ended, and this process cannot leave it: {trouble}") from trouble
-        if self.link is not None:
-            self.link.close()
-        report.close_generation(context, failure)
-        if self.built is None:
-            # What was half built is held by cycles of references, and would be built a second time beside it.
-            gc.collect()
-        return failure.exit_code
 
     def _wait(self, exit_code: int) -> bool:
         """Wait for a rank in the next generation; False if the launcher has ended."""

@@ -216,16 +216,20 @@ class FinalSaveLoop:
         self._refused = ""
         self.over = self.unsaved = False
 
-    def look(self, host_ranks: HostRanks | None, held: Sequence[Held]) -> None:
-        """Begin to search for what is to be saved among the snapshots of this host."""
+    def look(self, incarnations: Sequence[HostRanks], held: Sequence[Held]) -> None:
+        """Begin to search for what is to be saved among the snapshots of this host, which has taken part in `incarnations`,
+        newest first."""
         # The last saver was killed with its workers and none has connected to this one: the snapshots identify their ranks.
-        whose = host_ranks or last_host_ranks(held, run=self._config.run)
-        if whose is None:
+        derived = last_host_ranks(held, run=self._config.run)
+        candidates = [*incarnations] or ([derived] if derived is not None else [])
+        if not candidates:
             self.over = True
             return
         since_s = self._since_s = time.monotonic() if self._since_s is None else self._since_s
         own = [one for one in held if not one.replica and one.facts.run == self._config.run]
         own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
+        # The last one may have ended before its first snapshot.
+        whose = next((one for one in candidates if whole_here(own, one)), candidates[0])
         done = {step for incarnation, step in self._tried if incarnation == whose.incarnation}
         pause_s, self._pause_s = self._pause_s, 0.0
         self.busy = True

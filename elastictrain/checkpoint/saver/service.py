@@ -13,7 +13,7 @@ from elastictrain.checkpoint.saver.commit_protocol import Deadline, RefusedSave
 from elastictrain.checkpoint.saver.connections import WorkerConnection, WorkerConnections
 from elastictrain.checkpoint.saver.event_log import SaverEventLogs, SlowSaves
 from elastictrain.checkpoint.saver.final_save import FinalSaveLoop, SaverClients, decide
-from elastictrain.checkpoint.saver.messages import MalformedError, Saved, SaveFailure, ToSaver, is_past
+from elastictrain.checkpoint.saver.messages import HostRanks, MalformedError, Saved, SaveFailure, ToSaver, is_past
 from elastictrain.checkpoint.saver.pending_snapshots import (
     Cause,
     IncarnationSaves,
@@ -32,6 +32,7 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
+_INCARNATIONS = 16  # whose ranks are remembered
 DIGEST_SHARE = 0.01  # of the time: digests of snapshots that are not to be saved
 
 
@@ -46,6 +47,7 @@ class SaverService:
         self._store = store
         self._began_s = time.monotonic()
         self._saves: IncarnationSaves | None = None  # of the present incarnation
+        self._incarnations: list[HostRanks] = []  # the newest first
         self._event_logs = SaverEventLogs(store, config)
         self._workers = WorkerConnections(folder, on_message=self._on_message, on_gone=self._on_gone)
         self._tasks: deque[Callable[[], None]] = deque()
@@ -100,7 +102,7 @@ class SaverService:
                         self._workers.send(one, messages.Flushed())
             decision = decide(life)
             if decision == "flush":
-                self._final_save.look(self._saves.host_ranks if self._saves is not None else None, look(self._folder, host=0))
+                self._final_save.look(self._incarnations, look(self._folder, host=0))
             elif decision == "keep":
                 self._final_save.try_again()
             elif decision == "leave":
@@ -193,6 +195,7 @@ class SaverService:
                     self._saves.give_up(step)
             # It may resume from an older step than the last one that its predecessor saved.
             self._saves = IncarnationSaves(hello.host_ranks)
+            self._incarnations = [hello.host_ranks, *self._incarnations][:_INCARNATIONS]
             self._event_logs.move_to(hello.host_ranks)
         one.rank, one.incarnation = hello.rank, hello.incarnation
         self._missing.pop(hello.rank, None)

@@ -53,8 +53,6 @@ def test_nothing_is_saved_yet() -> None:
 @pytest.mark.parametrize(
     ("final", "says"),
     [
-        (FinalSave(30, handed_over=40), "; step 40 is in the memory of the other hosts, which continue. "),
-        (FinalSave(40, handed_over=40), "; step 40 is saved in runs/x. "),
         (FinalSave(None), "; runs/x does not answer, so what is saved there is unknown. "),
         (
             FinalSave(30, 40, 4242),

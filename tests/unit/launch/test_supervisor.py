@@ -225,7 +225,9 @@ class TestLessTime:
         assert noted_deadline_in_s(host) == pytest.approx(3.0, abs=1.0)
         assert host.go(30.0) == 75
         assert host.diary.when("kill") == near(asked_s + 3.0)
-        assert len(host.registry.posts) == posts
+        # The next generation must not count on it.
+        leaves = [] if why == "a later notice" else [(EndKind.LEAVING, "a", 75)]
+        assert ends_of(host.registry.posts[posts:]) == leaves
 
     def test_a_looser_one_does_not(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
@@ -284,24 +286,6 @@ class TestWaitingForTheSaver:
     def test_the_newest_step_of_any_worker_counts(self, host: SupervisedHost) -> None:
         host.committed_steps |= {0.0: 4, 5.0: 7, 9.0: 8}
         self.left_at(host, STOPPED, replace(STOPPED, rank=1, step=8), replace(STOPPED, rank=2, step=0))
-        assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
-
-    def test_it_does_not_stay_where_other_hosts_continue_with_the_step(self, host: SupervisedHost) -> None:
-        host.committed_steps[0.0] = 4
-        assert self.left_at(host, STOPPED, replace(STOPPED, rank=1, handed_over=True)) < 1.0
-        assert host.is_said_at_the_end("step 4 is", "step 7 is", "other hosts")
-
-    def test_it_stays_where_it_was_told_to_leave_later(self, host: SupervisedHost) -> None:
-        """Its own memory is where the step was handed over to."""
-        host.run_workers(generation(1, "ba"))
-        host.learn(ends=[end("b", EndKind.LEAVING, 75)])
-        assert host.go(1.0) is None
-        host.end_workers(1, 1, replace(STOPPED, handed_over=True))
-        host.remembered_step = 7
-        assert host.go(0.5) is None
-        host.committed_steps |= {0.0: 4, 9.0: 7}
-        host.ask(notice_s=30.0)
-        assert host.go(100.0) == 75
         assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
 
     def test_it_stays_until_the_deadline_at_most(self, host: SupervisedHost) -> None:

@@ -66,6 +66,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         launcher: Launcher | None = None,
         exchange: StoreExchange | None = None,
         planned: str = "ab",
+        recovers: str = "",
     ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
@@ -86,7 +87,8 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
             config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
             identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1, launcher=launcher),
             generation=AgreedGeneration(
-                "000007-aa", tuple(Introduction(host, 1, "gloo", "d", planned=host in planned) for host in hosts)
+                "000007-aa",
+                tuple(Introduction(host, 1, "gloo", "d", planned=host in planned, recovers=host in recovers) for host in hosts),
             ),
             store=store,
             journal=SimpleNamespace(record=recorded.append),
@@ -172,7 +174,7 @@ class TestRecoveringInPlace:
         ("wanted", "planned", "level", "brief"),
         [
             ("auto", "a", "quick", True),
-            ("auto", "b", "full", False),
+            ("auto", "b", "quick", False),
             ("quick", "a", "quick", False),
             ("off", "a", "off", False),
         ],
@@ -182,8 +184,21 @@ class TestRecoveringInPlace:
     ) -> None:
         """The first host must have taken part: another one does not know whether something has failed."""
         end(store, "000006-bb", 75)
-        chosen = make(level=wanted, hosts="ab", launcher=launched(None), planned=planned)[0].chosen
+        launcher = replace(launched(None), restarted=True)
+        chosen = make(level=wanted, hosts="ab", launcher=launcher, planned=planned)[0].chosen
         assert (chosen.level, chosen.first_collective) == (level, brief)
+
+    def test_an_orderly_end_that_broke_is_checked_in_full(self, make: Make, store: Store) -> None:
+        end(store, "000006-bb", 71, 71)
+        launcher = replace(launched(None), restarted=True)
+        chosen = make(hosts="ab", launcher=launcher, planned="ab")[0].chosen
+        assert (chosen.level, chosen.first_collective) == ("full", False)
+
+    def test_what_another_host_knows_of_a_failure_counts(self, make: Make, store: Store) -> None:
+        end(store, "000006-bb", 75)
+        launcher = replace(launched(None), restarted=True)
+        chosen = make(hosts="ab", launcher=launcher, planned="ab", recovers="b")[0].chosen
+        assert (chosen.level, chosen.first_collective) == ("quick", False)
 
     @pytest.mark.parametrize("planned", ["", "a", "b"])
     def test_not_where_a_host_has_no_variables_of_an_earlier_preflight(self, planned: str, make: Make, store: Store) -> None:
