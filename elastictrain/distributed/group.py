@@ -43,7 +43,9 @@ def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
     that the caller's bound reports first."""
     if not identity.launched:
         return dist.HashStore()
-    _await_listener(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), limit_s=timeout_s)
+    if identity.launcher is not None:
+        # Under torchrun rank 0 may have to make the store.
+        _await_listener(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), limit_s=timeout_s)
     try:
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s + _CONNECT_MARGIN_S))))[0]
     except (RuntimeError, ValueError) as error:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.copier import Arena
-from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.manifest import StateCounters, counters_of
@@ -144,7 +143,7 @@ def make_checkpointer(context: TrainContext) -> Checkpointer:
         incarnation=incarnation,
         config_digest=config_digest(config),
         record=context.journal.record,
-        job=context.job.read() if identity.rank == 0 else JobMemory(),
+        job=context.job.gather(context.group.control),
         generation=number_of(incarnation),
         signing=key,
     )

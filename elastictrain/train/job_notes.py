@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.checkpoint.earlier_commits import JobMemory
+from elastictrain.checkpoint.exchange import gather_records
 from elastictrain.distributed.bounded import within
 from elastictrain.fault.reasons import JOB_NAME, leave_text
 from elastictrain.identity import Identity
@@ -36,9 +37,16 @@ class JobNotes:
             return JobMemory()
         return memory if memory.step >= 0 else JobMemory()
 
+    def gather(self, group: dist.ProcessGroup | None) -> JobMemory:
+        """The notes of the host that knows most of the newest generation: rank 0 may be on one that has just come. Collective:
+        yes."""
+        own = self.read() if self._identity.local_rank == 0 else JobMemory()
+        self._memory = max(gather_records(own, group=group), key=_knowledge)
+        return self._memory
+
     def begin(self, incarnation: str, *, step: int) -> None:
         """Note that this generation resumes from `step`. Step 0 begins the run anew and deletes earlier notes."""
-        before = self.read() if step else JobMemory()
+        before = max(self.read(), self._memory, key=_knowledge) if step else JobMemory()
         names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
         self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval)
         self._write()
@@ -70,3 +78,8 @@ class JobNotes:
         if self._file is not None:
             return self._file.read_text() if self._file.exists() else ""
         return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
+
+
+def _knowledge(memory: JobMemory) -> tuple[tuple[str, ...], int, int]:
+    # Notes of a host that was away are old; names of incarnations sort by their numbers.
+    return memory.incarnations[-1:], len(memory.incarnations), memory.step

@@ -92,6 +92,12 @@ def last_host_ranks(held: Sequence[Held], *, run: str) -> HostRanks | None:
     return HostRanks(last.incarnation, last.world_size, tuple(sorted(ranks)), from_worker=False)
 
 
+def last_with_snapshots(incarnations: Sequence[HostRanks], held: Sequence[Held]) -> HostRanks:
+    """The newest of `incarnations` (the newest first) that has a whole step here, or else the newest one: it may have ended before
+    its first snapshot. Pure."""
+    return next((one for one in incarnations if whole_here(held, one)), incarnations[0])
+
+
 def choose_final_save(
     store: Store,
     host_ranks: HostRanks,
@@ -228,8 +234,7 @@ class FinalSaveLoop:
         since_s = self._since_s = time.monotonic() if self._since_s is None else self._since_s
         own = [one for one in held if not one.replica and one.facts.run == self._config.run]
         own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
-        # The last one may have ended before its first snapshot.
-        whose = next((one for one in candidates if whole_here(own, one)), candidates[0])
+        whose = last_with_snapshots(candidates, own)
         done = {step for incarnation, step in self._tried if incarnation == whose.incarnation}
         pause_s, self._pause_s = self._pause_s, 0.0
         self.busy = True

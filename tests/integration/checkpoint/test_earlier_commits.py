@@ -170,6 +170,20 @@ def test_torchrun_remembers_what_its_workers_committed() -> None:
     assert JobNotes(store, identity(None)).read() == JobMemory(("000004-dd",), 0)
 
 
+def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0 is on a host that has just come, and a third one was away while the run began anew."""
+    others = [JobMemory(), JobMemory(("000007-aa", "000009-cc", "000010-dd"), 40, 7), JobMemory(("000008-bb",) * 9, 90, 5)]
+    monkeypatch.setattr("elastictrain.train.job_notes.gather_records", lambda own, *, group: [own, *others])
+    notes = JobNotes(dist.HashStore(), identity(tmp_path / "generation-11"))
+    assert notes.gather(None) == others[1]
+    (tmp_path / "generation-11").mkdir()
+    notes.begin("000011-ee", step=38)
+    assert notes.read() == JobMemory((*others[1].incarnations, "000011-ee"), 40, 7)
+    assert notes.snapshot_interval == 7
+    notes.begin("000012-ff", step=0)
+    assert notes.read() == JobMemory(("000012-ff",), 0, 0)
+
+
 def test_a_launcher_remembers_across_the_stores_of_its_torchruns(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"generation-{number}").mkdir()

@@ -375,3 +375,10 @@ def test_what_is_known_of_the_processes_of_a_generation() -> None:
     assert (agreed.pids, agreed.newest_step, agreed.hosts_that_stayed) == ({"0": 71, "1": 72, "2": 73}, 6, {HERE.host})
     fresh = AgreedGeneration("000001-aa", (new, new))
     assert (fresh.newest_step, fresh.hosts_that_stayed) == (0, frozenset())
+
+
+def test_who_records_a_recovery_and_where_a_preflight_has_been() -> None:
+    came, knows = replace(HERE, host="new"), replace(HERE, host="old", planned=True, recovers=True)
+    agreed = AgreedGeneration("000002-bb", (came, knows, knows))
+    assert (agreed.recovery_rank, agreed.planned_hosts) == (1, {"old"})
+    assert AgreedGeneration("000001-aa", (came, came)).recovery_rank == 0

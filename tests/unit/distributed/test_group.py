@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -7,7 +9,8 @@ import torch.distributed as dist
 from elastictrain.distributed.group import connect, leave, limit_collectives, lone_group, make_group
 from elastictrain.distributed.store import PolledStore
 from elastictrain.errors import TransportError
-from elastictrain.identity import Identity
+from elastictrain.identity import Identity, Launcher
+from elastictrain.launch.own_host import free_port
 from elastictrain.torch_private import flight_recorder
 from elastictrain.torch_private_groups import forget_groups
 
@@ -24,6 +27,25 @@ def test_a_store_that_nobody_named_is_a_transport_error(monkeypatch: pytest.Monk
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(TransportError, match="MASTER_ADDR"):
         connect(Identity(0, 2, 0, 1, "here", launched=True), timeout_s=1.0)
+
+
+def test_a_store_that_is_not_there_yet_costs_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's client sleeps for a second after each refusal."""
+    port = free_port()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    stores = []
+
+    def make() -> None:
+        stores.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    threading.Timer(0.3, make).start()
+    began = time.monotonic()
+    identity = Identity(1, 2, 0, 1, "here", launched=True, launcher=Launcher(1, 1, restarted=False, folder="/tmp/x"))
+    connect(identity, timeout_s=20.0).set("key", "value")
+    assert time.monotonic() - began < 0.9
+    assert stores[0].get("key") == b"value"
 
 
 def test_groups_come_and_go_over_one_store_that_keeps_everything() -> None:

@@ -189,6 +189,34 @@ def test_the_first_reason_stays_and_the_earliest_deadline(
     assert after_signal(before, note, name="SIGTERM", now_s=10.0, now=1010.0, notice_s=30.0) == after
 
 
+def test_the_last_note_decides_whether_the_host_stays() -> None:
+    def told(request: StopRequest | None, note: StopNote | None, *, now_s: float) -> StopRequest:
+        return after_signal(request, note, name="SIGTERM", now_s=now_s, now=1000.0 + now_s, notice_s=None)
+
+    follow = StopNote("b leaves", 1100.0, host_stays=True)
+    request = told(None, follow, now_s=10.0)
+    assert request == StopRequest("b leaves", 10.0, 100.0, host_stays=True)
+    assert told(request, follow, now_s=11.0) is request
+    assert told(request, StopNote("spot", 1040.0), now_s=12.0) == StopRequest("b leaves", 10.0, 40.0)
+    assert not told(request, None, now_s=12.0).host_stays
+
+
+def test_a_signal_to_the_generation_before_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as listener:
+        listener.stop_file = str(tmp_path / "1.json")
+
+        def renewed_meanwhile(path: str | None) -> StopNote | None:
+            listener.renew(str(tmp_path / "2.json"), quiet=False)
+            return StopNote("b leaves")
+
+        monkeypatch.setattr("elastictrain.fault.stop.read_stop_note", renewed_meanwhile)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        assert listener.request is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request_of(listener).reason == "b leaves"
+
+
 def test_what_is_not_a_signal_can_ask_too(caplog: pytest.LogCaptureFixture) -> None:
     with listening(lambda: 42.0) as listener:
         listener.ask("limit", deadline=1142.0)

@@ -259,6 +259,22 @@ class TestHowAGenerationEnds:
         assert (len(world.servers), ranks(world)) == (2, ["0", "1"])
 
 
+def test_new_workers_get_the_variables_that_a_preflight_has_set_even_where_none_has_survived(world: World) -> None:
+    (dead,) = world.begin(1)
+    dead.say(Introduced(), Attached('{"GLOO_SOCKET_IFNAME": "eth7"}'))
+    assert world.group.poll() is None
+    dead.die()
+    assert world.group.poll() == WorkersEnd(1, {0: -9})
+    (new,) = world.begin(1)
+    assert new.environment["GLOO_SOCKET_IFNAME"] == "eth7"
+    new.die()
+    world.group.poll()
+    # Everything is checked again then.
+    world.group.release()
+    (another,) = world.begin(1)
+    assert "GLOO_SOCKET_IFNAME" not in another.environment
+
+
 class TestStandby:
     def keep(self, world: World) -> FakeWorker:
         world.group.keep_standbys(ARGUMENTS, [{**world.places(2)[-1]}], bound=())

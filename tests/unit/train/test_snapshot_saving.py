@@ -18,9 +18,10 @@ from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.exits import FIRST_S
+from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.saving import Reached, SaveStatus, SynchronousSaving
+from elastictrain.train.saving import Reached, SaveStatus, SynchronousSaving, Tier
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import SaveReason, StepFlags
@@ -187,6 +188,8 @@ def stage(
     seconds_a_look: float = 0.0,
     eval_every_steps: int = 0,
     learned_interval: int = 0,
+    keeps: tuple[int, ...] = (),
+    request: StopRequest | None = None,
 ) -> Stage:
     snapshots = FakeSnapshots(slots, steps or [None] * slots)
     link, checkpointer = FakeLink(replicates=replicates), FakeCheckpointer()
@@ -211,6 +214,7 @@ def stage(
         identity=Identity(rank, 2, rank, 2, "here", launched=True),
         journal=SimpleNamespace(record=events.append, flush=lambda: None),
         left_s=lambda: left[0],
+        stop_request=lambda: request,
         job=SimpleNamespace(committed=lambda step: None, snapshot_interval=learned_interval, learned=learned.append),
     )
     synchronous = SynchronousSaving(
@@ -225,6 +229,7 @@ def stage(
         synchronous,
         cast(Snapshots, snapshots),
         cast(SaverLink, link),
+        keeps=keeps,
         clock=look,
     )
     return Stage(saving, snapshots, link, checkpointer, said, events, clock, left, comparison, learned)
@@ -495,6 +500,27 @@ def test_a_request_that_comes_while_storage_is_waited_for_counts_too() -> None:
     one = stage(replicates=True)
     one.link.news = [lambda: one.left.__setitem__(0, 2.0), lambda: None, lambda: one.left.__setitem__(0, -0.1)]
     assert one.saving.save_now(9, INTERVAL) == Reached(9, "memory")
+    assert one.link.sent == [None, (9, "unpaced")]
+
+
+def test_a_host_that_stays_does_not_wait_for_storage() -> None:
+    one = stage(request=StopRequest("b leaves", 0.0, 60.0, host_stays=True))
+    one.left[0] = 60.0
+    assert one.saving.save_now(9, STOP) == Reached(9, "handover")
+    assert one.snapshots.began == [(0, 9, "stop")]
+    # It is written all the same, while the next generation trains.
+
+
+@pytest.mark.parametrize(("keeps", "reached"), [((1,), "handover"), ((), "storage")])
+def test_the_step_of_a_host_that_leaves_must_be_on_one_that_stays(
+    keeps: tuple[int, ...], reached: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = SaveStatus(60.0, busy=(False, False), torn=(False, False))
+    monkeypatch.setattr("elastictrain.train.snapshot_saving.gather_records", lambda own, *, group: [own, leaves])
+    one = stage(replicates=True, keeps=keeps, request=StopRequest("b leaves", 0.0, 60.0, host_stays=True))
+    one.left[0] = 60.0
+    one.link.news = [lambda: setattr(one.link, "sends", (False, False)), lambda: one.link.saved.append(Saved(9, "step-9", 8))]
+    assert one.saving.save_now(9, STOP) == Reached(9, reached)
     assert one.link.sent == [None, (9, "unpaced")]
 
 

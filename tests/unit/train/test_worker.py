@@ -236,6 +236,7 @@ class World:
             loop.freed.set()
 
     def _detached(self, loop: FakeLoop) -> object:
+        self.calls.append("keep what is built")
         return SimpleNamespace(wrapped=loop.stepper.wrapped, finished_step=6, parked=None)
 
 
@@ -380,6 +381,7 @@ class TestOrderlyEnd:
         assert world.worker.run(standby="") == EXIT_OK
         assert world.heard()[2] == LEFT
         assert cast(Any, world.built_upon[1]).wrapped == "model 1"
+        assert world.calls.count("keep what is built") == 1, "its data workers were released already"
 
     def test_it_ends_with_its_launcher(self, world: World, launcher: Launcher) -> None:
         world.plan = [fails(StopRequestedError("spot"))]

@@ -13,6 +13,7 @@ from elastictrain.checkpoint.saver.final_save import (
     SaverClients,
     choose_final_save,
     decide,
+    last_with_snapshots,
     whole_here,
 )
 from elastictrain.checkpoint.saver.messages import HostRanks
@@ -99,6 +100,17 @@ def test_the_leader_of_several_hosts_takes_its_newest() -> None:
     leader = HostRanks("000002-bb", 2, (0,))
     assert chosen(store(), leader, held(4, 0), held(5, 0)) == [(5, 0, "000002-bb")]
     assert whole_here([held(5, 0, incarnation="000001-aa")], leader) == []
+
+
+def test_one_of_several_hosts_goes_back_to_the_incarnation_that_has_snapshots() -> None:
+    """The next one has begun, with other ranks here, and was over before it took any."""
+    first, second, third = (HostRanks(name, 4, ranks) for name, ranks in (("01-a", (2, 3)), ("02-b", (0, 1)), ("03-c", (2, 3))))
+    found = [held(5, rank, incarnation="01-a", world_size=4) for rank in (2, 3)]
+    assert last_with_snapshots([third, second, first], found) is first
+    torn = held(7, 0, incarnation="02-b", world_size=4)
+    assert last_with_snapshots([third, second, first], [*found, torn]) is first
+    assert last_with_snapshots([third, second, first], [*found, torn, held(7, 1, incarnation="02-b", world_size=4)]) is second
+    assert last_with_snapshots([third, second], []) is third
 
 
 def test_a_run_is_there_as_long_as_anything_of_it_is() -> None:
