@@ -93,8 +93,8 @@ def last_host_ranks(held: Sequence[Held], *, run: str) -> HostRanks | None:
 
 
 def last_with_snapshots(incarnations: Sequence[HostRanks], held: Sequence[Held]) -> HostRanks:
-    """The newest of `incarnations` (the newest first) that has a whole step here, or else the newest one: it may have ended before
-    its first snapshot. Pure."""
+    """The newest of `incarnations` (the newest first) that has a whole step here, or else the newest one: that may have ended
+    before its first snapshot. Pure."""
     return next((one for one in incarnations if whole_here(held, one)), incarnations[0])
 
 
