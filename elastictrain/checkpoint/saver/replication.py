@@ -54,6 +54,13 @@ class ReplicaService:
             return self._server.port
         return 0
 
+    def begin_incarnation(self) -> None:
+        """Forget the other hosts; without any, no roster follows. Their replicas stay until `drop_others`."""
+        self._stop_sending()
+        self._roster = None
+        if self._server is not None:
+            self._server.replicas.kept = frozenset()
+
     def set_roster(self, roster: SaverRoster) -> None:
         self._stop_sending()
         self.pacer.forget_steps()

@@ -197,6 +197,7 @@ class SaverService:
             self._saves = IncarnationSaves(hello.host_ranks)
             self._incarnations = [hello.host_ranks, *self._incarnations][:_INCARNATIONS]
             self._event_logs.move_to(hello.host_ranks)
+            self._replicas.begin_incarnation()
         one.rank, one.incarnation = hello.rank, hello.incarnation
         self._missing.pop(hello.rank, None)
         self._ever, self._finished = True, False

@@ -32,3 +32,20 @@ def test_a_host_that_trains_no_more_sends_as_fast_as_it_can(tmp_path: Path, monk
         # Who trains next on this host must not be slowed down.
         assert replicas.pacer.rate == 1000.0
         replicas.close()
+
+
+def test_replicas_of_hosts_that_have_left_stay_until_they_are_of_no_use(tmp_path: Path) -> None:
+    """The next incarnation may restore from them; alone, it gets no roster that says which ones to keep."""
+    folder = tmp_path / "a"
+    folder.mkdir(mode=0o700)
+    replicas = ReplicaService(str(folder), RUN, record=lambda *_: None, ended=lambda *_: None)
+    port = replicas.listen("127.0.0.1", port=0)
+    hosts = (Peer("a", "127.0.0.1", port, (0,), 0), Peer("b", "127.0.0.1", 1, (1,), 1))
+    replicas.set_roster(SaverRoster(hosts, 0, TOKEN.hex()))
+    fill_slot(folder, "replica-r00001-s0", facts_of(1, 7))
+    replicas.drop_others()
+    replicas.begin_incarnation()
+    assert (folder / "replica-r00001-s0").exists()
+    replicas.drop_others()
+    assert not (folder / "replica-r00001-s0").exists()
+    replicas.close()
