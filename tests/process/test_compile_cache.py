@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from torchruns import TINY, alone, events, losses
+from torchruns import COMPILED, TINY, alone, events, losses
 
 STEPS = 30
 
@@ -13,16 +13,11 @@ def start(run_dir: Path, *, host: Path, folder: Path) -> dict[str, Any]:
     host.mkdir(exist_ok=True)
     arguments = [
         *TINY,
-        *("task._target_=tests.process.compiling.CompilingLlama", "train.compile=true", "task.compile_loss=false"),
+        *COMPILED,
         *(f"train.steps={STEPS}", "train.eval_every_steps=0", "checkpoint.every_steps=0"),
         *(f"run.dir={run_dir}", f"checkpoint.memory_dir={host}"),
     ]
-    variables = {
-        "TMPDIR": str(host),
-        # Otherwise g++ prepares torch's headers in each folder of temporary files, which takes longer than all else.
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-    }
-    code, output = alone(arguments, folder=folder, extra_environment=variables)
+    code, output = alone(arguments, folder=folder, extra_environment={"TMPDIR": str(host)})
     assert code == 0, output[-6000:]
     (event,) = events(run_dir, "compiled")
     return event

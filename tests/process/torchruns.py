@@ -37,6 +37,13 @@ TINY = (
 )
 """A model small enough that start-up is what a test takes."""
 
+COMPILED = (
+    "train.compile=true",
+    "task._target_=tests.process.compiling.CompilingLlama",
+    "task.compile_loss=false",
+)
+"""The same, with so little to compile that a compiler needs seconds."""
+
 
 def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     """For child processes: one thread, a resolver that gives up quickly, our package on the path."""
@@ -235,17 +242,23 @@ def alone(arguments: Sequence[str], *, folder: Path, timeout_s: float = 240, **o
         return run.wait(timeout_s), run.output()
 
 
-def train_warm(arguments: Sequence[str], *, world_size: int, folder: Path) -> Path:
+def train_warm(arguments: Sequence[str], *, world_size: int, folder: Path, extra_environment: Mapping[str, str] = {}) -> Path:
     """A training run that nothing happens to, on warm ranks; returns its folder, `folder`/run."""
     folder.mkdir(parents=True, exist_ok=True)
     where = [f"run.dir={folder}/run", *memory_arguments(arguments, folder / "log")]
-    warm_ranks(["-m", "elastictrain.run", *arguments, *where], world_size=world_size, folder=folder)
+    program = ["-m", "elastictrain.run", *arguments, *where]
+    warm_ranks(program, world_size=world_size, folder=folder, extra_environment=extra_environment)
     return folder / "run"
 
 
 @contextmanager
 def warm_ranks_started(
-    program: Sequence[str], *, world_size: int, folder: Path, errors: Sequence[str] = ()
+    program: Sequence[str],
+    *,
+    world_size: int,
+    folder: Path,
+    errors: Sequence[str] = (),
+    extra_environment: Mapping[str, str] = {},
 ) -> Iterator[list[Run]]:
     """A program on ranks that are warm forks, with the store in this process: what an agent does is not under test here.
 
@@ -258,7 +271,7 @@ def warm_ranks_started(
     runs: list[Run] = []
     try:
         for rank in range(world_size):
-            variables = environment({**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            variables = environment({**extra_environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             runs.append(Run(warm_host().start(program, environment=variables, log=log, cwd=folder, errors=errors), log))
         yield runs
     finally:
@@ -267,11 +280,9 @@ def warm_ranks_started(
             run.process.wait(60)
 
 
-def warm_ranks(
-    program: Sequence[str], *, world_size: int, folder: Path, timeout_s: float = 240, errors: Sequence[str] = ()
-) -> str:
+def warm_ranks(program: Sequence[str], *, world_size: int, folder: Path, timeout_s: float = 240, **options: Any) -> str:
     """A program on warm ranks to its end; returns what they printed. Fails unless all exit codes are 0."""
-    with warm_ranks_started(program, world_size=world_size, folder=folder, errors=errors) as runs:
+    with warm_ranks_started(program, world_size=world_size, folder=folder, **options) as runs:
         deadline = time.monotonic() + timeout_s
         codes = [run.wait(max(0.0, deadline - time.monotonic())) for run in runs]
         assert not any(codes), f"{codes}: {runs[0].output()[-6000:]}"
@@ -287,10 +298,10 @@ def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
     return [row for row in rows if name is None or row["event"] == name]
 
 
-def losses(run_dir: Path) -> dict[int, float]:
-    """Loss of each step; a step that was repeated must have had the same loss each time."""
+def losses(run_dir: Path, event: str = "step") -> dict[int, float]:
+    """Loss of each step, or with `event` "eval" of each evaluation; what was repeated must have had the same loss each time."""
     found: dict[int, float] = {}
-    for row in events(run_dir, "step"):
+    for row in events(run_dir, event):
         before = found.setdefault(row["step"], row["loss"])
         assert before == row["loss"], f"step {row['step']}: {before} and then {row['loss']}"
     return found
