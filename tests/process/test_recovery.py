@@ -4,7 +4,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from torchruns import (
+    COMPILED,
     TINY,
     Run,
     events,
@@ -47,6 +48,8 @@ ARGUMENTS = (
 SLOW = ("task.pause_s=0.03",)
 SOON_S = 15.0
 STANDBY = "standby"
+MOST_REPEATED = 8  # a snapshot every 4 steps, and the newest one may not be whole on all ranks
+EVAL_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,10 @@ class Case:
     number: int = signal.SIGKILL
     before: Callable[[Run], None] = lambda _: None
     arguments: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()  # arguments that the undisturbed run has, too
+
+
+Readers = Mapping[int, list[int]]  # pids of the data workers of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ class Recovered:
     output: str
     rows: list[Row]  # of rank 0, by time
     outcomes: list[Outcome]
+    readers: tuple[Readers, Readers]  # before the first strike, and after the recovery
 
 
 def family(run: Run) -> list[psutil.Process]:
@@ -97,6 +105,12 @@ def kill_standby(run: Run) -> None:
         kill(one)
 
 
+def await_evaluation(run: Run) -> None:
+    """Return when the ranks evaluate, unless this process is late."""
+    step = STRIKE_AT - STRIKE_AT % EVAL_EVERY + EVAL_EVERY
+    wait_until(lambda: last_step(run.log.parent / "run") >= step, timeout_s=SOON_S, what=f"step {step}")
+
+
 CASES = {
     "ddp, 2 workers": Case(2),
     "ddp, 3 workers": Case(3),
@@ -109,6 +123,20 @@ CASES = {
     ),
     "a standby, and then a worker": Case(2, before=kill_standby),
     "a worker, without standbys": Case(arguments=("launch.standbys=0",)),
+    "hsdp, 4 workers": Case(4, "hsdp", training=("parallel.shard_size=2",)),
+    "fsdp, bf16, data workers, in an evaluation": Case(
+        2,
+        "fsdp",
+        before=await_evaluation,
+        arguments=("data.workers=1", "task.pause_s=0.02"),
+        training=("train.precision=bf16", f"train.eval_every_steps={EVAL_EVERY}", "train.eval_samples=16"),
+    ),
+    "ddp, bf16, compiled": Case(
+        # The pause is part of the task, whose compiled code the undisturbed run uses, too.
+        2,
+        arguments=("launch.standbys=0",),
+        training=("train.precision=bf16", "task.pause_s=0.02", *COMPILED),
+    ),
 }
 
 
@@ -120,6 +148,16 @@ def living(run: Run) -> dict[int, psutil.Process]:
             if (rank := rank_of(one)) is not None and rank >= 0:
                 found.append((one.create_time(), rank, one))
     return {rank: one for _, rank, one in sorted(found, key=lambda entry: entry[0])}
+
+
+def readers(run: Run) -> Readers:
+    found: dict[int, list[int]] = {}
+    for rank, worker in living(run).items():
+        for one in worker.children():
+            with suppress(psutil.NoSuchProcess):
+                if "spawn_main" in " ".join(one.cmdline()):
+                    found.setdefault(rank, []).append(one.pid)
+    return found
 
 
 def strike(run: Run, case: Case, chance: random.Random) -> Strike:
@@ -134,16 +172,25 @@ def rows_of(run_dir: Path) -> list[Row]:
     return sorted((row for row in events(run_dir) if row["rank"] == 0), key=lambda row: float(row["time"]))
 
 
-def disturb(case: Case, folder: Path, *, seed: int) -> Recovered:
+def disturb(case: Case, folder: Path, host: Path, *, seed: int) -> Recovered:
     """Train with one disturbance, to the end."""
     run_dir, chance = folder / "run", random.Random(seed)
-    arguments = [*ARGUMENTS, *SLOW, f"parallel={case.parallel}", *case.arguments, f"launch.processes={case.workers}"]
+    arguments = [
+        *ARGUMENTS,
+        *SLOW,
+        f"parallel={case.parallel}",
+        *case.training,
+        *case.arguments,
+        f"launch.processes={case.workers}",
+    ]
     arguments += [f"run.dir={run_dir}", *memory_arguments(arguments, folder / "log.txt")]
-    with started([sys.executable, "-m", "elastictrain.launch", *arguments], log=folder / "log.txt") as run:
+    command = [sys.executable, "-m", "elastictrain.launch", *arguments]
+    with started(command, log=folder / "log.txt", extra_environment={"TMPDIR": str(host)}) as run:
         wait_until(
             lambda: last_step(run_dir) >= STRIKE_AT or run.process.poll() is not None, timeout_s=60, what=f"step {STRIKE_AT}"
         )
         assert run.process.poll() is None, run.output()[-3000:]
+        read_before = readers(run)
         case.before(run)
         strikes = [strike(run, case, chance)]
         if case.again_s is not None:
@@ -151,37 +198,49 @@ def disturb(case: Case, folder: Path, *, seed: int) -> Recovered:
             wait_until(lambda: bool(living(run)), timeout_s=SOON_S, what="a worker")
             strikes.append(strike(run, case, chance))
         wait_until(lambda: new_step(rows_of(run_dir), strikes[-1].time) is not None, timeout_s=60, what="a new step")
-        pids = {rank: one.pid for rank, one in living(run).items()}
+        pids, read_after = {rank: one.pid for rank, one in living(run).items()}, readers(run)
         code = run.wait(90)
         output = run.output()
     rows, struck = rows_of(run_dir), {rank for one in strikes for rank in one.ranks}
     outcomes = [judge(one, rows, pids=pids, struck_too=struck) for one in strikes]
-    return Recovered(case, run_dir, code, output, rows, outcomes)
+    return Recovered(case, run_dir, code, output, rows, outcomes, (read_before, read_after))
 
 
 @pytest.fixture(scope="module")
-def recovered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recovered]:
+def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Temporary files of all runs, among them compiled code."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "graphs").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recovered(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Callable[[str], Recovered]:
     """The run of a case, made when it is first asked for."""
     made: dict[str, Recovered] = {}
 
     def find(name: str) -> Recovered:
         if name not in made:
-            made[name] = disturb(CASES[name], tmp_path_factory.mktemp("disturbed"), seed=len(name))
+            made[name] = disturb(CASES[name], tmp_path_factory.mktemp("disturbed"), host, seed=len(name))
         return made[name]
 
     return find
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Callable[[Case], Path]:
     """The folder of a run that nothing happened to, on as many workers."""
-    made: dict[tuple[str, int], Path] = {}
+    made: dict[tuple[str, int, tuple[str, ...]], Path] = {}
 
     def find(case: Case) -> Path:
-        key = case.parallel, case.workers
+        key = case.parallel, case.workers, case.training
         if key not in made:
-            arguments = [*ARGUMENTS, f"parallel={case.parallel}"]
-            made[key] = train_warm(arguments, world_size=case.workers, folder=tmp_path_factory.mktemp("undisturbed"))
+            made[key] = train_warm(
+                [*ARGUMENTS, f"parallel={case.parallel}", *case.training],
+                world_size=case.workers,
+                folder=tmp_path_factory.mktemp("undisturbed"),
+                extra_environment={"TMPDIR": str(host)},
+            )
         return made[key]
 
     return find
@@ -193,6 +252,11 @@ def test_the_run_is_the_same(name: str, recovered: Callable[[str], Recovered], u
     right = undisturbed(found.case)
     assert found.code == 0, found.output[-6000:]
     assert losses(found.run_dir) == losses(right)
+    evaluated, all_evaluated = losses(found.run_dir, "eval"), losses(right, "eval")
+    # An evaluation that a death cuts short is left out if the state of its step was saved.
+    restored = {row["resumed_step"] for row in events(found.run_dir, "recovery")}
+    assert all_evaluated.keys() - restored <= evaluated.keys()
+    assert evaluated == {step: all_evaluated[step] for step in evaluated}
     ledgers = [fold(list(read_ledger(open_store(str(path))))) for path in (found.run_dir, right)]
     assert ledger_differences(ledgers[0], ledgers[1], steps=STEPS, batch=BATCH) == []
 
@@ -205,6 +269,31 @@ def test_survivors_keep_their_processes(name: str, recovered: Callable[[str], Re
     # Only those that were killed are new.
     assert found.outcomes[0].survivors == found.case.workers - len({r for one in found.outcomes for r in one.strike.ranks})
     assert len(events(found.run_dir, "recovery")) <= len(found.outcomes)
+    assert max(one.steps_repeated for one in found.outcomes) <= MOST_REPEATED
+
+
+def test_survivors_keep_their_data_workers(recovered: Callable[[str], Recovered]) -> None:
+    found = recovered("fsdp, bf16, data workers, in an evaluation")
+    before, after = found.readers
+    ((struck,),) = (one.strike.ranks for one in found.outcomes)
+    assert (
+        {rank: len(pids) for rank, pids in before.items()} == {rank: len(pids) for rank, pids in after.items()} == {0: 1, 1: 1}
+    )
+    assert before[1 - struck] == after[1 - struck]
+    assert before[struck] != after[struck]
+
+
+def test_compiled_code_is_kept(recovered: Callable[[str], Recovered], host: Path) -> None:
+    found = recovered("ddp, bf16, compiled")
+    processes = {pid for told in events(found.run_dir, "start") for pid in told["pids"].values()}
+    # After each of its passes each process has written how many graphs it has compiled.
+    graphs = {pid: set((host / "graphs" / str(pid)).read_text().split()) for pid in processes}
+    assert list(graphs.values()) == [{"1"}] * 3
+    # Rank 0 records what its first step has compiled; here it is the victim, so its successor does, too.
+    assert found.outcomes[0].strike.ranks == (0,)
+    first, later = events(found.run_dir, "compiled")
+    assert first["new_files"] > 0
+    assert (later["found_files"], later["new_files"]) == (first["new_files"], 0)
 
 
 def test_the_event_tells_what_happened(recovered: Callable[[str], Recovered]) -> None:
