@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python scripts/soak.py --minutes 30 --seed 1
 
-    sudo .venv/bin/python scripts/soak.py --minutes 5 --kinds worker lost swap --every 8 12 -- preflight=default
+    sudo .venv/bin/python scripts/soak.py --minutes 5 --kinds worker lost swap --every 8 12 --clock-off 0 -- preflight=default
 
 The hosts are network namespaces on this machine; it needs root. Prints each fault with the time until the next step that nobody
 had done before was done, and how many steps were repeated; at the end a table by kind, the goodput, and whether losses and

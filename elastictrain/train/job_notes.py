@@ -27,6 +27,7 @@ class JobNotes:
         launcher = identity.launcher
         self._file = Path(launcher.folder).parent / JOB_NAME if launcher is not None else None
         self._memory = JobMemory()
+        self.evaluated: int | None = None  # the same on all ranks: `JobMemory.evaluated`; None if the job has just begun
 
     def read(self) -> JobMemory:
         """The notes of earlier generations of this job; empty if they cannot be read."""
@@ -42,13 +43,14 @@ class JobNotes:
         yes."""
         own = self.read() if self._identity.local_rank == 0 else JobMemory()
         self._memory = max(gather_records(own, group=group), key=_knowledge)
+        self.evaluated = self._memory.evaluated if self._memory.incarnations else None
         return self._memory
 
     def begin(self, incarnation: str, *, step: int) -> None:
         """Note that this generation resumes from `step`. Step 0 begins the run anew and deletes earlier notes."""
         before = max(self.read(), self._memory, key=_knowledge) if step else JobMemory()
         names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
-        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval)
+        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval, before.evaluated)
         self._write()
 
     @property
@@ -58,6 +60,10 @@ class JobNotes:
 
     def learned(self, snapshot_interval: int) -> None:
         self._memory = replace(self._memory, snapshot_interval=snapshot_interval)
+        self._write()
+
+    def evaluation_done(self, step: int) -> None:
+        self._memory = replace(self._memory, evaluated=step)
         self._write()
 
     def committed(self, step: int) -> None:

@@ -73,6 +73,10 @@ class Loop:
             self._save_and_leave(state.step, "end" if done else "stop", reason=asked)
         elif asked and not done:
             raise StopRequestedError(asked)
+        if not done and self._evaluation_is_missing():
+            # The last generation was ended in it.
+            self._evaluate(state.step)
+            self._last_finished_s = self.clock()
         self._train()
 
     def close(self, *, finished: bool) -> None:
@@ -237,6 +241,12 @@ class Loop:
         if save == "stop" or self.reached != Reached(step, "storage"):
             raise StopRequestedError(reason or self.context.any_stop_reason() or "another rank was asked to stop")
 
+    def _evaluation_is_missing(self) -> bool:
+        """Whether the evaluation after the restored step was not completed, as far as this job knows; the same on all ranks."""
+        step, every_steps, evaluated = self.state.step, self.context.config.train.eval_every_steps, self.context.job.evaluated
+        due = self.evaluator is not None and step > 0 and step % every_steps == 0
+        return due and evaluated is not None and evaluated < step
+
     def _evaluate(self, step: int) -> bool:
         """Whether the evaluation completed; if not, all ranks know of a stop request."""
         if self.evaluator is None:
@@ -246,6 +256,7 @@ class Loop:
         self.context.check_attached()
         if loss is None:
             return False
+        self.context.job.evaluation_done(step)
         if self.context.identity.is_log_rank:
             seconds = self.clock() - began
             self.context.journal.record(Evaluated(step=step, loss=loss, samples=self.evaluator.num_samples, seconds=seconds))

@@ -172,13 +172,17 @@ def test_torchrun_remembers_what_its_workers_committed() -> None:
 
 def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rank 0 is on a host that has just come, and a third one was away while the run began anew."""
-    others = [JobMemory(), JobMemory(("000007-aa", "000009-cc", "000010-dd"), 40, 7), JobMemory(("000008-bb",) * 9, 90, 5)]
+    longest = JobMemory(("000007-aa", "000009-cc", "000010-dd"), 40, 7, 35)
+    others = [JobMemory(), longest, JobMemory(("000008-bb",) * 9, 90, 5, 90)]
     monkeypatch.setattr("elastictrain.train.job_notes.gather_records", lambda own, *, group: [own, *others])
     notes = JobNotes(dist.HashStore(), identity(tmp_path / "generation-11"))
-    assert notes.gather(None) == others[1]
+    assert notes.evaluated is None
+    assert notes.gather(None) == longest
+    assert notes.evaluated == 35
     (tmp_path / "generation-11").mkdir()
     notes.begin("000011-ee", step=38)
-    assert notes.read() == JobMemory((*others[1].incarnations, "000011-ee"), 40, 7)
+    notes.evaluation_done(38)
+    assert notes.read() == JobMemory((*longest.incarnations, "000011-ee"), 40, 7, 38)
     assert notes.snapshot_interval == 7
     notes.begin("000012-ff", step=0)
     assert notes.read() == JobMemory(("000012-ff",), 0, 0)

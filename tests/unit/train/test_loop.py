@@ -114,12 +114,18 @@ class World:
     eval_asks_at: int | None = None
     """A signal comes while this step is being evaluated."""
 
+    known_evaluation: int | None = None
+    """The newest one that the job has completed; None if it has just begun."""
+
     losses: dict[int, float] = field(default_factory=dict)
     refuse_saves: int = 0
     step_s: float = 1.0
     launched: list[int] = field(default_factory=list)
     saved: list[tuple[int, str]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
+    noted: list[int] = field(default_factory=list)
+    """Evaluations, as the job notes them."""
+
     flushed: list[list[int]] = field(default_factory=list)
     """The steps on record at each flush."""
 
@@ -171,6 +177,9 @@ class World:
             began=WALL_S + 2.0,
             generation=AgreedGeneration("000002-bb", RANKS),
             tracker=tracker,
+            job=SimpleNamespace(
+                evaluated=self.known_evaluation, evaluation_done=self.noted.append, committed=lambda step: None
+            ),
             backend="gloo",
             journal=SimpleNamespace(record=self.events.append, flush=lambda: self.flushed.append(self.of(Step))),
             stop_request=lambda: self.request,
@@ -237,6 +246,24 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return limits_s
 
 
+@pytest.mark.parametrize(
+    ("first", "known", "evaluated"),
+    [
+        (4, 2, [4, 6]),
+        # It was completed before the failure, or the job does not know.
+        (4, 4, [6]),
+        (4, None, [6]),
+        (5, 2, [6]),
+        (0, 0, [2, 4, 6]),
+        (7, 0, []),
+    ],
+)
+def test_an_evaluation_that_a_failure_cut_short_is_made_up_for(first: int, known: int | None, evaluated: list[int]) -> None:
+    world = World(config(steps=7, eval_every=2), first=first, known_evaluation=known)
+    world.train()
+    assert world.evaluated == world.noted == world.of(Evaluated) == [*evaluated, *([7] if first < 7 else [])]
+
+
 @pytest.mark.parametrize("save_every", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("eval_every", [0, 1, 3])
 @pytest.mark.parametrize("first", [0, 1, 4])
@@ -252,7 +279,7 @@ def test_every_step_is_done_settled_and_recorded_once_and_in_order(
     assert limited == [world.config.fault.step_timeout_s]
     due = [step for step in steps if (save_every and step % save_every == 0) or step == 7]
     assert world.saved == [(step, "end" if step == 7 else "interval") for step in due]
-    assert world.of(Evaluated) == world.evaluated
+    assert world.of(Evaluated) == world.evaluated == world.noted
     assert world.evaluated == [step for step in steps if eval_every and (step % eval_every == 0 or step == 7)]
 
 
