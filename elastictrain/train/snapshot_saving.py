@@ -232,7 +232,9 @@ class SnapshotSaving:
         """Whether a snapshot is taken after `step`; the same on all ranks. With a learned interval, one that finds no slot is
         due again one step later."""
         if self._cadence is not None:
-            return self._newest_begun is not None and step - self._newest_begun >= self._interval
+            # The first one is early: where failures are more frequent than snapshots there would be no progress.
+            interval = self._interval if self._first_begun is not None else min(self._interval, FIRST)
+            return self._newest_begun is not None and step - self._newest_begun >= interval
         return self._interval > 0 and step % self._interval == 0
 
     def _spread(self, interval: int, *, step: int, unsaved: bool) -> int:

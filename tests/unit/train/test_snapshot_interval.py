@@ -89,15 +89,23 @@ def test_a_snapshot_that_finds_no_slot_is_taken_one_step_later() -> None:
     train(ranks, 21, 33)
     ranks[1].snapshots.busy = False
     train(ranks, 34, 40)
-    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [10, 20, 35]
+    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [4, 14, 35]
 
 
 def test_a_checkpoint_counts_as_a_snapshot() -> None:
     ranks = world(1, interval=10)
-    train(ranks, 1, 15)
-    ranks[0].saving.snapshot(15, reason=INTERVAL)
-    train(ranks, 16, 30)
-    assert steps_of(ranks[0]) == [10, 15, 25]
+    train(ranks, 1, 18)
+    ranks[0].saving.snapshot(18, reason=INTERVAL)
+    train(ranks, 19, 30)
+    assert steps_of(ranks[0]) == [4, 14, 18, 28]
+
+
+@pytest.mark.parametrize(("learned", "first"), [(40, 4), (4, 4), (3, 3)])
+def test_the_first_snapshot_is_early_whatever_was_learned(learned: int, first: int) -> None:
+    """Where failures are more frequent than snapshots there would be no progress."""
+    ranks = world(2, interval=learned)
+    train(ranks, 101, 190)
+    assert steps_of(ranks[0])[:3] == [100 + first, 100 + first + learned, 100 + first + 2 * learned]
 
 
 @pytest.mark.parametrize(
