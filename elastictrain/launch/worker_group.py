@@ -146,7 +146,8 @@ class WorkerGroup:
             # How it ended, and the workers with it, is known soon.
             return
         there = [one for one in self._workers if one.standby and one.code is None]
-        found, kind = assign(there, dict(enumerate(environments))), EXACT if bound == BUILT_FOR else ANY_RANK
+        usable, kind = [one for one in there if one.bound == bound], EXACT if bound == BUILT_FOR else ANY_RANK
+        found = assign(usable, dict(enumerate(environments)))
         self.release([one for one in there if one not in found.values()])
         missing = [{**one, STANDBY_VARIABLE: kind} for index, one in enumerate(environments) if index not in found]
         if missing:

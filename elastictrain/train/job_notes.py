@@ -50,7 +50,9 @@ class JobNotes:
         """Note that this generation resumes from `step`. Step 0 begins the run anew and deletes earlier notes."""
         before = max(self.read(), self._memory, key=_knowledge) if step else JobMemory()
         names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
-        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval, before.evaluated)
+        # Earlier jobs may have evaluated.
+        evaluated = before.evaluated if before.incarnations else step
+        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval, evaluated)
         self._write()
 
     @property

@@ -67,16 +67,17 @@ class Loop:
             self.observer.print_line(f"nothing left to do: step {state.step} is done, and `train.steps` is {total_steps}")
         # Restoring took time, and compiling will.
         asked = self.context.any_stop_reason()
+        if not done and not asked and self._evaluation_is_missing():
+            # The last generation was ended in it. Noted first: if it ends this one, too, the next one trains.
+            self.context.job.evaluation_done(state.step)
+            asked = "" if self._evaluate(state.step) else self.context.any_stop_reason()
+            self._last_finished_s = self.clock()
         if (done or asked) and not self.in_storage:
             # The state was restored from memory, which is released at the end of the run and lost with its host.
             self.saving.first_step_done()
             self._save_and_leave(state.step, "end" if done else "stop", reason=asked)
         elif asked and not done:
             raise StopRequestedError(asked)
-        if not done and self._evaluation_is_missing():
-            # The last generation was ended in it.
-            self._evaluate(state.step)
-            self._last_finished_s = self.clock()
         self._train()
 
     def close(self, *, finished: bool) -> None:

@@ -42,9 +42,16 @@ def prepare(context: TrainContext, *, exact: bool) -> BuiltState | None:
     size = measure_state(context.task)
     if not on_device and (size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1)):
         return None
+    if on_device:
+        warm_backward()
     # The priority is the thread's own: the process that this one becomes must not keep it, and could not raise it again.
     with ThreadPoolExecutor(1, thread_name_prefix="prepare", initializer=partial(os.nice, _LOWEST)) as pool:
         return pool.submit(_build_on_device if on_device else _build, context).result()
+
+
+def warm_backward() -> None:
+    """Start the device's threads for backward passes: they have the priority of the thread that needs them first."""
+    torch.ones(1, device="cuda", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _build_on_device(context: TrainContext) -> BuiltState | None:
@@ -61,12 +68,15 @@ def _build_on_device(context: TrainContext) -> BuiltState | None:
         logger.info("no standby is built: a step needs more than the free %.1f GB of the device", free_bytes / 1e9)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    if built is None:
-        # The traceback held what was half built.
-        detach(_DETACH_S)
-        gc.collect()
-        torch.cuda.empty_cache()
     return built
+
+
+def forget() -> None:
+    """Give back what a preparation that failed has left; its traceback must be gone."""
+    detach(_DETACH_S)
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _build(context: TrainContext) -> BuiltState:

@@ -42,7 +42,7 @@ from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_memory import start_saver
-from elastictrain.train.standby import prepare
+from elastictrain.train.standby import forget, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +162,8 @@ class Worker:
             logger.warning("a standby could not be prepared: %s", error)
             if self.checked is None:
                 return EXIT_UNFIT
+        if self.built is None:
+            forget()
         return None if self._wait(EXIT_OK) else EXIT_OK
 
     def _check_alone(self) -> TrainContext:

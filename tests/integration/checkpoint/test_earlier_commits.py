@@ -184,6 +184,11 @@ def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.
     notes.evaluation_done(38)
     assert notes.read() == JobMemory((*longest.incarnations, "000011-ee"), 40, 7, 38)
     assert notes.snapshot_interval == 7
+    # A job that begins knows nothing of evaluations before it, which may all have been done.
+    (tmp_path / "job" / "generation-1").mkdir(parents=True)
+    first = JobNotes(dist.HashStore(), identity(tmp_path / "job" / "generation-1"))
+    first.begin("000012-ee", step=50)
+    assert first.read().evaluated == 50
     notes.begin("000012-ff", step=0)
     assert notes.read() == JobMemory(("000012-ff",), 0, 0)
 

@@ -261,7 +261,18 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_an_evaluation_that_a_failure_cut_short_is_made_up_for(first: int, known: int | None, evaluated: list[int]) -> None:
     world = World(config(steps=7, eval_every=2), first=first, known_evaluation=known)
     world.train()
-    assert world.evaluated == world.noted == world.of(Evaluated) == [*evaluated, *([7] if first < 7 else [])]
+    assert world.evaluated == world.of(Evaluated) == [*evaluated, *([7] if first < 7 else [])]
+    # What is made up for is noted before it begins: it may be what ended the last generation.
+    assert world.noted == [*evaluated[: evaluated[:1] == [first]], *world.evaluated]
+
+
+@pytest.mark.parametrize("in_storage", [True, False])
+def test_a_stop_during_an_evaluation_that_is_made_up_for_costs_no_step(in_storage: bool) -> None:
+    world = World(config(steps=7, eval_every=2), first=4, known_evaluation=2, eval_asks_at=4, in_storage=in_storage)
+    with pytest.raises(StopRequestedError):
+        world.train()
+    assert (world.launched, world.evaluated) == ([], [])
+    assert world.saved == ([] if in_storage else [(4, "stop")])
 
 
 @pytest.mark.parametrize("save_every", [0, 1, 2, 3, 7])

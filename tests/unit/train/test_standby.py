@@ -6,11 +6,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from elastictrain.distributed.group import leave, lone_group, make_group
 from elastictrain.identity import Identity
 from elastictrain.train import standby as module
 from elastictrain.train.build import BuiltState
-from elastictrain.train.standby import prepare
+from elastictrain.train.standby import forget, prepare
 from tests.unit.train.parts import context_of
 from tests.unit.train.test_loop import config
 
@@ -26,10 +28,10 @@ class Stage:
         self.needs = GB
         self.tensor = torch.ones(4)
         monkeypatch.setattr(module, "_build", self._build)
-        monkeypatch.setattr(module, "detach", lambda limit_s: None)
         monkeypatch.setattr(module, "measure_state", lambda task: SimpleNamespace(of_rank=lambda *, shards: GB))
         monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=self.available))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 80 * GB))
+        monkeypatch.setattr(module, "warm_backward", lambda: None)
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.needs)
         monkeypatch.setattr(
             torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: self.fractions.append(fraction)
@@ -94,3 +96,11 @@ def test_a_device_with_little_memory_stays_free(stage: Stage) -> None:
     assert stage.prepare(backend="nccl", exact=True) is None
     assert stage.fractions[-1] == 1.0
     assert stage.tensor.untyped_storage().nbytes()
+
+
+def test_after_a_preparation_that_failed_the_process_can_take_part_in_a_group() -> None:
+    alone = Identity(0, 1, 0, 1, "here", launched=True)
+    lone_group(alone, backend="gloo")
+    forget()
+    group = make_group(dist.HashStore(), alone, backend="gloo", init_timeout_s=30.0, save_timeout_s=60.0)
+    leave(group)

@@ -179,6 +179,7 @@ class World:
         monkeypatch.setattr(module, "forget_step", lambda wrapped: self.calls.append(f"forget {wrapped}"))
         monkeypatch.setattr(module, "leave", lambda group: self.calls.append("leave"))
         monkeypatch.setattr(module, "await_all", lambda group: self.calls.append("await all"))
+        monkeypatch.setattr(module, "forget", lambda: self.calls.append("forget preparation"))
         monkeypatch.setattr(module, "show_sample", lambda *_, **__: None)
         monkeypatch.setattr(module, "set_up_logging", lambda prefix: None)
         monkeypatch.setattr(module, "HangWatch", lambda *_: FakeHangs(self.calls))
@@ -462,7 +463,7 @@ class TestStandby:
         assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert world.built_upon == [None]
-        assert world.calls.count("claim memory") == 1
+        assert (world.calls.count("claim memory"), world.calls.count("forget preparation")) == (1, 1)
 
     def test_that_finds_something_wrong_ends_and_leaves_the_report_to_a_rank(
         self, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
