@@ -41,6 +41,8 @@ def notice(cloud: str, *, left_s: float) -> dict[str, bytes]:
 def main() -> None:
     cloud, left_s, file = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
     with serving(quiet(cloud), address=ADDRESS) as served:
+        sys.stdout.write("serving\n")
+        sys.stdout.flush()
         while not file.exists():
             time.sleep(0.1)
         served.items |= notice(cloud, left_s=left_s)

@@ -34,7 +34,9 @@ def into_cloud(host: Host, cloud: str, *, taken: Path) -> None:
     if firmware.exists():
         host.popen(["mount", "-t", "tmpfs", "none", firmware], log=taken.parent / "mount.txt").wait(10)
     command = [sys.executable, _SERVER, cloud, str(LEFT_S[cloud]), taken]
-    host.popen(command, log=taken.parent / "metadata.txt", extra_environment={"PYTHONPATH": str(REPOSITORY)})
+    server = host.popen(command, log=taken.parent / "metadata.txt", extra_environment={"PYTHONPATH": str(REPOSITORY)})
+    # A launcher looks for its cloud once, when it starts.
+    wait_until(lambda: "serving" in server.output(), timeout_s=60, what="the metadata service")
 
 
 def test_each_clouds_notice_is_saved_in_time_and_the_next_start_goes_on(network: Network, tmp_path: Path) -> None:
