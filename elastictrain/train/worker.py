@@ -53,9 +53,8 @@ _DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker tha
 
 def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: LauncherChannel | None, standby: str) -> int:
     """Train to the end in this process; returns the exit code. Only this function and run.py touch process-wide settings.
-    `parent` is the process that started this one, read before anything else was done. A `standby` (see
-    `fault.launcher_channel.STANDBY_VARIABLE`; empty: it is none) waits for its rank, and
-    `identity` is a likely one."""
+    `parent` is the process that started this one, read before anything else was done. `standby`: the kind of standby, one of
+    `fault.launcher_channel`; it waits for its rank, and `identity` is a likely one. Empty: it is none."""
     tracker = ProgressTracker()
     prefix = LogPrefix(identity.rank, step=lambda: tracker.mark.step)
     set_up_logging(prefix)
@@ -241,8 +240,9 @@ class Worker:
 
     def _abort(self) -> None:
         """Free the main thread from what it waits for in this generation; called by another thread."""
-        if self.report.loop is not None:
-            self.report.loop.loader.interrupt()
+        # The main thread lets go of it at an orderly end.
+        if (loop := self.report.loop) is not None:
+            loop.loader.interrupt()
         until_s = time.monotonic() + _DETACH_S
         # Groups that the main thread is making at this moment can be aborted a moment later.
         while not self._left.is_set() and time.monotonic() < until_s:
