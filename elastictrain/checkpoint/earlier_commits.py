@@ -48,7 +48,7 @@ class JobMemory:
     incarnations: tuple[str, ...] = ()
     step: int = 0  # the newest step committed, or restored by a start; 0 if none
     snapshot_interval: int = 0  # steps between snapshots that rank 0 has learned; 0 if none
-    evaluated: int = 0  # the newest step after which an evaluation was completed; 0 if none
+    evaluated: int = 0  # the newest step whose evaluation was completed, or tried once more; 0 if none
 
 
 @dataclass(frozen=True, slots=True)
