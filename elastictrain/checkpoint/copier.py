@@ -20,19 +20,31 @@ from torch import Tensor
 from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.checkpoint.memory.records import store_layout
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import Slot, facts_in
 from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 32 << 20  # registered at a time: the driver serves no other call meanwhile, about 10 ms
 _REST = 2.0  # pause after each segment, as a multiple of the time that it took: training runs by then
+_LOOK_S = 0.5  # how often a standby looks for the slots of the rank that it may get
 
 
 class Arena:
     """The slots of one rank; a slot is None until it is ready."""
 
-    def __init__(self, folder: str, layout: RankLayout, *, rank: int, indices: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: str,
+        layout: RankLayout,
+        *,
+        rank: int,
+        indices: Sequence[int],
+        device: torch.device,
+        of_another: bool = False,
+    ) -> None:
+        """`of_another`: another process has this rank now. Its slots are mapped and page-locked here, too, each one after it
+        has got its first snapshot; none is made until `take_over`."""
         self.names = tuple(SlotName("own", rank, index) for index in indices)
         self.broken = ""  # why slots are missing; empty if none are
         self._folder = folder
@@ -40,6 +52,9 @@ class Arena:
         self._device = device
         self.slots: list[Slot | None] = [None] * len(indices)
         self._registered: list[int] = []
+        self._changed = threading.Condition()  # guards these two; and `names`, of which only the end changes
+        self._of_another = of_another
+        self._begun = 0
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="arena", daemon=True)
 
@@ -48,13 +63,27 @@ class Arena:
         if self._thread.ident is None:
             self._thread.start()
 
-    def fits(self, layout: RankLayout, names: Sequence[SlotName]) -> bool:
-        """Whether these are its slots, all of them in working order."""
-        return not self.broken and (self._layout.digest, self.names) == (layout.digest, tuple(names)) and not self._stopped
+    def take_over(self, layout: RankLayout, names: Sequence[SlotName]) -> bool:
+        """From now on these are its slots, and those that are missing will be made; False if it has other ones, or one of them
+        is not in working order."""
+        with self._changed:
+            surplus = len(self.names) - len(names)
+            same = (self._layout.digest, self.names[: len(names)]) == (layout.digest, tuple(names))
+            if self.broken or self._stopped or not same or (surplus and not self._of_another) or self._begun > len(names):
+                return False
+            if not all(slot.is_current() for slot in self.slots if slot is not None):
+                # Its file was removed meanwhile, and another one may have its name.
+                return False
+            self.names, self._of_another = tuple(names), False
+            del self.slots[len(names) :]
+            self._changed.notify_all()
+        return True
 
     def close(self) -> None:
         """Unregister and unmap, after the last copy; the content of the slots stays."""
-        self._stopped = True
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
         self._unregister(0)
@@ -65,14 +94,14 @@ class Arena:
 
     def _run(self) -> None:
         try:
-            store_layout(self._folder, self._layout)
-            for place, name in enumerate(self.names):
-                slot = Slot.make(f"{self._folder}/{name}", size_bytes=self._layout.size_bytes)
+            while self._begin_next():
+                place = self._begun - 1
+                if place == 0:
+                    store_layout(self._folder, self._layout)
+                slot = Slot.make(f"{self._folder}/{self.names[place]}", size_bytes=self._layout.size_bytes)
                 self._lock_pages(slot.map)
                 # Also when stopped: `close` unlocks the pages before it unmaps them.
                 self.slots[place] = slot
-                if self._stopped:
-                    return
         except (CheckpointError, OSError) as error:
             self.broken = str(error)
             logger.warning("no more snapshots in host memory: %s", error)
@@ -80,6 +109,21 @@ class Arena:
             # The edge of the thread: no rank may wait for slots that never become ready.
             self.broken = f"{type(error).__name__}: {error}"
             logger.exception("no more snapshots in host memory")
+
+    def _begin_next(self) -> bool:
+        """Wait until the next slot may be made; False if there is none."""
+        with self._changed:
+            while not self._stopped and self._begun < len(self.names):
+                if not self._of_another or self._is_made(self.names[self._begun]):
+                    self._begun += 1
+                    return True
+                self._changed.wait(_LOOK_S)
+        return False
+
+    def _is_made(self, name: SlotName) -> bool:
+        """Whether the other process has locked this slot: two that lock pages at once slow training more."""
+        facts = facts_in(f"{self._folder}/{name}")
+        return facts is not None and facts.layout == self._layout.digest
 
     def _lock_pages(self, mapped: mmap.mmap) -> None:
         """Page-lock what can be locked: copies to other memory are slower, but right."""

@@ -57,7 +57,7 @@ def coalesced_reads(
     return tuple(spans)
 
 
-READ_THREADS = max(4, min(8, (os.cpu_count() or 4) // 4))
+READ_THREADS = max(4, min(8, (os.cpu_count() or 4) // 2))
 
 
 class DamagedFileError(errors.InvalidCheckpointError):

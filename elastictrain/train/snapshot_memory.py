@@ -4,11 +4,12 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.copier import Arena, Copier, free_indices, slot_indices
@@ -47,6 +48,7 @@ from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_saving import Saving, SnapshotSaving
+from elastictrain.train.state import TrainState
 from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -184,14 +186,11 @@ def make_saving(
     if memory is None:
         return synchronous
     context, state, link = synchronous.context, synchronous.state, memory.link
-    config, identity, group = context.config, context.identity, context.group.control
+    identity, group = context.identity, context.group.control
     if link is None or memory.trouble:
         return _without_memory(memory, synchronous, in_storage=in_storage)
     tensors = state.tensors()
-    layout = RankLayout(
-        own_items(tensors, rank=identity.rank, world_size=identity.world_size),
-        shard_bytes=int(config.checkpoint.shard_mb * 2**20),
-    )
+    layout = _layout(tensors, context)
     # Each rank decides by itself what it writes, so all must have the same names.
     shapes = sorted((name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items())
     told = gather_json(digest_of(repr(shapes).encode()), group=group)
@@ -213,7 +212,7 @@ def make_saving(
     restored = None if in_storage else memory.restore.best()
     steps = _agree_on_steps(memory, indices, synchronous, restored=restored, layout=layout.digest)
     device = context.group.device
-    if arena is None or not arena.fits(layout, [SlotName("own", identity.rank, index) for index in indices]):
+    if arena is None or not arena.take_over(layout, [SlotName("own", identity.rank, index) for index in indices]):
         if arena is not None:
             # Before others are made: both have the same names.
             arena.close()
@@ -230,6 +229,25 @@ def make_saving(
     # Remotely each snapshot sends the records of its steps: one more object for each log.
     pause_s = 0.0 if isinstance(context.store, LocalStore) else _REMOTE_PAUSE_S
     return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s, keeps=memory.kept)
+
+
+def share_arena(context: TrainContext, state: TrainState) -> Arena | None:
+    """For a standby of one rank: map and page-lock the slots of the worker that has this rank now, in the background. Then the
+    successor's snapshots begin at once. None if this host keeps nothing in memory."""
+    options, rank = context.config.checkpoint, context.identity.rank
+    folder, layout = run_folder(options.memory_dir, context.config.run.dir), _layout(state.tensors(), context)
+    wanted = most_buffers(options.buffers, replicate=options.replicate)
+    indices, _ = slot_indices(folder, rank=rank, size_bytes=layout.file_bytes, wanted=wanted)
+    if not indices:
+        return None
+    arena = Arena(folder, layout, rank=rank, indices=indices, device=context.group.device, of_another=True)
+    arena.start()
+    return arena
+
+
+def _layout(tensors: Mapping[str, Tensor], context: TrainContext) -> RankLayout:
+    identity, shard_bytes = context.identity, int(context.config.checkpoint.shard_mb * 2**20)
+    return RankLayout(own_items(tensors, rank=identity.rank, world_size=identity.world_size), shard_bytes=shard_bytes)
 
 
 def _facts(context: TrainContext, *, run: str, layout: str) -> SnapshotFacts:

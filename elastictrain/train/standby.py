@@ -21,6 +21,7 @@ from elastictrain.train.checks import measure_state
 from elastictrain.train.compile_cache import use_host_folder
 from elastictrain.train.context import TrainContext
 from elastictrain.train.parked_memory import ParkedMemory
+from elastictrain.train.snapshot_memory import share_arena
 from elastictrain.train.step import StepFlags, Stepper
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ def _build_on_device(context: TrainContext) -> BuiltState | None:
     try:
         built = _build(context)
         peak_bytes = torch.cuda.max_memory_reserved(device)
-        built = replace(built, parked=ParkedMemory.give(built.state.tensors().values(), peak_bytes=peak_bytes))
+        parked = ParkedMemory.give(built.state.tensors().values(), peak_bytes=peak_bytes)
+        built = replace(built, parked=parked, arena=share_arena(context, built.state))
     except torch.OutOfMemoryError:
         logger.info("no standby is built: a step needs more than the free %.1f GB of the device", free_bytes / 1e9)
     finally:

@@ -302,6 +302,8 @@ class Worker:
         self.identity = identity
         if (identity.world_size, identity.local_world_size) != (before.world_size, before.local_world_size):
             # What a standby has built is for a world of one size.
+            if self.built is not None and self.built.arena is not None:
+                self.built.arena.close()
             self.built = None
         self.tracker.begin_generation()
         self.stop.renew(os.environ.get(STOP_FILE_VARIABLE), quiet=identity.local_rank > 0)

@@ -1,6 +1,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastictrain.checkpoint import copier
 from elastictrain.checkpoint.copier import Arena, free_indices, slot_indices
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.memory.folder import SlotName, slot_names
+from elastictrain.checkpoint.memory.folder import SlotName, remove_slot, slot_names
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import Slot
 from tests.unit.checkpoint.memory.madeslots import facts_of, layout_of, put
@@ -106,12 +108,46 @@ def test_slots_are_kept_for_the_same_rank_layout_and_places(
     if started:
         arena.start()
         wait_for(partial(arena.slots.__getitem__, 1))
-    assert arena.fits(layout, names) is fits
+    assert arena.take_over(layout, names) is fits
     arena.broken = "own-r00000-s1 was removed"
-    assert not arena.fits(layout, names)
+    assert not arena.take_over(layout, names)
     arena.broken = ""
     arena.close()
-    assert not arena.fits(layout, names)
+    assert not arena.take_over(layout, names)
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_slots_of_another_process_are_opened_after_their_first_snapshot(wanted: int, tmp_path: Path) -> None:
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[1, 0], device=CPU, of_another=True)
+    arena.start()
+    with closing(Slot.make(f"{tmp_path}/own-r00000-s1", size_bytes=LAYOUT.size_bytes)):
+        time.sleep(2 * copier._LOOK_S)
+        assert arena.slots == [None, None]
+    put(tmp_path, facts_of(3), index=1)
+    wait_for(partial(arena.slots.__getitem__, 0))
+    assert not (tmp_path / "own-r00000-s0").exists()
+    names = [SlotName("own", 0, 1), SlotName("own", 0, 0)][:wanted]
+    assert arena.take_over(LAYOUT, names)
+    assert len(arena.slots) == wanted
+    wait_for(lambda: None not in arena.slots)
+    assert (tmp_path / "own-r00000-s0").exists() is (wanted == 2)
+    first = arena.slots[0]
+    assert first is not None
+    assert first.facts == facts_of(3)
+    arena.close()
+
+
+def test_slots_of_another_process_that_are_not_wanted_or_removed_are_not_taken_over(tmp_path: Path) -> None:
+    for index in (0, 1):
+        put(tmp_path, facts_of(3), index=index)
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0, 1], device=CPU, of_another=True)
+    arena.start()
+    wait_for(partial(arena.slots.__getitem__, 1))
+    assert not arena.take_over(LAYOUT, [SlotName("own", 0, 0)])
+    remove_slot(str(tmp_path), SlotName("own", 0, 1))
+    put(tmp_path, facts_of(4), index=1)
+    assert not arena.take_over(LAYOUT, [SlotName("own", 0, 0), SlotName("own", 0, 1)])
+    arena.close()
 
 
 def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,7 +403,7 @@ class TestAGenerationThatEnds:
             for slot in slots:
                 slot.close()
             assert all(slot is not None for slot in taken.arena.slots), "they stay mapped"
-            assert taken.arena.fits(LAYOUT, taken.arena.names)
+            assert taken.arena.take_over(LAYOUT, taken.arena.names)
             taken.snapshots.stop()
 
     def test_a_snapshot_that_lacks_its_counters_stays_torn(self, tmp_path: Path) -> None:
