@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,11 +20,11 @@ from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, s
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.checkpoint.memory.records import store_layout
 from elastictrain.checkpoint.memory.slot import Slot, facts_in
+from elastictrain.checkpoint.tensor_bytes import SEGMENT_BYTES, copy_bytes, cut
 from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 32 << 20  # registered at a time: the driver serves no other call meanwhile, about 10 ms
 _REST = 2.0  # pause after each segment, as a multiple of the time that it took: training runs by then
 _LOOK_S = 0.5  # how often a standby looks for the slots of the rank that it may get
 
@@ -78,6 +77,11 @@ class Arena:
             del self.slots[len(names) :]
             self._changed.notify_all()
         return True
+
+    def mapped(self, path: str) -> memoryview | None:
+        """The bytes of the snapshot in the slot at `path`, if it is one of these and ready."""
+        slot = next((one for one in self.slots if one is not None and one.path == path), None)
+        return slot.data if slot is not None and slot.is_current() else None
 
     def close(self) -> None:
         """Unregister and unmap, after the last copy; the content of the slots stays."""
@@ -134,14 +138,14 @@ class Arena:
         try:
             torch.cuda.set_device(self._device)
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            for begin in range(0, len(mapped), SEGMENT_BYTES):
+            for begin, end in cut(base, len(mapped), segment_bytes=SEGMENT_BYTES):
                 if self._stopped:
                     return
                 began = time.monotonic()
-                code = int(runtime.cudaHostRegister(base + begin, min(SEGMENT_BYTES, len(mapped) - begin), 0))
+                code = int(runtime.cudaHostRegister(begin, end - begin, 0))
                 if code != 0:
                     raise RuntimeError(f"CUDA error {code}")
-                self._registered.append(base + begin)
+                self._registered.append(begin)
                 time.sleep(_REST * (time.monotonic() - began))
         except RuntimeError as error:
             # A copy must not cross from locked memory to memory that is not.
@@ -220,13 +224,6 @@ def plan_moves(places: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
         else:
             moves.append(Move(start, size_bytes, (index,)))
     return tuple(moves)
-
-
-def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, int]]:
-    """Pieces (start, end) that cross no multiple of `segment_bytes`: no copy may span two registered segments."""
-    end = start + size_bytes
-    borders = range((start // segment_bytes + 1) * segment_bytes, end, segment_bytes)
-    return list(pairwise([start, *borders, end]))
 
 
 def copy_on_host(moves: Sequence[Move], sources: Sequence[Tensor], target: Tensor) -> None:
@@ -327,9 +324,6 @@ class Copier:
                     # One staging area is enough: the stream keeps the order of gathering and copying.
                     source = self._staging[: move.size_bytes]
                     torch.cat([sources[index] for index in move.tensors], out=source)
-                # The registered segments begin with the slot's header.
-                for begin, end in cut(move.start + HEADER_BYTES, move.size_bytes, segment_bytes=SEGMENT_BYTES):
-                    first, last = begin - HEADER_BYTES, end - HEADER_BYTES
-                    target[first:last].copy_(source[first - move.start : last - move.start], non_blocking=True)
+                copy_bytes(target[move.start : move.start + move.size_bytes], source, non_blocking=True)
             arrived.record(stream)
         return begun

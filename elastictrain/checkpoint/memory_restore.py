@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
+from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import gather_json, gather_records
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest
@@ -58,6 +59,7 @@ class MemoryRestore:
     group: dist.ProcessGroup | None
     remote: RemoteReader | None
     names: Sequence[str] = ()  # host names by rank
+    arena: Arena | None = None  # slots that this process has mapped
 
     def __post_init__(self) -> None:
         self._rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -138,7 +140,8 @@ class MemoryRestore:
                 digests = load_digests(path, held.facts)
                 if digests is None:
                     # The saver was killed, or has not computed them yet.
-                    digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False)
+                    mapped = self.arena.mapped(path) if self.arena is not None else None
+                    digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False, mapped=mapped)
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
@@ -147,17 +150,19 @@ class MemoryRestore:
     def _fill(self, source: SnapshotSource, primary: Sequence[Held], parts: Sequence[RankPart]) -> int | None:
         """Add all snapshots to `source`; returns the rank whose snapshot cannot be opened here, if any."""
         for rank, (held, part) in enumerate(zip(primary, parts, strict=True)):
-            here = held.host == self.host
+            here, mapped = held.host == self.host, None
             try:
                 if here:
                     slot = _open_soon(f"{self.folder}/{held.slot}", held.facts)
                     source.resources.callback(slot.close)
+                    mapped = self.arena.mapped(slot.path) if self.arena is not None else None
                     read: ReadSnapshot = slot.read_snapshot
                 elif self.remote is not None:
                     read = self.remote(held)
                 else:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
-                source.add(part.layout, read, incarnation=held.facts.incarnation, rank=rank, remote=not here)
+                incarnation = held.facts.incarnation
+                source.add(part.layout, read, incarnation=incarnation, rank=rank, remote=not here, mapped=mapped)
             except (OSError, ElasticTrainError) as error:
                 logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)
                 return rank

@@ -28,7 +28,7 @@ from torch.futures import Future
 from elastictrain.checkpoint.exchange import describe, gather_records
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.signing import SigningKey, load_key
-from elastictrain.checkpoint.tensor_bytes import dtype_name, dtype_named, tensor_over
+from elastictrain.checkpoint.tensor_bytes import copy_bytes, dtype_name, dtype_named, tensor_over
 from elastictrain.checkpoint.verified_read import (
     CheckpointFolder,
     DamagedFileError,
@@ -135,7 +135,13 @@ class ManifestReader(StorageReader):
                 for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     source = source.narrow(dim, offset, length)
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(source)
+                if target.is_cuda and source.numel():
+                    whole = target.is_contiguous() and source.is_contiguous()
+                    onto = target if whole else torch.empty_like(source, device=target.device)
+                    copy_bytes(onto.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8))
+                    source = onto
+                if source is not target:
+                    target.copy_(source)
                 planner.commit_tensor(item, target)
 
         self.bytes_read += read_chunks(self._folder, wanted, take=take, allocate=_buffers_for_device())

@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from elastictrain.checkpoint.verified_read import READ_THREADS, CheckpointFolder
 from elastictrain.checkpoint.writer import ByteReader
 from elastictrain.errors import CheckpointError
 from elastictrain.torch_private import local_box
+
+SEGMENT_BYTES = 32 << 20  # host memory that is page-locked at a time: the driver serves no other call meanwhile, about 10 ms
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -102,6 +105,21 @@ def box_of(name: str, tensor: object, *, rank: int, world_size: int) -> Box:
 def local_part(tensor: Tensor) -> Tensor:
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.detach()
+
+
+def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, int]]:
+    """Pieces (start, end) that cross no multiple of `segment_bytes`."""
+    end = start + size_bytes
+    borders = range((start // segment_bytes + 1) * segment_bytes, end, segment_bytes)
+    return list(pairwise([start, *borders, end]))
+
+
+def copy_bytes(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
+    """Copy between a device and host memory that may be page-locked: such segments end at addresses that are multiples of
+    `SEGMENT_BYTES`, and the driver refuses a copy that spans two of them. Both are uint8, contiguous, of one dimension."""
+    first = (source if target.is_cuda else target).data_ptr()
+    for begin, end in cut(first, source.numel(), segment_bytes=SEGMENT_BYTES):
+        target[begin - first : end - first].copy_(source[begin - first : end - first], non_blocking=non_blocking)
 
 
 def tensor_over(data: memoryview, *, dtype: str, sizes: tuple[int, ...]) -> Tensor:

@@ -21,7 +21,7 @@ from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRec
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
-from elastictrain.storage.store import ReadableStore, Store
+from elastictrain.storage.store import MappedStore, ReadableStore, Store
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,11 @@ class CheckpointFolder:
     def url(self, file: str) -> str:
         return f"{self.store.url}/{self.prefix}{file}"
 
+    def mapped(self, span: Span) -> memoryview | None:
+        """The bytes of `span`, where they lie in memory of this process."""
+        store = self.store
+        return store.mapped(f"{self.prefix}{span.file}", span.start, span.end) if isinstance(store, MappedStore) else None
+
 
 def read_chunks(
     folder: CheckpointFolder,
@@ -104,10 +109,14 @@ def read_chunks(
         size_bytes = span.end - span.start
         buffer: memoryview | None = getattr(buffers, "buffer", None)
         try:
-            if buffer is None or len(buffer) < size_bytes:
-                buffer = buffers.buffer = memoryview(allocate(size_bytes))
-            data = buffer[:size_bytes]
-            _twice(partial(_fill, folder, span, data), DamagedFileError)
+            data = folder.mapped(span)
+            if data is not None:
+                _check(folder, span, data)
+            else:
+                if buffer is None or len(buffer) < size_bytes:
+                    buffer = buffers.buffer = memoryview(allocate(size_bytes))
+                data = buffer[:size_bytes]
+                _twice(partial(_fill, folder, span, data), DamagedFileError)
             for chunk in span.chunks:
                 take(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
         except BaseException:
@@ -142,6 +151,10 @@ def wrong_chunks(span: Span, data: memoryview) -> list[ChunkRecord]:
 
 def _fill(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
     _read_range(folder, span.file, data, start=span.start)
+    _check(folder, span, data)
+
+
+def _check(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
     for chunk in wrong_chunks(span, data):
         where = f"{folder.url(span.file)}: bytes [{chunk.start}, {chunk.start + chunk.size_bytes})"
         raise DamagedFileError(f"{where} do not have their digest", file=span.file)

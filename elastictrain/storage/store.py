@@ -7,7 +7,7 @@ them. URLs are `str`; a `Path` would mangle `s3://`.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from elastictrain.errors import PermanentStorageError
 
@@ -42,6 +42,14 @@ class ReadableStore(Protocol):
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
         """Fill `buffer` from offset `start`; returns the bytes read, fewer only where the object ends."""
+
+
+@runtime_checkable
+class MappedStore(ReadableStore, Protocol):
+    """A store of which parts lie in memory of this process."""
+
+    def mapped(self, key: str, start: int, end: int) -> memoryview | None:
+        """Bytes [start, end) of the object, if they are there. Raises: ObjectNotFoundError."""
 
 
 class Store(ReadableStore, Protocol):

@@ -75,7 +75,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     with context.timed("build", Phase.BUILD):
         wrapped, state = build_state(context, before)
     with context.timed("keeper"):
-        memory = connect_savers(context, link)
+        memory = connect_savers(context, link, arena=before.arena if before is not None else None)
     checkpointer = make_checkpointer(context)
     try:
         resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory, before=before)

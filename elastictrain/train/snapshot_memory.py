@@ -108,8 +108,9 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
     return link
 
 
-def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMemory | None:
-    """Connect the savers of all hosts with each other; None if snapshots are off. Collective: yes."""
+def connect_savers(context: TrainContext, link: SaverLink | None, *, arena: Arena | None = None) -> SnapshotMemory | None:
+    """Connect the savers of all hosts with each other; None if snapshots are off. `arena`: slots that this process has mapped.
+    Collective: yes."""
     config, identity, group = context.config, context.identity, context.group.control
     if config.checkpoint.buffers == 0:
         return None
@@ -149,6 +150,7 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
         group=group,
         remote=others,
         names=[row[1] for row in rows],
+        arena=arena,
     )
     return SnapshotMemory(link, restore, others, trouble, kept)
 

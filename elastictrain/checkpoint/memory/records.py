@@ -68,8 +68,16 @@ def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
         return None
 
 
-def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THREADS, whole_files: bool = True) -> RankDigests:
-    """Digests of all bytes of a snapshot, files in parallel, in the memory of one chunk per thread. Raises: OSError.
+def compute_digests(
+    slot: Slot,
+    layout: RankLayout,
+    *,
+    threads: int = DIGEST_THREADS,
+    whole_files: bool = True,
+    mapped: memoryview | None = None,
+) -> RankDigests:
+    """Digests of all bytes of a snapshot, files in parallel, in the memory of one chunk per thread. `mapped`: these bytes, if
+    they are mapped in this process. Raises: OSError.
 
     Without `whole_files` the digests of files stay empty: a file's digest takes one thread, and reads need only the others.
     """
@@ -82,12 +90,15 @@ def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THR
 
     def digest(ranges: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
         longest = max(size_bytes for _, size_bytes in ranges)
-        if len(getattr(buffers, "buffer", b"")) < longest:
+        if mapped is None and len(getattr(buffers, "buffer", b"")) < longest:
             buffers.buffer = memoryview(bytearray(longest))
         whole, each = xxhash.xxh3_128(), []
         for begin, size_bytes in ranges:
-            piece: memoryview = buffers.buffer[:size_bytes]
-            slot.read_into(piece, start=begin)
+            if mapped is not None:
+                piece = mapped[begin : begin + size_bytes]
+            else:
+                piece = buffers.buffer[:size_bytes]
+                slot.read_into(piece, start=begin)
             each.append(digest_of(piece))
             if whole_files:
                 whole.update(piece)

@@ -244,10 +244,28 @@ class SnapshotSource:
         self.remote = False  # whether anything was read from other hosts
         # By name: the snapshot's reader, the file's offset in it, its size in bytes, and whether it is on another host.
         self._files: dict[str, tuple[ReadSnapshot, int, int, bool]] = {}
+        self._mapped: dict[str, memoryview] = {}  # by name: the snapshot, if it is mapped in this process
 
-    def add(self, layout: RankLayout, read: ReadSnapshot, *, incarnation: str, rank: int, remote: bool) -> None:
+    def add(
+        self,
+        layout: RankLayout,
+        read: ReadSnapshot,
+        *,
+        incarnation: str,
+        rank: int,
+        remote: bool,
+        mapped: memoryview | None = None,
+    ) -> None:
         for file, base in zip(layout.files(incarnation=incarnation, rank=rank), layout.starts, strict=True):
             self._files[file.name] = (read, base, file.size_bytes, remote)
+            if mapped is not None:
+                self._mapped[file.name] = mapped
+
+    def mapped(self, key: str, start: int, end: int) -> memoryview | None:
+        """Bytes [start, end) of a file, if its snapshot is mapped in this process. Raises: ObjectNotFoundError."""
+        _, base, size_bytes, _ = self._file(key)
+        data = self._mapped.get(key)
+        return data[base + start : base + end] if data is not None and end <= size_bytes else None
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Bytes [start, end) of a file. Raises: ObjectNotFoundError, StorageError."""

@@ -1,7 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.copier import SMALL_BYTES, STAGING_BYTES, cut, plan_moves
+from elastictrain.checkpoint.copier import SMALL_BYTES, STAGING_BYTES, plan_moves
+from elastictrain.checkpoint.tensor_bytes import cut
 from tests.unit.examples import examples
 
 

@@ -1,9 +1,11 @@
+import ctypes
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -169,11 +171,13 @@ class Runtime:
 
     on_register: Callable[[], int]
     locked: set[int] = field(default_factory=set)
+    segments: list[tuple[int, int]] = field(default_factory=list)
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
         code = self.on_register()
         if not code:
             self.locked.add(address)
+            self.segments.append((address, address + size_bytes))
         return code
 
     def cudaHostUnregister(self, address: int) -> None:
@@ -200,6 +204,25 @@ def test_memory_that_cannot_be_page_locked_is_used_unlocked(tmp_path: Path, monk
         assert not runtime.locked
         assert (arena.slots[0] is not None, arena.slots[1] is not None, arena.broken) == (True, True, "")
         arena.close()
+
+
+def test_segments_cover_a_slot_and_end_where_copies_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastictrain.checkpoint.copier.SEGMENT_BYTES", 8192)
+    runtime = Runtime(lambda: 0)
+    arena = on_cuda(tmp_path, monkeypatch, runtime)
+    arena.start()
+    wait_for(partial(arena.slots.__getitem__, 1))
+    for slot in arena.slots:
+        assert slot is not None
+        size_bytes = len(slot.map)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(slot.map))
+        mine = sorted(one for one in runtime.segments if first <= one[0] < first + size_bytes)
+        assert mine[0][0] == first
+        assert mine[-1][1] == first + size_bytes
+        assert all(end == begin for (_, end), (begin, _) in pairwise(mine))
+        assert all(end % 8192 == 0 for _, end in mine[:-1])
+    arena.close()
+    assert not runtime.locked
 
 
 def test_pages_are_unlocked_before_they_are_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Restores from the memory of one host and a store: which of the two is taken, and what damage in either leads to."""
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint import memory_restore, reader
+from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
@@ -92,8 +94,8 @@ def keep(
     return facts
 
 
-def recall_of(folder: Path, *, remote: RemoteReader | None = None) -> MemoryRestore:
-    return MemoryRestore(str(folder), run=RUN, host=0, lists_host_memory=True, group=None, remote=remote)
+def recall_of(folder: Path, *, remote: RemoteReader | None = None, arena: Arena | None = None) -> MemoryRestore:
+    return MemoryRestore(str(folder), run=RUN, host=0, lists_host_memory=True, group=None, remote=remote, arena=arena)
 
 
 def restored(bench: Bench, memory: MemoryRestore, **options: object) -> tuple[int, str]:
@@ -301,7 +303,7 @@ def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
     keep(tmp_path, 300, digests=False)
     asked = []
 
-    def digest(slot: Slot, layout: RankLayout, *, threads: int, whole_files: bool) -> RankDigests:
+    def digest(slot: Slot, layout: RankLayout, *, threads: int, whole_files: bool, mapped: None) -> RankDigests:
         writer = Slot.open(slot.path)
         asked.append(writer.lock(shared=False))
         writer.close()
@@ -310,6 +312,37 @@ def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
     monkeypatch.setattr(memory_restore, "compute_digests", digest)
     assert restored(bench, recall_of(tmp_path)) == (300, "memory")
     assert asked == [False]
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_slots_that_this_process_has_mapped_are_read_in_place(
+    bench: Bench, digests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index, step in enumerate((300, 400)):
+        keep(tmp_path, step, index=index, digests=True if index else digests)
+    layout = RankLayout((Item("model.w", "float32", (ROWS, 64), (0, 0), (ROWS, 64)),), shard_bytes=1 << 20)
+    arena = Arena(str(tmp_path), layout, rank=0, indices=[0, 1], device=torch.device("cpu"))
+    arena.start()
+    until_s = time.monotonic() + 10
+    while None in arena.slots:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    copied: list[int] = []
+    really_read = Slot.read_into
+
+    def read_into(slot: Slot, buffer: memoryview, *, start: int) -> None:
+        copied.append(len(buffer))
+        really_read(slot, buffer, start=start)
+
+    monkeypatch.setattr(Slot, "read_into", read_into)
+    assert restored(bench, recall_of(tmp_path, arena=arena)) == (400, "memory")
+    # Found there, too.
+    flip(tmp_path, "own-r00000-s1", at=HEADER_BYTES + 1000)
+    assert restored(bench, recall_of(tmp_path, arena=arena)) == (300, "memory")
+    assert max(copied) < ROWS * 64 * 4, "only headers are copied"
+    arena.close()
+    assert restored(bench, recall_of(tmp_path, arena=arena)) == (300, "memory")
+    assert max(copied) == ROWS * 64 * 4
 
 
 def test_each_rank_tells_of_its_own_snapshot_and_the_first_of_a_host_of_the_rest() -> None:

@@ -228,7 +228,8 @@ class World:
 
     def _prepare(self, context: object, *, exact: bool) -> object:
         self.calls.append("prepare exactly" if exact else "prepare")
-        return SimpleNamespace(wrapped="prepared", finished_step=0, parked=self.parked)
+        arena = SimpleNamespace(close=lambda: self.calls.append("close the slots")) if exact else None
+        return SimpleNamespace(wrapped="prepared", finished_step=0, parked=self.parked, arena=arena)
 
     def _detach(self, limit_s: float) -> None:
         self.detach_hook()
@@ -480,6 +481,12 @@ class TestStandby:
         assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert world.built_upon == [None]
         assert world.calls.count("claim memory") == 1
+
+    def test_whose_rank_is_another_one_gives_up_the_slots_that_it_has_locked(self, world: World, launcher: Launcher) -> None:
+        world.plan = [trains]
+        launcher.say(Attach(environment(2, world_size=3)))
+        assert world.worker.run(standby=EXACT) == EXIT_OK
+        assert world.calls.count("close the slots") == 1
 
     def test_that_is_not_needed_ends_well(self, world: World, launcher: Launcher) -> None:
         launcher.connection.close()
