@@ -286,11 +286,11 @@ class Supervisor:
         if likely is not None and likely.number > self._prepared_for:
             self._prepared_for = likely.number
             self.workers.prepare()
-            self._keep_standbys(likely, auto=me.processes, bound=("LOCAL_RANK",) if self.uses_gpus else ())
+            self._keep_standbys(likely, auto=None, bound=("LOCAL_RANK",) if self.uses_gpus else ())
 
-    def _keep_standbys(self, generation: Generation, *, auto: int, bound: tuple[str, ...]) -> None:
-        """Have standbys for the ranks that this host has in `generation`, `auto` of them if the configuration does not say.
-        `bound`: see `WorkerProcess`."""
+    def _keep_standbys(self, generation: Generation, *, auto: int | None, bound: tuple[str, ...]) -> None:
+        """Have standbys for the ranks that this host has in `generation`; if the configuration does not say how many, `auto`, or
+        one for each rank. `bound`: see `WorkerProcess`."""
         # What a standby reports is no reason of this generation.
         host, folder = self.registry.record.host, self.folder / "standbys"
         try:
@@ -314,8 +314,8 @@ class Supervisor:
         if attempt.begun or read_begun(str(attempt.folder)) is None:
             return
         attempt.begun, self._recovery = True, None
-        # With GPUs, memory there is what training needs.
-        self._keep_standbys(attempt.generation, auto=int(not self.uses_gpus), bound=BUILT_FOR if self.uses_gpus else ())
+        # On a device a standby is built for one rank; on CPUs it takes any.
+        self._keep_standbys(attempt.generation, auto=None if self.uses_gpus else 1, bound=BUILT_FOR if self.uses_gpus else ())
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
         # Once: slow restarts are no reason not to train.

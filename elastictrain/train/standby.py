@@ -28,8 +28,17 @@ logger = logging.getLogger(__name__)
 
 _DETACH_S = 10.0
 _LOWEST = 19  # priority: training beside it needs the processors
+_LEAST_FREE = 0.1  # share of a device that must be free: what a standby keeps of it, about 1.3 GB, training may need later
 _DEVICE_SHARE = 0.7  # of the free memory of a device that a standby may use for a moment: training beside it may need more
 _ROOM = 3  # times the size of the state that must be free: a standby must not make a worker run out of memory
+
+
+def has_room(context: TrainContext) -> bool:
+    """Whether the device of this rank has memory for a standby beside training; True where it uses none."""
+    if context.backend != "nccl":
+        return True
+    free_bytes, total_bytes = torch.cuda.mem_get_info(context.identity.local_rank)
+    return free_bytes >= _LEAST_FREE * total_bytes
 
 
 def prepare(context: TrainContext, *, exact: bool) -> BuiltState | None:

@@ -42,7 +42,7 @@ from elastictrain.train.exit_report import ExitReport
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_memory import start_saver
-from elastictrain.train.standby import forget, prepare
+from elastictrain.train.standby import forget, has_room, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,8 @@ class Worker:
         """Prepare what needs no rank, and wait for one; returns an exit code if there is no use for this standby."""
         try:
             self.checked = self._check_alone()
+            if exact and not has_room(self.checked):
+                return EXIT_OK
             self.built = prepare(self.checked, exact=exact)
         except Exception as error:  # noqa: BLE001  # a rank in its place would find the same, and report it
             logger.warning("a standby could not be prepared: %s", error)

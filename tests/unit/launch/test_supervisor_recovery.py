@@ -174,8 +174,7 @@ class TestStandbys:
         ("standbys", "uses_gpus", "expected"),
         [
             ("auto", False, (["0"], ())),
-            # Memory of a device is what training needs.
-            ("auto", True, ([], BUILT_FOR)),
+            ("auto", True, (["0", "1", "2"], BUILT_FOR)),
             (0, False, ([], ())),
             (2, False, (["0", "1"], ())),
             (2, True, (["0", "1"], BUILT_FOR)),

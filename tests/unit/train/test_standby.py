@@ -12,7 +12,7 @@ from elastictrain.distributed.group import leave, lone_group, make_group
 from elastictrain.identity import Identity
 from elastictrain.train import standby as module
 from elastictrain.train.build import BuiltState
-from elastictrain.train.standby import forget, prepare
+from elastictrain.train.standby import forget, has_room, prepare
 from tests.unit.train.parts import context_of
 from tests.unit.train.test_loop import config
 
@@ -89,6 +89,14 @@ def test_on_a_device_it_gives_the_memory_back(stage: Stage) -> None:
     assert built.parked.peak_bytes == GB
     assert stage.tensor.untyped_storage().nbytes() == 0
     assert stage.fractions == [pytest.approx(0.7 * 20 / 80), 1.0], "it may take a part of what is free, and all of it later"
+
+
+@pytest.mark.parametrize(("backend", "free", "room"), [("nccl", 9, True), ("nccl", 7, False), ("gloo", 7, True)])
+def test_where_training_may_need_the_rest_of_a_device_there_is_no_room(
+    backend: str, free: int, room: bool, stage: Stage
+) -> None:
+    stage.free = free * GB
+    assert has_room(context_of(config=config(steps=3), backend=backend, task=None)) is room
 
 
 def test_a_device_with_little_memory_stays_free(stage: Stage) -> None:

@@ -449,6 +449,11 @@ class TestStandby:
         assert (world.calls.count("prepare exactly"), world.calls.count("claim memory")) == (1, 1)
         assert cast(Any, world.built_upon[0]).wrapped == "prepared"
 
+    def test_without_room_on_its_device_ends(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "has_room", lambda context: False)
+        assert world.worker.run(standby=EXACT) == EXIT_OK
+        assert (world.heard(), world.calls.count("prepare exactly")) == ([], 0)
+
     def test_gets_it_while_it_prepares(self, world: World, launcher: Launcher) -> None:
         world.plan = [trains]
         launcher.say(Attach(environment(2)))
