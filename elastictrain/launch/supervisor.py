@@ -289,8 +289,8 @@ class Supervisor:
             self._keep_standbys(likely, auto=None, bound=("LOCAL_RANK",) if self.uses_gpus else ())
 
     def _keep_standbys(self, generation: Generation, *, auto: int | None, bound: tuple[str, ...]) -> None:
-        """Have standbys for the ranks that this host has in `generation`. `auto`: how many if the configuration does not say, None
-        for all. `bound`: see `WorkerProcess`."""
+        """Have standbys for the ranks that this host has in `generation`. `auto`: how many where the configuration does not
+        say it; None: all. `bound`: see `WorkerProcess`."""
         # What a standby reports is no reason of this generation.
         host, folder = self.registry.record.host, self.folder / "standbys"
         try:
