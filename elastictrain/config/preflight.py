@@ -1,11 +1,11 @@
 """The group `preflight`: what is checked before the first step of every start, and what a bad finding means."""
 
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from typing import Annotated, Literal
 
 from elastictrain.config.constraints import Range
 
-Mode = Literal["fail", "warn", "off"]
+Mode = Literal["fail", "exclude", "warn", "off"]
 Port = Annotated[int, Range(1, 65535)]
 
 
@@ -49,13 +49,23 @@ CHECKS = {
 }
 """Each check, and what it makes sure of."""
 
+MODES: dict[str, Mode] = {
+    **dict.fromkeys(CHECKS, "fail"),
+    **dict.fromkeys(("latency", "bandwidth", "matmul"), "exclude"),
+    **dict.fromkeys(("bus_bandwidth", "p2p", "nccl_transport"), "warn"),
+}
+"""The default mode of each check. What is slow is not broken: it trains where no other host could take its place."""
+
 _Modes = make_dataclass(
-    "_Modes", [(name, Mode, field(default="fail", metadata={"doc": doc})) for name, doc in CHECKS.items()], frozen=True
+    "_Modes",
+    [(name, Mode, field(default=MODES[name], metadata={"doc": doc})) for name, doc in CHECKS.items()],
+    frozen=True,
 )
 
 
 class PreflightChecks(_Modes):  # type: ignore[misc, valid-type]
-    """What a failure of each check means: `fail` stops the start, `warn` only says so, `off` leaves the check out."""
+    """What a failure of each check means: `fail` stops the start; `exclude` leaves the host out if enough others remain, else
+    it warns; `warn` only says so; `off` leaves the check out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class PreflightThresholds:
     """A host whose best latency is so many times the median of all hosts' best ones is far away."""
 
     bus_ratio: Annotated[float, Range(0.0, 1.0)] = 0.7
-    """Bus bandwidth below this part of what the links between GPUs can do is a warning."""
+    """Bandwidth of collectives, and between two GPUs on NVLinks, below this part of what the links can do is a finding."""
 
     straggler_ratio: Annotated[float, Range(0.0, 1.0)] = 0.85
     """A GPU with less than this part of the median rate of matrix products is a straggler."""
@@ -120,6 +130,9 @@ class PreflightGroup:
     ports: tuple[Port, ...] = ()
     """TCP ports on which hosts must reach each other, besides one that the kernel picks: those that a firewall should open."""
 
+    strict: bool = False
+    """Whether a check with the mode `exclude` or `warn` stops the start, too, when it fails."""
+
     thresholds: PreflightThresholds = field(default_factory=PreflightThresholds)
     """From where on a figure is a finding."""
 
@@ -128,3 +141,9 @@ class PreflightGroup:
 
     checks: PreflightChecks = field(default_factory=PreflightChecks)
     """What a failure of each check means."""
+
+    @property
+    def modes(self) -> dict[str, Mode]:
+        """The mode of each check that counts."""
+        modes = asdict(self.checks)
+        return {name: "fail" if self.strict and mode != "off" else mode for name, mode in modes.items()}

@@ -20,10 +20,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
+from typing import get_args
 
 from elastictrain.bounded_json import as_record
 from elastictrain.config.composed import CheckpointGroup
-from elastictrain.config.preflight import PreflightChecks, PreflightGroup
+from elastictrain.config.preflight import Mode, PreflightChecks, PreflightGroup
 from elastictrain.entry_point import leave_process, run_command
 from elastictrain.errors import EXIT_OK
 from elastictrain.identity import pods_without_workers
@@ -34,7 +35,7 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
 
 MEMORY_DIR = CheckpointGroup().memory_dir
-_MODES = ("fail", "warn", "off")
+_MODES = get_args(Mode)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +52,9 @@ def _run(parsed: argparse.Namespace) -> int:
     if under_torchrun and pods_without_workers(os.environ):
         sys.stderr.write("elastictrain: RANK and WORLD_SIZE are the cluster's and not torchrun's: this host is checked alone\n")
         under_torchrun = False
-    settings = PreflightGroup(checks=as_record(dict(parsed.check), PreflightChecks), ports=tuple(parsed.port))
+    settings = PreflightGroup(
+        checks=as_record(dict(parsed.check), PreflightChecks), ports=tuple(parsed.port), strict=parsed.strict
+    )
     asked = OwnChecks(level=Level(parsed.level), settings=settings, run_dir=parsed.run_dir, memory_dir=parsed.memory_dir)
     if under_torchrun:
         from elastictrain.preflight.command import check_group
@@ -101,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     repeatable("--check", metavar="NAME=MODE", type=_mode, help=modes)
     ports = "TCP port on which hosts must reach each other, under torchrun; may be given several times"
     repeatable("--port", metavar="N", type=_port, help=ports)
+    parser.add_argument("--strict", action="store_true", help="what else is only a warning fails, too")
     parser.add_argument("--json", action="store_true", help="for a script")
     speed = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser(
         "speed",

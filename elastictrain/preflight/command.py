@@ -50,7 +50,7 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
                 leave(group)
         except RuntimeError as broken:
             raise TransportError(f"the ranks do not come together in a group ({backend}): {broken}") from broken
-        verdicts += apply_modes(found.verdicts, own.modes)
+        verdicts += apply_modes(found.verdicts, own.settings.modes)
         error = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if not found.usable and error is None:
             # A hang is a failure, whatever the mode of its check.

@@ -6,7 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -107,15 +107,10 @@ class OwnChecks:
     ports_free: bool = False  # `preflight.ports` must be free: nothing of the run listens there yet
     transport: bool = False  # judge interfaces and InfiniBand, too, by what this host alone knows
 
-    @property
-    def modes(self) -> dict[str, str]:
-        """By check: fail, warn or off."""
-        return asdict(self.settings.checks)
-
 
 def check_host(surroundings: Surroundings, asked: OwnChecks) -> list[Verdict]:
     """Run all checks of this host side by side; never raises."""
-    modes, full = asked.modes, asked.level is Level.FULL
+    modes, full = asked.settings.modes, asked.level is Level.FULL
     checks = own_checks(surroundings, asked)
     chosen = [check for check in checks if modes.get(check.name) != "off" and (check.quick or full)]
     return apply_modes(run_checks(chosen, subject=surroundings.host), modes)

@@ -20,14 +20,14 @@ from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
-from elastictrain.preflight.policy import Level, apply_modes, decide
+from elastictrain.preflight.policy import Level, apply_modes, decide, drop_symptoms
 from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.interfaces import find_route, way_out
-from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband, judge_interface
+from elastictrain.preflight.transport.judge import judge_addresses, judge_alike, judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import TransportFacts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
-from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, worst_first
+from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings
 from elastictrain.preflight.verdict import describe as describe_verdict
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,11 @@ class HostReport:
 
 
 def judge_host_reports(
-    words: Mapping[str, HostReport | None], *, kinds: Mapping[str, frozenset[Rdma]], waited_s: float
+    words: Mapping[str, HostReport | None],
+    *,
+    kinds: Mapping[str, frozenset[Rdma]],
+    addresses: Mapping[str, str],
+    waited_s: float,
 ) -> list[Verdict]:
     """Findings of hosts about themselves, and their differences. None for a host: no report, or one that cannot be parsed."""
     known = {host: word for host, word in words.items() if word is not None}
@@ -109,6 +113,8 @@ def judge_host_reports(
         hcas = {host: word.hcas for host, word in known.items()}
         told = {host: kinds[host] for host in known if host in kinds}
         verdicts += judge_alike(hcas, told, agreed=common(kinds))
+        lost = {one.subject for one in failures(verdicts) if one.check == "interface"}
+        verdicts += judge_addresses({host: address for host, address in addresses.items() if host not in lost})
     return verdicts
 
 
@@ -128,6 +134,7 @@ class HostPreflight:
     packages: tuple[str, ...] = ("elastictrain",)  # their code must be the same on all hosts
     config: str = ""  # digest of what else must be the same
     after_failure: bool = False  # set NCCL's debug output
+    spare: int | None = None  # hosts that may be left out for being slow; None: any number
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)  # what process groups will read
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
@@ -187,9 +194,10 @@ class HostPreflight:
         if links.roster is None and (lost := [one for one in links.verdicts if one.subject == leader]):
             # No host can gather the reports.
             raise PreflightError(f"preflight failed: {describe_verdict(lost[0])}")
-        kinds = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}
+        kinds, addresses = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}, {}
         if links.roster is not None:
             kinds = {one.name: one.kinds for one in links.roster.hosts}
+            addresses = {one.name: one.address for one in links.roster.hosts}
             others = [one for one in links.roster.hosts if one.node_rank != self.layout.node_rank]
             find = partial(find_route, interfaces=facts.interfaces, surroundings=self.surroundings)
             facts = replace(facts, peers={one.name: find(one.address) for one in others})
@@ -211,8 +219,9 @@ class HostPreflight:
         if self.layout.node_rank != 0:
             return plan, None
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
-        reports = judge_host_reports(self._words(gone), kinds=kinds, waited_s=self._limit_s)
-        result = worst_first(apply_modes([*links.verdicts, *reports], self.own.modes))
+        reports = judge_host_reports(self._words(gone), kinds=kinds, addresses=addresses, waited_s=self._limit_s)
+        judged = apply_modes([*links.verdicts, *reports], self.own.settings.modes, spare=self.spare)
+        result = drop_symptoms(judged, hosts=self.layout.hosts)
         self._publish(result, gone)
         return plan, result
 

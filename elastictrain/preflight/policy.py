@@ -1,12 +1,12 @@
 """Preflight policy: how much is checked, what a failed check means, and what each host then does. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elastictrain.errors import EXIT_TRANSPORT, ConfigError, ElasticTrainError, HostUnfitError, PreflightError
-from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, failures, findings
+from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, failures, findings, worst_first
 
 
 class Level(StrEnum):
@@ -26,14 +26,15 @@ class Chosen:
     first_collective: bool = False  # whether that is all that is checked of the new group
 
 
-def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chosen:
+def choose_level(*, first_start: bool, exit_codes: Sequence[int | None], excused: bool = False) -> Chosen:
     """The level if the configuration leaves it open. `exit_codes`: of the last generation's ranks. A transport failure means
-    the network, unless a rank without exit code (None) was killed: then the others only noticed that."""
+    the network, unless a rank without exit code (None) was killed: then the others only noticed that. `excused`: the last start
+    went on although a part of it was slow."""
     if first_start:
         return Chosen(Level.FULL, "first start")
     if EXIT_TRANSPORT in exit_codes and None not in exit_codes:
         return Chosen(Level.FULL, "the last incarnation ended with a transport failure", after_failure=True)
-    return Chosen(Level.QUICK, "restart")
+    return Chosen(Level.FULL, "the last start found a part too slow") if excused else Chosen(Level.QUICK, "restart")
 
 
 PastFindings = Sequence[Mapping[str, object]]  # the findings of one `preflight` event
@@ -50,16 +51,45 @@ def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -
     return [f"{check} of {subject}: {num} of the last {starts} starts" for (check, subject), num in counted if num > 1]
 
 
-def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str]) -> list[Verdict]:
-    """Apply the configured mode of each check: `off` drops its verdicts, `warn` turns its failures into warnings."""
-    kept = []
-    for verdict in verdicts:
-        mode = modes.get(verdict.check, "fail")
-        if mode == "off":
-            continue
-        demoted = mode == "warn" and verdict.status is Status.FAIL
-        kept.append(replace(verdict, status=Status.WARN) if demoted else verdict)
+def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str], *, spare: int | None = None) -> list[Verdict]:
+    """Apply the mode of each check: `off` drops its verdicts, `warn` turns its failures into warnings, `exclude` does so if no
+    host is to blame, or more hosts failed than the `spare` ones that the run can do without (None: any number)."""
+    kept = [one for one in verdicts if modes.get(one.check) != "off"]
+    unfit = {host_of(one.subject) for one in failures(kept) if one.scope is Scope.HOST and modes.get(one.check) != "warn"}
+    for index, one in enumerate(kept):
+        mode, failed = modes.get(one.check), one.status is Status.FAIL
+        excused = mode == "exclude" and spare is not None and (one.scope is not Scope.HOST or len(unfit) > spare)
+        if failed and (mode == "warn" or excused):
+            kept[index] = replace(one, status=Status.WARN, excused=excused)
     return kept
+
+
+CHAIN = ("name", "interface", "mtu", "roster", "reachable", "loss", "latency", "bandwidth")
+"""Checks of hosts and links, causes before symptoms."""
+
+
+def drop_symptoms(verdicts: Sequence[Verdict], *, hosts: Collection[str]) -> list[Verdict]:
+    """The verdicts, causes first, without the findings that another explains: one of an earlier check of `CHAIN`, or of a host
+    instead of a link, that failed on the same host or link, or at an end of the link, or on all hosts but one."""
+    places = {check: place for place, check in enumerate(CHAIN)}
+
+    def order(one: Verdict) -> tuple[int, bool]:
+        return places.get(one.check, len(places)), one.scope is not Scope.HOST
+
+    causes = sorted((one for one in failures(verdicts) if one.check in places), key=order)
+    kept = []
+    for one in verdicts:
+        known = one.check in places and one.status in (Status.WARN, Status.FAIL)
+        before = [cause for cause in causes if known and order(cause) < order(one)]
+        bad = {cause.subject for cause in before if cause.scope is Scope.HOST}
+        nobody_left = one.scope is Scope.GROUP and bad and len(set(hosts) - bad) < 2
+        if not (nobody_left or bad & _ends(one) or _ends(one) in map(_ends, before)):
+            kept.append(one)
+    return worst_first(sorted(kept, key=order))
+
+
+def _ends(verdict: Verdict) -> frozenset[str]:
+    return frozenset(verdict.subject.split(" -> "))
 
 
 def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> ElasticTrainError | None:

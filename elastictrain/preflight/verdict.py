@@ -46,6 +46,7 @@ class Verdict:
     seconds: float = 0.0  # how long the check took
     remedy: str = ""  # a command or a setting; required unless the check passed
     may_pass: bool = False  # may disappear by itself: an answer that did not come, a store that is down for a while
+    excused: bool = False  # a failure of speed that is only a warning because no host could be left out for it
 
     def __post_init__(self) -> None:
         if self.status is not Status.PASS and not self.remedy:

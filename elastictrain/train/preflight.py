@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -63,6 +63,12 @@ class RunPreflight:
         )
         self.chosen = self._choose()
 
+    @property
+    def _spare(self) -> int:
+        """How many hosts can be left out for being slow: none under torchrun, which starts them all again."""
+        least = self._config.launch.min_hosts if self._identity.launcher is not None else len(self._layout.hosts)
+        return max(0, len(self._layout.hosts) - least)
+
     def check_hosts(self) -> None:
         """Check each host and the links between them; then set the variables of NCCL and gloo. Collective: yes. Raises:
         HostUnfitError on a host that failed; ConfigError where all failed alike; PreflightError on the others."""
@@ -87,6 +93,7 @@ class RunPreflight:
             packages=("elastictrain", config.task.target),
             config=group_digest(config, data_digest=self._context.samples.digest),
             after_failure=self.chosen.after_failure,
+            spare=self._spare,
         ).check()
         plan = self._plan = report.plan
         if plan is not None:
@@ -145,7 +152,7 @@ class RunPreflight:
             if path is not None:
                 with suppress(OSError):
                     Path(path).unlink()
-        verdicts, seconds = apply_modes(found.verdicts, asdict(settings.checks)), time.monotonic() - began
+        verdicts, seconds = apply_modes(found.verdicts, settings.modes, spare=self._spare), time.monotonic() - began
         error = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if self._identity.is_log_rank:
             self._report("group", "collectives", verdicts, seconds=seconds)
@@ -185,7 +192,9 @@ class RunPreflight:
             else:
                 first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
                 exit_codes = [] if first_start else within(_READ_S, self._past.exit_codes) or []
-                chosen = choose_level(first_start=first_start, exit_codes=exit_codes)
+                last = [] if first_start else within(_READ_S, partial(self._past.findings, count=1)) or []
+                excused = any(row.get("excused") is True for rows in last for row in rows)
+                chosen = choose_level(first_start=first_start, exit_codes=exit_codes, excused=excused)
                 failed = any(one.recovers for one in self._context.generation.ranks)
                 orderly = plan is None and launcher is not None and not failed
                 if orderly and chosen.level is Level.QUICK and self._identity.host in planned:
@@ -223,8 +232,8 @@ class _End:
 
 
 @dataclass(frozen=True, slots=True)
-class _HostsPreflight:
-    stage: Literal["hosts"]
+class _PastPreflight:
+    event: Literal["preflight"]
     findings: list[Any]
 
 
@@ -239,14 +248,15 @@ class EarlierStarts:
         """Exit codes that the first ranks of the last generation recorded, or None: a rank that was killed may leave no log."""
         return [last_exit_code(data) for data in self._logs("how the last incarnation ended", first=False)]
 
-    def findings(self) -> list[PastFindings]:
-        """Findings of each earlier preflight of the hosts, newest last: that preflight is among a start's first records."""
-        return [one for data in self._logs("what earlier starts found", first=True) for one in findings_in(data)]
+    def findings(self, *, count: int = STARTS) -> list[PastFindings]:
+        """Findings of the last `count` starts that had a preflight, newest last: it is among a start's first records."""
+        found = (findings_in(data) for data in self._logs("what earlier starts found", first=True, count=count))
+        return [rows for rows in found if rows is not None]
 
-    def _logs(self, what: str, *, first: bool) -> list[bytes]:
-        """The first records of rank 0 of the last `STARTS` starts, or the last records of the last start's first ranks."""
+    def _logs(self, what: str, *, first: bool, count: int = STARTS) -> list[bytes]:
+        """The first records of rank 0 of the last `count` starts, or the last records of the last start's first ranks."""
         try:
-            starts = Starts(self.store).last(self.number, count=STARTS)
+            starts = Starts(self.store).last(self.number, count=count)
             places = [(start, 0) for start in starts]
             if starts and not first:
                 places = [(starts[-1], rank) for rank in range(min(starts[-1].world_size, _READ_AT_MOST))]
@@ -280,10 +290,10 @@ def last_exit_code(data: bytes) -> int | None:
         return None
 
 
-def findings_in(data: bytes) -> list[PastFindings]:
-    """The preflight findings in the records of one start; malformed lines are counted and skipped."""
+def findings_in(data: bytes) -> PastFindings | None:
+    """The preflight findings in the records of one start, None without a preflight; malformed lines are counted and skipped."""
     whole = data if len(data) < _READ_BYTES else data[: data.rfind(b"\n") + 1]
-    found: list[PastFindings] = []
+    found: list[Mapping[str, object]] | None = None
     num_skipped = 0
     for line in whole.splitlines():
         if b'"preflight"' not in line:
@@ -294,8 +304,8 @@ def findings_in(data: bytes) -> list[PastFindings]:
             num_skipped += 1
             continue
         with suppress(ValueError):
-            findings = as_record(row, _HostsPreflight).findings
-            found.append([one for one in findings if isinstance(one, dict)])
+            findings = as_record(row, _PastPreflight).findings
+            found = [*(found or []), *(one for one in findings if isinstance(one, dict))]
     if num_skipped:
         logger.warning("skipped %d malformed lines in the events of an earlier start", num_skipped)
     return found

@@ -168,6 +168,25 @@ def test_an_interface_that_a_person_chose_wrongly(
     assert name in str([row for row in outcome.verdicts if row["check"] == "interface"])
 
 
+def test_a_route_through_docker0_and_nothing_that_follows_from_it(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+    inside(place_of(three[1]), "ip", "link", "add", "docker0", "type", "bridge")
+    inside(place_of(three[1]), "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
+    inside(place_of(three[1]), "ip", "link", "set", "docker0", "up")
+    for other in (three[0], three[2]):
+        inside(place_of(three[1]), "ip", "route", "add", f"{other.address}/32", "dev", "docker0")
+    outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick", torchrun=False)
+    assert outcome.failed() == {("interface", "b")}, outcome.verdicts
+    assert "docker0" in outcome.remedy("interface")
+    assert outcome.codes == {"a": EXIT_TRANSPORT, "b": EXIT_UNFIT, "c": EXIT_TRANSPORT}
+
+
+def test_an_address_that_two_hosts_have(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+    three[2].move(three[1].address)
+    outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick", torchrun=False)
+    assert outcome.failed() == {("interface", "b"), ("interface", "c")}, outcome.verdicts
+    assert outcome.codes == {"a": EXIT_TRANSPORT, "b": EXIT_UNFIT, "c": EXIT_UNFIT}
+
+
 def test_an_own_name_that_is_loopback(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("127.0.0.1 localhost\n127.0.1.1 c\n")
@@ -238,6 +257,15 @@ def test_a_run_plans_its_interfaces_and_leaves_out_nobody(three: list[Host], run
     assert hosts_stage["counts"]["fail"] == 0
     planned = events(run_dir, "transport")
     assert {row["host"]: row["variables"]["GLOO_SOCKET_IFNAME"] for row in planned} == dict.fromkeys("abc", "eth0")
+
+
+def test_a_run_trains_on_a_slow_host_that_cannot_be_left_out(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+    limit_rate(three[1])
+    arguments = [*TINY, "preflight=full", "train.steps=2", "train.eval_every_steps=0"]
+    start_run(three, arguments, run_dir=run_dir, logs=tmp_path / "logs", extra_environment=UNSET).train()
+    assert sorted(losses(run_dir)) == [1, 2]
+    (hosts_stage, *_) = events(run_dir, "preflight")
+    assert {(row["check"], row["subject"]) for row in hosts_stage["findings"] if row["excused"]} == {("bandwidth", "b")}
 
 
 def test_a_run_does_not_begin_on_an_unfit_host(three: list[Host], run_dir: Path, tmp_path: Path) -> None:

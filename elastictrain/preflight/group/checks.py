@@ -185,4 +185,5 @@ class GroupChecks:
         local = neighbours(self._members, host=self._members[self.identity.rank].host)
         measure = partial(measurements.measure_pairs, self._collectives, neighbours=local)
         attendance = self._run("p2p", lambda _: measure(), limit_s=20.0)
-        return judge.judge_pairs(attendance.figures(list[PairBandwidth]), self._members) if attendance else []
+        ratio, figures = self.request.settings.thresholds.bus_ratio, attendance and attendance.figures(list[PairBandwidth])
+        return judge.judge_pairs(figures, self._members, least_ratio=ratio) if figures else []

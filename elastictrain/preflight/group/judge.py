@@ -7,7 +7,7 @@ from dataclasses import replace
 from elastictrain.preflight.group.attendance import scope_of
 from elastictrain.preflight.group.collectives import Collective, WrongResult
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth, size_text
-from elastictrain.preflight.group.members import GroupMember, group_limit
+from elastictrain.preflight.group.members import GroupMember, group_limit, local_limit
 from elastictrain.preflight.policy import host_of
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict, failures
 
@@ -44,8 +44,10 @@ def judge_results(
 
 
 def judge_bandwidth(point: BandwidthPoint, members: Sequence[GroupMember], *, nccl: bool, least_ratio: float) -> Verdict:
-    """Check `bus_bandwidth`: the largest all-reduce must reach `least_ratio` of what the links can do."""
-    report, unit = Reporter("bus_bandwidth", scope=Scope.GROUP), f"GB/s all_reduce {size_text(point.num_bytes)}"
+    """Check `bus_bandwidth`: the largest all-reduce must reach `least_ratio` of what the links can do. A host that is alone is
+    to blame itself."""
+    hosts, unit = {member.host for member in members}, f"GB/s all_reduce {size_text(point.num_bytes)}"
+    report = Reporter("bus_bandwidth", members[0].host) if len(hosts) == 1 else Reporter("bus_bandwidth", scope=Scope.GROUP)
     # gloo uses a host's memory and processors, whose limit is unknown.
     limit, measured = group_limit(members) if nccl else None, _rounded(point.bus_gbs)
     if limit is None:
@@ -53,11 +55,11 @@ def judge_bandwidth(point: BandwidthPoint, members: Sequence[GroupMember], *, nc
     expected = _rounded(limit.bus_gbs)
     if point.bus_gbs >= point.reachable_gbs(least_ratio * limit.bus_gbs, slack_s=SLACK_S):
         return report.passed(measured, expected=expected, unit=unit)
-    look = "look at `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
-    if len({member.host for member in members}) > 1:
-        look = "see the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
-    remedy = f"{limit.link} can do {limit.bus_gbs:.4g} GB/s: {look}; start with NCCL_DEBUG=INFO"
-    return report.warned(measured, expected=expected, unit=unit, remedy=remedy)
+    look = "the check p2p, `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
+    if len(hosts) > 1:
+        look = "the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
+    remedy = f"{limit.link} can do {limit.bus_gbs:.4g} GB/s: see {look}; start with NCCL_DEBUG=INFO"
+    return report.failed(measured, expected=expected, unit=unit, remedy=remedy)
 
 
 def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
@@ -91,19 +93,26 @@ def judge_rates(
     return verdicts
 
 
-def judge_pairs(reached: Mapping[int, Sequence[PairBandwidth]], members: Sequence[GroupMember]) -> list[Verdict]:
-    """Check `p2p`, host by host: pairs without direct access, and pairs much slower than the others of their host."""
-    report = Reporter("p2p", scope=Scope.GROUP)
+def judge_pairs(
+    reached: Mapping[int, Sequence[PairBandwidth]], members: Sequence[GroupMember], *, least_ratio: float
+) -> list[Verdict]:
+    """Check `p2p`, host by host: pairs without direct access, and pairs much slower than the others of their host. Where most
+    pairs have the NVLinks of a switch to themselves, all must reach `least_ratio` of what these can do."""
     verdicts = []
     for host in dict.fromkeys(member.host for member in members):
+        report = Reporter("p2p", host)
         pairs = {(one.source, rank): one for rank, some in reached.items() if members[rank].host == host for one in some}
         if not pairs:
             continue
         typical = statistics.median(one.gbs for one in pairs.values())
+        limit = local_limit(members[next(iter(pairs))[1]].device)
+        # Without a switch, a pair shares its NVLinks with other pairs.
+        switched = limit is not None and limit.nvlink and typical > PAIR_RATIO * limit.bus_gbs
+        expected, ratio = (limit.bus_gbs, least_ratio) if limit and switched else (typical, PAIR_RATIO)
         bad = []
         for (source, target), one in sorted(pairs.items()):
             figure: Figure = _rounded(one.gbs)
-            if one.gbs < PAIR_RATIO * typical:
+            if one.gbs < ratio * expected:
                 remedy = f"on {host} look at what joins the two: `nvidia-smi topo -m`, `nvidia-smi nvlink --status`"
             elif one.access is False:
                 figure = f"{one.gbs:.4g}, without direct access"
@@ -114,23 +123,16 @@ def judge_pairs(reached: Mapping[int, Sequence[PairBandwidth]], members: Sequenc
             else:
                 continue
             subject = f"GPU {members[source].local_rank} -> GPU {members[target].local_rank} on {host}"
-            bad.append(report(subject, Status.WARN, figure, _rounded(typical), remedy, unit="GB/s"))
-        verdicts += bad or [report(host, Status.PASS, _rounded(typical), unit="GB/s a pair")]
-    return verdicts or [report.skipped("one GPU on each host", remedy="nothing to do: there are no pairs")]
+            bad.append(report(subject, Status.FAIL, figure, _rounded(expected), remedy, unit="GB/s"))
+        verdicts += bad or [report.passed(_rounded(typical), expected=_rounded(expected), unit="GB/s a pair")]
+    return verdicts or [Reporter("p2p").skipped("one GPU on each host", remedy="nothing to do: there are no pairs")]
 
 
 def agreed(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of all parts. If the parts of a check name several hosts, none is certain: the failure is the group's."""
-    blamed: dict[str, set[str]] = {}
-    for verdict in failures(verdicts):
-        if verdict.scope is Scope.HOST:
-            blamed.setdefault(verdict.check, set()).add(host_of(verdict.subject))
-    return [
-        replace(verdict, scope=Scope.GROUP)
-        if verdict.status is Status.FAIL and len(blamed.get(verdict.check, ())) > 1
-        else verdict
-        for verdict in verdicts
-    ]
+    """The verdicts of all parts. If `collectives` that are wrong name several hosts, none is certain: they are the group's."""
+    wrong = [one for one in failures(verdicts) if one.check == "collectives"]
+    certain = len({host_of(one.subject) for one in wrong if one.scope is Scope.HOST}) < 2
+    return [one if certain or one not in wrong else replace(one, scope=Scope.GROUP) for one in verdicts]
 
 
 def _rounded(figure: float) -> float:

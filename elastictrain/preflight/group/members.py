@@ -97,15 +97,16 @@ class LinkLimit:
 
     bus_gbs: float
     link: str
+    nvlink: bool = False
 
 
 def local_limit(gpu: str) -> LinkLimit | None:
     """Between the GPUs of a host; None for a GPU whose name is not in the table."""
     for name, (num_links, gbs) in MODELS.items():
         if name.lower() in gpu.lower():
-            return (
-                LinkLimit(num_links * gbs, f"{num_links} NVLinks of {name}") if num_links else LinkLimit(gbs, f"PCIe of {name}")
-            )
+            if num_links:
+                return LinkLimit(num_links * gbs, f"{num_links} NVLinks of {name}", nvlink=True)
+            return LinkLimit(gbs, f"PCIe of {name}")
     return None
 
 

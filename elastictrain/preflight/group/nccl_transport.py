@@ -76,7 +76,7 @@ def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupM
         return [report.skipped("unknown", remedy=remedy)]
     verdicts = []
     for host in dict.fromkeys(member.host for member in members):
-        ranks, on_host = [member for member in members if member.host == host], Reporter(report.check, host, report.scope)
+        ranks, on_host = [member for member in members if member.host == host], Reporter(report.check, host)
         theirs, planned = [chosen[one.rank] for one in ranks], ranks[0].planned
         networks = {name for one in theirs for name in one.networks}
         used = ", ".join(f"NET/{name}" for name in sorted(networks))
@@ -89,13 +89,13 @@ def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupM
                     f"be 1"
                 )
             expected = "NET/Socket" if planned == "socket" else "NET/IB"
-            verdicts.append(on_host.warned(used, expected=expected, remedy=remedy))
+            verdicts.append(on_host.failed(used, expected=expected, remedy=remedy))
         elif kinds(networks) == {"rdma"} and any(one.direct is False for one in theirs):
             remedy = (
                 f"on {host} `modprobe nvidia_peermem` (or a kernel and driver with DMA-BUF), and look at `nvidia-smi topo -m`: "
                 f"GPU and port must be below one PCIe bridge, or NCCL_NET_GDR_LEVEL=SYS"
             )
-            verdicts.append(on_host.warned(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy))
+            verdicts.append(on_host.failed(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy))
     texts = set()
     for one in known:
         names = [f"NET/{name}" + ("/GDRDMA" if one.direct else "") for name in one.networks]

@@ -20,7 +20,6 @@ from elastictrain.preflight.verdict import Reporter, Verdict
 SLOW_S = 1.0  # a healthy look-up takes milliseconds; a name server that does not answer costs seconds (5: resolv.conf(5))
 LIMIT_S = 2.0  # for an answer; longer than `SLOW_S`, so a slow one shows
 MAPPED_LOOPBACK = "::ffff:127.0.0.1"  # a rank on the own host, as torch's store sees and looks it up when it listens on IPv6
-_ROUTED = "192.0.2.1"  # no host has this address, so its route is the default route. Source: RFC 5737
 
 
 Ask = Callable[[str], Sequence[str]]  # addresses of a name, or the name of an address. Raises: OSError
@@ -95,8 +94,8 @@ class NameFacts:
 
 
 def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = ask_resolver) -> NameFacts:
-    """`towards`: an address of another host, which shows the own address."""
-    name, address = surroundings.host, address_towards(towards or _ROUTED)
+    """`towards`: the rendezvous, which shows the own address: the default route may lead elsewhere. None: unknown."""
+    name, address = surroundings.host, address_towards(towards) if towards else None
     own, *others = look_up([name, MAPPED_LOOPBACK, *([address] if address else [])], limit_s=LIMIT_S, ask=ask)
     servers = [line.split() for line in (surroundings.read("etc/resolv.conf") or "").splitlines()]
     return NameFacts(

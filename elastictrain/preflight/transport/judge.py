@@ -5,7 +5,7 @@ from functools import partial
 
 from elastictrain.preflight.transport import infiniband
 from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, chosen_ports, kinds_here, switched_off
-from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
+from elastictrain.preflight.transport.interfaces import Route, is_loopback
 from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, TransportFacts, choose_interface
 from elastictrain.preflight.transport.settings import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
@@ -35,6 +35,7 @@ def _ways(facts: TransportFacts) -> list[tuple[str, Route]]:
 
 
 def _routes(facts: TransportFacts) -> Iterator[Verdict]:
+    astray: dict[str, str] = {}
     for name, route in _ways(facts):
         on_link = partial(_interface, f"{facts.host} -> {name}", scope=Scope.LINK)
         interface = facts.interface(route.interface)
@@ -45,12 +46,17 @@ def _routes(facts: TransportFacts) -> Iterator[Verdict]:
                     f"ip route get {route.target}  # and: ip -brief address, for an interface that is down or has no address"
                 )
             yield on_link(Status.FAIL, f"no way to {route.target}: {route.error}", remedy=remedy)
-        elif interface is None and not is_loopback(route.local):
+        elif is_loopback(route.local):
+            yield _loopback(facts, name, route)
+        elif interface is None:
             remedy = f"ip route get {route.remote}  # and set {NCCL_INTERFACE} and {GLOO_INTERFACE} to the device that it names"
             yield on_link(Status.WARN, f"{route.local} belongs to no interface that is seen here", remedy=remedy)
-        elif interface is None or interface.leads_nowhere:
-            measured, remedy = _nowhere(name, interface, route)
-            yield on_link(Status.FAIL, measured, remedy=remedy)
+        elif interface.leads_nowhere and (route.remote != route.local or name == RENDEZVOUS):
+            # Where a peer has this host's own address, the peer's own verdict says why, or `judge_addresses`.
+            astray[interface.name] = f"the kernel reaches {route.remote} through {interface.name}, a {interface.kind}"
+    for device, measured in astray.items():
+        remedy = f"ip route  # on {facts.host}: give {device} a network that no other host is in (Docker: `bip`), or remove it"
+        yield _interface(facts.host, Status.FAIL, measured, remedy=remedy)
     passable = {one.name for one in facts.interfaces if not one.leads_nowhere}
     used = sorted({route.interface for route in facts.peers.values() if route.interface in passable and route.interface})
     if len(used) > 1:
@@ -60,19 +66,24 @@ def _routes(facts: TransportFacts) -> Iterator[Verdict]:
         yield _interface(facts.host, Status.WARN, f"peers are reached through {' and '.join(used)}", expected, remedy)
 
 
-def _nowhere(name: str, interface: NetworkInterface | None, route: Route) -> tuple[str, str]:
-    """For a route that leads back to this host: what is measured, and the remedy."""
-    if interface is not None and not is_loopback(route.local or ""):
-        own = ": it is this host's own address" if route.remote == route.local else ""
-        return (
-            f"the kernel reaches {route.remote} through {interface.name}, a {interface.kind}{own}",
-            f"ip route get {route.remote}  # then give {name} an address outside the network of {interface.name}",
-        )
+def _loopback(facts: TransportFacts, name: str, route: Route) -> Verdict:
     target = "" if route.target == route.remote else f"{route.target} is "
-    remedy = f"on {name}: torchrun --local-addr ADDRESS, or its address, not {route.remote}, beside its name in /etc/hosts"
+    measured = f"{target}{route.remote}, which is loopback: every host reaches itself there"
     if name == RENDEZVOUS:
         remedy = "--rdzv-endpoint=ADDRESS:PORT (or --master-addr) with the address by which other hosts reach the store's host"
-    return f"{target}{route.remote}, which is loopback: every host reaches itself there", remedy
+        return _interface(f"{facts.host} -> {name}", Status.FAIL, measured, remedy=remedy, scope=Scope.LINK)
+    remedy = f"on {name}: torchrun --local-addr ADDRESS, or its address, not {route.remote}, beside its name in /etc/hosts"
+    return _interface(name, Status.FAIL, measured, remedy=remedy)
+
+
+def judge_addresses(addresses: Mapping[str, str]) -> list[Verdict]:
+    """Hosts by name, by which address they want to be reached: all that share one are unfit, as either may get what is sent."""
+    found = []
+    for host, address in addresses.items():
+        if others := [other for other, its in addresses.items() if its == address and other != host]:
+            remedy = f"ip -brief address  # on {host} and {', '.join(others)}: give each an address of its own"
+            found.append(_interface(host, Status.FAIL, f"{address}, as {', '.join(others)}", "an address of its own", remedy))
+    return found
 
 
 def _addresses(facts: TransportFacts) -> Iterator[Verdict]:
@@ -157,9 +168,12 @@ def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset
     if best not in (Rdma.NONE, Rdma.UNKNOWN) and agreed is not best:
         lacking = [name for name, one in kinds.items() if best not in one]
         instead = "sockets" if agreed is Rdma.NONE else agreed.value
-        remedy = f"ibstat; env | grep NCCL  # on {', '.join(lacking)}, or run without them: until then all hosts use {instead}"
+        remedy = f"ibstat; env | grep NCCL  # on {', '.join(lacking)}, or run without them"
+        without = f"preflight.checks.infiniband=warn goes on: all hosts then use {instead}"
         measured, expected = f"no usable {best.value} port", f"{best.value}, as on the others"
-        return [_infiniband(name, Status.WARN, measured, expected, remedy) for name in lacking]
+        # Where most lack it, those that have it are the exception, and sockets are right.
+        status = Status.FAIL if agreed is Rdma.NONE and 2 * len(lacking) <= len(kinds) else Status.WARN
+        return [_infiniband(name, status, measured, expected, f"{remedy} ({without})") for name in lacking]
     most = max(map(len, hcas.values()), default=0)
     return [
         _infiniband(name, Status.WARN, len(ports), most, f"ibstat  # on {name}: ports that are not Active", unit="ports")

@@ -5,7 +5,7 @@ import pytest
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
-from elastictrain.config.preflight import PreflightChecks
+from elastictrain.config.preflight import MODES, PreflightChecks
 from elastictrain.launch.own_host import why_unfit
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.policy import Level
@@ -51,10 +51,7 @@ def test_storage_is_not_asked_here(config: RunConfig, monkeypatch: pytest.Monkey
     """Where it is away the registry says so, and waits; a host that leaves for it would be missed."""
     asked = Asked()
     unfit(config, asked, monkeypatch)
-    assert asked.asked[0].modes["storage"] == "off"
-    assert {name: mode for name, mode in asked.asked[0].modes.items() if name != "storage"} == {
-        name: "fail" for name in asked.asked[0].modes if name != "storage"
-    }
+    assert asked.asked[0].settings.modes == {**MODES, "storage": "off"}
 
 
 def test_the_first_failure_is_told_with_its_remedy(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

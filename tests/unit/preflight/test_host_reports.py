@@ -1,5 +1,7 @@
 """Where ranks stand among their hosts, and how what hosts report is judged together."""
 
+from dataclasses import replace
+
 import pytest
 
 from elastictrain.bounded_json import MalformedJsonError
@@ -62,25 +64,35 @@ def test_what_another_release_says_is_not_understood_and_the_key_is_named(data: 
 
 def test_a_host_with_other_code_is_named() -> None:
     words = {host: word(host=host) for host in ("a", "b")} | {"c": word(code="other", host="c")}
-    found = judge_host_reports(words, kinds=NO_RDMA, waited_s=60)
+    found = judge_host_reports(words, kinds=NO_RDMA, addresses={}, waited_s=60)
     failed = [one for one in found if one.status == "fail"]
     assert [(one.check, one.subject) for one in failed] == [("alike", "c")]
     assert "elastictrain/train" in f"{failed[0].measured}"
 
 
 def test_a_host_that_says_nothing_is_named_and_nobody_is_compared_with_it() -> None:
-    found = judge_host_reports({"a": word(), "b": None}, kinds=NO_RDMA, waited_s=60)
+    found = judge_host_reports({"a": word(), "b": None}, kinds=NO_RDMA, addresses={}, waited_s=60)
     assert [(one.check, one.subject) for one in found if one.status == "fail"] == [("roster", "b")]
 
 
 def test_hosts_with_fewer_ports_are_named() -> None:
     words = {"a": word(hcas=("m0", "m1")), "b": word(hcas=("m0",), host="b")}
-    found = judge_host_reports(words, kinds=dict.fromkeys("ab", frozenset({Rdma.INFINIBAND})), waited_s=60)
+    found = judge_host_reports(words, kinds=dict.fromkeys("ab", frozenset({Rdma.INFINIBAND})), addresses={}, waited_s=60)
     assert [(one.check, one.subject, one.measured) for one in found if one.status == "warn"] == [("infiniband", "b", 1)]
 
 
+def test_an_address_that_two_hosts_gave_is_named_unless_it_is_explained() -> None:
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.2"}
+    for explained in (False, True):
+        bad = verdict("fail" if explained else "warn", check="interface", subject="c")
+        words = {host: word(host=host) for host in "ab"} | {"c": replace(word(host="c"), verdicts=(bad,))}
+        found = judge_host_reports(words, kinds=NO_RDMA, addresses=addresses, waited_s=60)
+        named = [(one.check, one.subject) for one in found if one.status == "fail"]
+        assert named == ([] if explained else [("interface", "b")]) + [("interface", "c")]
+
+
 def test_one_host_is_compared_with_nobody() -> None:
-    assert [one.check for one in judge_host_reports({"a": word()}, kinds=NO_RDMA, waited_s=60)] == ["disk"]
+    assert [one.check for one in judge_host_reports({"a": word()}, kinds=NO_RDMA, addresses={}, waited_s=60)] == ["disk"]
 
 
 def test_a_host_gets_the_name_that_it_has_in_the_group() -> None:

@@ -3,17 +3,19 @@ from dataclasses import replace
 
 import pytest
 
+from elastictrain.config.preflight import PreflightChecks, PreflightGroup
 from elastictrain.preflight.policy import (
     STARTS,
     Level,
     apply_modes,
     choose_level,
     decide,
+    drop_symptoms,
     find_repeated,
     host_of,
 )
-from elastictrain.preflight.verdict import Verdict
-from tests.unit.preflight.made import verdict
+from elastictrain.preflight.verdict import Status, Verdict
+from tests.unit.preflight.made import link, rank, verdict
 
 SLOW = {"check": "bandwidth", "subject": "b"}
 FLAPS = {"check": "counters", "subject": "c"}
@@ -48,6 +50,101 @@ def test_what_is_off_is_left_out_and_what_only_warns_does_not_fail() -> None:
 
 
 HOSTS = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("slow", "broken", "spare", "excused"),
+    [
+        ("b", "", None, False),
+        ("b", "", 2, False),
+        ("b", "", 1, False),
+        ("b", "", 0, True),
+        ("bc", "", 1, True),
+        # Without the broken one, no other is left to spare.
+        ("b", "c", 1, True),
+        ("b", "c", 2, False),
+    ],
+)
+def test_a_slow_host_is_left_out_if_enough_others_remain(slow: str, broken: str, spare: int | None, excused: bool) -> None:
+    found = [verdict("fail", check="matmul", subject=rank(3, host)) for host in slow]
+    found += [verdict("fail", check="disk", subject=host) for host in broken]
+    kept = apply_modes(found, {"matmul": "exclude", "disk": "fail"}, spare=spare)
+    wanted = ("warn", True) if excused else ("fail", False)
+    assert [(one.status.value, one.excused) for one in kept] == [wanted] * len(slow) + [("fail", False)] * len(broken)
+
+
+def test_training_goes_on_over_a_slow_link() -> None:
+    found = [verdict("fail", check="bandwidth", subject=link("a", "b"), scope="link")]
+    assert [one.excused for one in apply_modes(found, {"bandwidth": "exclude"}, spare=2)] == [True]
+    assert apply_modes(found, {"bandwidth": "exclude"}) == found
+
+
+def test_the_only_host_of_a_run_trains_although_it_is_slow_and_not_if_that_must_not_be() -> None:
+    found = [verdict("fail", check="matmul", subject=rank(3, "a"))]
+    for settings, code in ((PreflightGroup(), 0), (PreflightGroup(strict=True), 69)):
+        assert codes(apply_modes(found, settings.modes, spare=0), hosts=["a"]) == {"a": code}
+
+
+@pytest.mark.parametrize("check", ["bus_bandwidth", "p2p", "nccl_transport"])
+def test_gates_that_only_warn_until_they_are_to_fail(check: str) -> None:
+    found, failing = [verdict("fail", check=check, subject="a")], PreflightChecks(**{check: "fail"})
+    wanted = ((PreflightGroup(), 0), (PreflightGroup(strict=True), 69), (PreflightGroup(checks=failing), 69))
+    for settings, code in wanted:
+        assert codes(apply_modes(found, settings.modes, spare=0), hosts=["a"]) == {"a": code}
+    off = PreflightGroup(strict=True, checks=PreflightChecks(**{check: "off"}))
+    assert apply_modes(found, off.modes) == []
+
+
+def left(*found: Verdict, hosts: str = "abc") -> list[tuple[str, str]]:
+    return [(one.check, one.subject) for one in drop_symptoms(found, hosts=hosts)]
+
+
+def test_a_cause_swallows_the_symptoms_of_its_host() -> None:
+    cause = verdict("fail", check="interface", subject="b")
+    symptoms = [
+        verdict("fail", check="reachable", subject=link("a", "b"), scope="link"),
+        verdict("fail", check="reachable", subject="b"),
+        verdict("warn", check="bandwidth", subject="b"),
+        verdict("fail", check="roster", subject="b"),
+    ]
+    others = [
+        verdict("fail", check="disk", subject="b"),
+        verdict("fail", check="reachable", subject=link("a", "c"), scope="link"),
+        verdict("warn", check="interface", subject="c"),
+        verdict(check="latency", subject="b"),
+    ]
+    kept = left(*symptoms, *others, cause)
+    assert kept[0] == ("interface", "b")
+    assert sorted(kept[1:]) == sorted((one.check, one.subject) for one in others)
+    # A warning explains no failure.
+    assert ("roster", "b") in left(*symptoms, *others, replace(cause, status=Status.WARN))
+
+
+def test_a_cause_on_a_link_explains_that_link_only() -> None:
+    def on(check: str, source: str, target: str) -> Verdict:
+        return verdict("fail", check=check, subject=link(source, target), scope="link")
+
+    kept = left(on("reachable", "b", "a"), on("bandwidth", "a", "c"), on("mtu", "a", "b"))
+    assert kept == [("mtu", link("a", "b")), ("bandwidth", link("a", "c"))]
+
+
+def test_a_symptom_is_not_taken_for_a_cause() -> None:
+    found = [verdict("fail", check="mtu", subject="b"), verdict("fail", check="bandwidth", subject="b")]
+    assert left(*found, verdict("fail", check="reachable", subject="b")) == [("mtu", "b")]
+    assert left(found[1], verdict("fail", check="name", subject="a")) == [("name", "a"), ("bandwidth", "b")]
+
+
+def test_a_host_explains_its_links_also_in_one_check() -> None:
+    on_link = verdict("fail", check="interface", subject=link("a", "b"), scope="link")
+    assert left(on_link, verdict("fail", check="interface", subject="b")) == [("interface", "b")]
+    assert left(on_link, verdict("fail", check="interface", subject="c")) == [("interface", "c"), ("interface", link("a", "b"))]
+
+
+@pytest.mark.parametrize(("bad", "explained"), [("ab", True), ("a", False), ("", False)])
+def test_where_one_good_host_is_left_nothing_more_is_known_of_the_group(bad: str, explained: bool) -> None:
+    causes = [verdict("fail", check="interface", subject=host) for host in bad]
+    kept = left(*causes, verdict("fail", check="reachable", subject="all", scope="group"))
+    assert (("reachable", "all") not in kept) == explained
 
 
 def codes(found: list[Verdict], *, hosts: Sequence[str] = HOSTS) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         exchange: StoreExchange | None = None,
         planned: str = "ab",
         recovers: str = "",
+        least: int = 1,
     ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
@@ -84,7 +86,11 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(module.HostPreflight, "check", check)
         plain = config(steps=3)
         context = context_of(
-            config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
+            config=replace(
+                plain,
+                preflight=replace(settings or plain.preflight, level=level),
+                launch=replace(plain.launch, min_hosts=least),
+            ),
             identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1, launcher=launcher),
             generation=AgreedGeneration(
                 "000007-aa",
@@ -130,6 +136,25 @@ def test_a_restart_is_quick_unless_the_transport_failed(
     preflight.check_hosts()
     assert preflight.chosen.level == level
     assert checked[0].after_failure is (level == "full")
+
+
+@pytest.mark.parametrize(("row", "level"), [({"excused": True}, "full"), ({"excused": False}, "quick"), ({}, "quick")])
+def test_what_was_too_slow_is_measured_again_at_the_next_start(
+    row: dict[str, bool], level: str, store: Store, make: Make
+) -> None:
+    end(store, "000006-bb", 75, 75)
+    for stage in ("hosts", "group"):
+        event = {"event": "preflight", "stage": stage, "findings": [{"check": "matmul", "status": "warn", **row}]}
+        store.write("events/000006-bb-r00000.jsonl", json.dumps(event).encode() + b"\n")
+        preflight, _, _ = make(restart="1")
+        assert (preflight.chosen.level, preflight.chosen.after_failure) == (level, False)
+
+
+@pytest.mark.parametrize(("least", "spare"), [(1, 2), (3, 0), (9, 0), (None, 0)])
+def test_hosts_that_the_run_can_do_without(least: int | None, spare: int, make: Make) -> None:
+    preflight, _, checked = make(hosts="abc", launcher=None if least is None else launched(), planned="", least=least or 1)
+    preflight.check_hosts()
+    assert checked[0].spare == spare
 
 
 def follower(
@@ -363,7 +388,8 @@ def test_findings_among_other_records() -> None:
         '{"event": "step"}',
         "7",
     ]
-    assert findings_in("\n".join(rows).encode()) == [[{"check": "mtu"}]]
+    assert findings_in("\n".join(rows).encode()) == [{"check": "mtu"}, {"check": "p2p"}]
+    assert findings_in(b'{"event": "step"}') is None
 
 
 CHANGED = replace(
@@ -405,6 +431,19 @@ def test_collectives_are_recorded(make: Make, collectives: dict[str, object]) ->
     assert collectives["hosts"] == ("a", "b")
     request = cast(Request, collectives["request"])
     assert (request.full, request.settings) == (True, replace(CHANGED, level="auto"))
+
+
+@pytest.mark.parametrize(("least", "code"), [(1, 69), (2, 0)])
+def test_a_slow_rank_trains_where_its_host_cannot_be_spared(
+    least: int, code: int, make: Make, collectives: dict[str, object]
+) -> None:
+    collectives["verdicts"] = [verdict("fail", check="matmul", subject="rank 0 on a")]
+    preflight, recorded, _ = make(hosts="ab", launcher=launched(), planned="", least=least)
+    with nullcontext() if code == 0 else pytest.raises(HostUnfitError):
+        preflight.check_group(on_part=lambda _: None)
+    (event,) = recorded
+    assert isinstance(event, Preflight)
+    assert [(row["status"], row["excused"]) for row in event.findings] == [("fail", False) if code else ("warn", True)]
 
 
 def test_a_world_of_one_has_no_collectives(make: Make, collectives: dict[str, object]) -> None:
@@ -481,6 +520,6 @@ def test_a_line_that_is_no_record_is_skipped_and_counted(line: bytes, caplog: py
     good = b'{"event":"preflight","stage":"hosts","findings":[{"check":"mtu"}]}'
     start = b'{"event":"start","world_size":3}'
     data = b"\n".join([line + b'"preflight""start"', start, good, line + b'"preflight"', b""])
-    assert findings_in(data) == [[{"check": "mtu"}]]
+    assert findings_in(data) == [{"check": "mtu"}]
     assert "2 malformed" in caplog.text
     assert last_exit_code(line) is None

@@ -72,8 +72,14 @@ def test_bus_bandwidth_against_the_link() -> None:
     good = bandwidth(0.00325)
     assert (good.status, good.measured, good.expected, good.unit.split()[0]) == (Status.PASS, 330.4, 370.8, "GB/s")
     bad = bandwidth(0.005)
-    assert (bad.status, bad.expected) == (Status.WARN, 370.8)
+    assert (bad.status, bad.scope, bad.subject, bad.expected) == (Status.FAIL, Scope.HOST, "h1", 370.8)
     assert "NVLinks of" in bad.remedy
+
+
+def test_of_several_hosts_none_is_to_blame_for_bus_bandwidth() -> None:
+    group = tuple(replace(one, network_gbps=400.0) for one in members("h1", "h2", device=H200))
+    bad = judge_bandwidth(BandwidthPoint(GB, 0.1, 2), group, nccl=True, least_ratio=0.7)
+    assert (bad.status, bad.scope, bad.subject, bad.expected) == (Status.FAIL, Scope.GROUP, "all", 48)
 
 
 def test_what_every_collective_takes_is_not_held_against_a_small_message() -> None:
@@ -81,7 +87,7 @@ def test_what_every_collective_takes_is_not_held_against_a_small_message() -> No
     usual_s, slower_s = 0.0002486, 0.0002644
     assert bandwidth(slower_s, num_bytes=64 << 20).status is Status.PASS
     # Half of the links.
-    assert bandwidth(2 * usual_s, num_bytes=64 << 20).status is Status.WARN
+    assert bandwidth(2 * usual_s, num_bytes=64 << 20).status is Status.FAIL
 
 
 def test_an_unknown_link_and_gloo_are_only_measured() -> None:
@@ -132,15 +138,27 @@ def pairs(*, slow: float = 370.0, access: bool | None = True) -> list[Verdict]:
         1: [PairBandwidth(0, 371.0, True), PairBandwidth(2, slow, access)],
         2: [PairBandwidth(0, 370.0, None), PairBandwidth(1, 370.0, True)],
     }
-    return judge_pairs(reached, members("h1", "h1", "h1", device=H200))
+    return judge_pairs(reached, members("h1", "h1", "h1", device=H200), least_ratio=0.7)
 
 
 def test_pairs_of_gpus() -> None:
     assert subjects(pairs(), Status.PASS) == ["h1"]
-    assert subjects(pairs(slow=20.0), Status.WARN) == [gpu_pair(2, 1)]
+    [slow] = pairs(slow=250.0)
+    assert (slow.subject, slow.status, slow.scope, slow.expected) == (gpu_pair(2, 1), Status.FAIL, Scope.HOST, 370.8)
+    assert subjects(pairs(slow=260.0), Status.FAIL) == []
     [blind] = pairs(access=False)
-    assert (blind.status, str(blind.measured).split(",")[0]) == (Status.WARN, "370")
+    assert (blind.status, str(blind.measured).split(",")[0]) == (Status.FAIL, "370")
     assert "topo -p2p" in blind.remedy
+
+
+@pytest.mark.parametrize(("device", "usual"), [(H200, 123.0), ("NVIDIA L40S", 20.0)])
+def test_pairs_that_share_their_links_are_compared_with_each_other(device: str, usual: float) -> None:
+    """Four GPUs without an NVSwitch have a third of their NVLinks for each pair; PCIe depends on the sockets between."""
+    for slow, status in ((0.6 * usual, Status.PASS), (0.4 * usual, Status.FAIL)):
+        reached = {rank: [PairBandwidth(other, usual, True) for other in range(4) if other != rank] for rank in range(4)}
+        reached[2][1] = PairBandwidth(1, slow, True)
+        found = judge_pairs(reached, members("h1", "h1", "h1", "h1", device=device), least_ratio=0.7)
+        assert [(one.status, one.expected) for one in found] == [(status, usual)]
 
 
 def test_hosts_are_judged_apart_and_single_gpus_skipped() -> None:
@@ -150,9 +168,9 @@ def test_hosts_are_judged_apart_and_single_gpus_skipped() -> None:
         2: [PairBandwidth(3, 20.0, True)],
         3: [PairBandwidth(2, 20.0, True)],
     }
-    found = judge_pairs(reached, members("h1", "h1", "h2", "h2", device=H200))
+    found = judge_pairs(reached, members("h1", "h1", "h2", "h2", device=H200), least_ratio=0.7)
     assert subjects(found, Status.PASS) == ["h1", "h2"]
-    alone = judge_pairs({0: [], 1: []}, members("h1", "h2", device=H200))
+    alone = judge_pairs({0: [], 1: []}, members("h1", "h2", device=H200), least_ratio=0.7)
     assert subjects(alone, Status.SKIP) == ["all"]
 
 
@@ -175,5 +193,8 @@ def test_parts_of_a_check_that_blame_several_hosts() -> None:
     )
     found = agreed([first, slow, second, other])
     assert [one.scope for one in found] == [Scope.GROUP, Scope.HOST, Scope.GROUP, Scope.HOST]
+    # Devices that are slow by their own figures are, however many hosts have one.
+    alike = [verdict("fail", check="p2p", subject=host) for host in ("h1", "h2")]
+    assert agreed(alike) == alike
     # Not 78, as if every host failed by itself.
     assert decide(agreed([first, second]), host="h1", hosts=["h1", "h2"]).exit_code == 71

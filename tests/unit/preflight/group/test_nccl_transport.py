@@ -129,22 +129,22 @@ def test_as_planned() -> None:
 
 def test_a_host_on_sockets_that_should_not_be() -> None:
     [bad] = judge(DIRECT, SOCKET_CHANNELS, planned="rdma")
-    assert (bad.subject, bad.status, bad.measured, bad.expected) == ("h2", Status.WARN, "NET/Socket", "NET/IB")
+    assert (bad.subject, bad.status, bad.measured, bad.expected) == ("h2", Status.FAIL, "NET/Socket", "NET/IB")
     assert "on h2" in bad.remedy
 
 
 def test_a_host_off_a_plan_of_sockets() -> None:
     found = judge(STAGED, STAGED, planned="socket")
     assert [(one.subject, one.status, one.expected) for one in found] == [
-        ("h1", Status.WARN, "NET/Socket"),
-        ("h2", Status.WARN, "NET/Socket"),
+        ("h1", Status.FAIL, "NET/Socket"),
+        ("h2", Status.FAIL, "NET/Socket"),
     ]
     assert "NCCL_IB_DISABLE=1" in found[0].remedy
 
 
 def test_without_gpu_direct() -> None:
     [bad] = judge(STAGED, DIRECT, planned="rdma")
-    assert (bad.subject, bad.status, "GDRDMA" in str(bad.expected)) == ("h1", Status.WARN, True)
+    assert (bad.subject, bad.status, "GDRDMA" in str(bad.expected)) == ("h1", Status.FAIL, True)
     assert "nvidia_peermem" in bad.remedy
 
 

@@ -106,7 +106,8 @@ def test_reading(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loopback.address is None
     assert (loopback.own.answers, loopback.own.stalled) == (None, False)
     monkeypatch.setattr("elastictrain.preflight.host.names.address_towards", lambda _: "10.0.0.3")
-    found = read_names(host, ask=FakeResolver({"h1": ["127.0.1.1"]}), towards=None)
+    assert read_names(host, ask=FakeResolver(), towards=None).address is None
+    found = read_names(host, ask=FakeResolver({"h1": ["127.0.1.1"]}), towards="10.0.0.1")
     assert judge_name(found, several_hosts=True).status is Status.FAIL
     assert (found.lines[1].number, found.address) == (4, "10.0.0.3")
 
@@ -146,7 +147,7 @@ def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -
     resolver = FakeResolver({"h1": ["10.0.0.3"]}, delays={MAPPED_LOOPBACK: 0.5})
     began = time.monotonic()
     monkeypatch.setattr("elastictrain.preflight.host.names.address_towards", lambda _: "10.0.0.3")
-    found = read_names(host, ask=resolver, towards=None)
+    found = read_names(host, ask=resolver, towards="10.0.0.1")
     assert time.monotonic() - began < 0.4
     assert [one.stalled for one in found.reverse] == [True, False]
     assert found.servers == ("10.0.0.53",)

@@ -158,6 +158,16 @@ def test_one_host_without() -> None:
     kinds = {"h1": frozenset({Rdma.INFINIBAND}), "h2": frozenset[Rdma](), "h3": frozenset({Rdma.INFINIBAND})}
     hcas = {name: ports(0) for name in kinds}
     (verdict,) = judge_alike(hcas, kinds, agreed=Rdma.NONE)
-    assert (verdict.subject, verdict.status) == ("h2", Status.WARN)
+    assert (verdict.subject, verdict.status) == ("h2", Status.FAIL)
     assert ("infiniband" in str(verdict.measured), "sockets" in verdict.remedy) == (True, True)
     assert judge_alike(hcas, {name: frozenset() for name in hcas}, agreed=Rdma.NONE) == []
+
+
+@pytest.mark.parametrize(
+    ("without", "agreed", "status"),
+    [(1, Rdma.NONE, Status.FAIL), (2, Rdma.NONE, Status.FAIL), (3, Rdma.NONE, Status.WARN), (1, Rdma.ROCE, Status.WARN)],
+)
+def test_the_exception_fails_and_not_the_rule(without: int, agreed: Rdma, status: Status) -> None:
+    kinds = {f"h{number}": frozenset({Rdma.INFINIBAND} if number >= without else set()) for number in range(4)}
+    found = judge_alike(dict.fromkeys(kinds, ()), kinds, agreed=agreed)
+    assert [(one.subject, one.status) for one in found] == [(f"h{number}", status) for number in range(without)]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.preflight.transport.interfaces import Kind
-from elastictrain.preflight.transport.judge import RENDEZVOUS, judge_interface
+from elastictrain.preflight.transport.judge import RENDEZVOUS, judge_addresses, judge_interface
 from elastictrain.preflight.transport.plan import TransportFacts
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.made import link
@@ -122,10 +122,12 @@ def test_no_way_to_a_peer(host: MadeHost) -> None:
 
 
 def test_a_peer_behind_docker0_or_loopback(host: MadeHost) -> None:
-    host.way("h4", "172.17.0.1", remote="172.17.0.1")
+    host.way("h4", "172.17.0.1", remote="172.17.3.4")
     host.way("h5", "127.0.1.1", remote="127.0.1.1")
-    docker, loopback = judge_interface(host.facts(peers={**PEERS, "h4": "h4", "h5": "h5"}))
-    assert [one.subject for one in (docker, loopback)] == [link("h1", "h4"), link("h1", "h5")]
+    # It has given its own docker0, which every host has: its own verdict says so.
+    host.way("h6", "172.17.0.1", remote="172.17.0.1")
+    loopback, docker = judge_interface(host.facts(peers={**PEERS, "h4": "h4", "h5": "h5", "h6": "h6"}))
+    assert [(one.subject, one.scope) for one in (docker, loopback)] == [("h1", Scope.HOST), ("h5", Scope.HOST)]
     assert ("docker0" in str(docker.measured), "127.0.1.1" in str(loopback.measured)) == (True, True)
     assert "--local-addr" in loopback.remedy
     assert docker.status is loopback.status is Status.FAIL
@@ -133,6 +135,23 @@ def test_a_peer_behind_docker0_or_loopback(host: MadeHost) -> None:
     (verdict,) = judge_interface(host.facts(rendezvous="master", peers=PEERS))
     assert verdict.subject == link("h1", RENDEZVOUS)
     assert verdict.remedy.startswith("--rdzv-endpoint=ADDRESS:PORT")
+
+
+def test_a_rendezvous_behind_docker0_makes_this_host_unfit(host: MadeHost) -> None:
+    for remote in ("172.17.0.9", "172.17.0.1"):
+        host.way("master", "172.17.0.1", remote=remote)
+        (verdict,) = judge_interface(host.facts(rendezvous="master", peers=PEERS))
+        assert (verdict.status, verdict.scope, verdict.subject) == (Status.FAIL, Scope.HOST, "h1")
+
+
+def test_an_address_that_two_hosts_have() -> None:
+    addresses = {"h1": "10.0.0.1", "h2": "10.0.0.2", "h3": "10.0.0.1", "h4": "10.0.0.1"}
+    assert [(one.subject, one.scope, one.status) for one in judge_addresses(addresses)] == [
+        ("h1", Scope.HOST, Status.FAIL),
+        ("h3", Scope.HOST, Status.FAIL),
+        ("h4", Scope.HOST, Status.FAIL),
+    ]
+    assert judge_addresses({"h1": "10.0.0.1", "h2": "10.0.0.2"}) == []
 
 
 def test_peers_on_two_networks(host: MadeHost) -> None:
