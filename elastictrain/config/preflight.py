@@ -22,7 +22,7 @@ CHECKS = {
     "cpu": "A control group leaves the CPUs that are needed.",
     "load": "Nobody else keeps the CPUs busy.",
     "storage": "`run.dir` can be written, read back and cleaned up.",
-    "alike": "All hosts have the same code and the same versions.",
+    "alike": "All hosts have the same code, versions, settings of NCCL and kind of GPUs.",
     "gpus": "As many GPUs as local ranks are there.",
     "fabric_manager": "On machines with NVSwitches their manager runs, in the driver's version.",
     "ecc": "No memory of a GPU has errors that could not be corrected.",

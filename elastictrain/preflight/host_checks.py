@@ -108,18 +108,18 @@ class OwnChecks:
     transport: bool = False  # judge interfaces and InfiniBand, too, by what this host alone knows
 
 
-def check_host(surroundings: Surroundings, asked: OwnChecks) -> list[Verdict]:
+def check_host(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | None" = None) -> list[Verdict]:
     """Run all checks of this host side by side; never raises."""
     modes, full = asked.settings.modes, asked.level is Level.FULL
-    checks = own_checks(surroundings, asked)
+    checks = own_checks(surroundings, asked, at)
     chosen = [check for check in checks if modes.get(check.name) != "off" and (check.quick or full)]
     return apply_modes(run_checks(chosen, subject=surroundings.host), modes)
 
 
-def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
+def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | None" = None) -> list[Check]:
     """The table of checks; a new one has its function below, or its facts and judge in `preflight/host`. On a healthy host they
     take well under a second together; only `storage` takes longer, to import an object store's client."""
-    at, host, storage_s = HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
+    at, host, storage_s = at or HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
     names_s = names.LIMIT_S + _MARGIN_S
     ports, num_ranks = asked.settings.ports if asked.ports_free else (), asked.local_world_size
     table = [

@@ -15,8 +15,8 @@ from functools import partial
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import ElasticTrainError, PreflightError
-from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe
-from elastictrain.preflight.host_checks import OwnChecks, check_host
+from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe, describe_devices
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
 from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
@@ -184,7 +184,8 @@ class HostPreflight:
     def _lead_host(self) -> tuple[TransportPlan, list[Verdict] | None]:
         """Check this host; returns its plan, and on the first host the result."""
         own: list[list[Verdict]] = []
-        thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
+        at = HostFacts(self.surroundings, self.own)
+        thread = threading.Thread(target=lambda: own.append(self._check_own(at)), name="own-checks", daemon=True)
         thread.start()
         look = partial(read_facts, self.surroundings, alone=self._alone)
         facts = within(5.0, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
@@ -213,7 +214,9 @@ class HostPreflight:
             )
             # The first host reports on links; another host only if it had to leave the link checks early.
             found += [] if self.layout.node_rank == 0 else links.verdicts
-            likeness = describe(self.packages, config=self.config)
+            settings = {name: setting.value for name, setting in facts.settings.items()}
+            devices = describe_devices(within(1.0, at.used), maps=self.surroundings.read("/proc/self/maps") or "")
+            likeness = describe(self.packages, config=self.config, settings=settings, devices=devices)
             report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas)
             put_record(self.exchange, f"word/{self.layout.node_rank}", report)
         if self.layout.node_rank != 0:
@@ -225,9 +228,9 @@ class HostPreflight:
         self._publish(result, gone)
         return plan, result
 
-    def _check_own(self) -> list[Verdict]:
+    def _check_own(self, at: HostFacts) -> list[Verdict]:
         try:
-            return check_host(self.surroundings, self.own)
+            return check_host(self.surroundings, self.own, at)
         except Exception as error:
             # A host whose checks raise must not pass as healthy.
             logger.exception("the checks of this host broke")

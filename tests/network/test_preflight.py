@@ -239,6 +239,13 @@ def test_a_host_with_other_code(three: list[Host], run_dir: Path, tmp_path: Path
     assert "elastictrain/train" in str(outcome.verdicts)
 
 
+def test_a_host_with_other_settings(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+    environments = {name: {"NCCL_ALGO": "Tree" if name == "b" else "Ring"} for name in "abc"}
+    outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick", environments=environments)
+    assert outcome.failed() == {("alike", "b")}, outcome.verdicts
+    assert "NCCL_ALGO" in outcome.remedy("alike")
+
+
 def test_what_fails_everywhere_is_not_tried_again(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
     for host in three:
         read_only_disk(host, run_dir)

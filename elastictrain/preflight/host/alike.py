@@ -1,24 +1,47 @@
-"""Check `alike`: whether all hosts have the same code, configuration and packages. Hosts exchange descriptions of themselves,
-and `compare` names those that differ: with three or more hosts the minority, with two the second."""
+"""Check `alike`: whether all hosts have the same code, configuration, packages, settings and devices. Hosts exchange
+descriptions of themselves. `compare` names those that differ: with three or more hosts the minority, with two the second."""
 
+import ctypes
 import hashlib
 import json
 import os
 import platform
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from elastictrain.preflight.host.gpu import GpuReport
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # the same on all hosts: ranks use their protocols
 OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers")
 """A difference in these may change results, or what works, on one host only."""
 
+MUST_MATCH = {
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NET_OVERHEAD", "NCCL_IB_DISABLE", "NCCL_IB_ADDR_FAMILY"),
+    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_SOCKET_FAMILY", "NCCL_NVLS_ENABLE", "NCCL_CROSS_NIC"),
+}
+"""Collectives hang where ranks differ in these: they choose algorithms, buffers or networks. Source: NCCL's issue 1136."""
+
+OF_ONE_HOST = re.compile(r"(NCCL|GLOO)_(SOCKET_IFNAME|IB_HCA|IB_GID_INDEX|DEBUG.*|HOSTID|CONF_FILE|TOPO_.*|GRAPH_.*)")
+"""Settings that name something of a host, and may differ."""
+
+NCCL_LOADED = "NCCL that is loaded"
+_LIBRARY = re.compile(r"\S*/lib[nr]ccl\.so\S*")
+_MENDING = {
+    NCCL_LOADED: "remove what LD_LIBRARY_PATH or LD_PRELOAD adds, or install the same package",
+    "driver": "install the same driver",
+    "ECC": "as root `nvidia-smi -e 1` (0: off), and reboot",
+    "MIG": "as root, with the GPUs idle, `nvidia-smi -mig 0` (1: on)",
+    "persistence": "as root `nvidia-smi -pm 1`",
+    "power limit": "as root `nvidia-smi -pl WATTS`",
+    "application clock": "as root `nvidia-smi -rac`",
+}
 _MOST_FILES = 4000
 _MOST_BYTES = 64 << 20
 _NAMED_AT_MOST = 3
@@ -33,9 +56,17 @@ class SoftwareDigest:
     versions: Mapping[str, str]
     config: str = ""  # digest of what all must have in common; empty if unknown
     checkouts: tuple[str, ...] = ()  # packages in a git checkout
+    settings: Mapping[str, str] = field(default_factory=dict)  # NCCL's and gloo's, that a person made
+    devices: Mapping[str, str] = field(default_factory=dict)  # what is known of the GPUs, and the loaded NCCL
 
 
-def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -> SoftwareDigest:
+def describe(
+    packages: Sequence[str] = ("elastictrain",),
+    *,
+    config: str = "",
+    settings: Mapping[str, str] | None = None,
+    devices: Mapping[str, str] | None = None,
+) -> SoftwareDigest:
     """What this host runs, without importing anything. `packages`: names of modules or packages, of which the outermost package
     counts. What is not installed, or too large to be own code, is left out."""
     code: dict[str, str] = {}
@@ -52,7 +83,24 @@ def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -
     for name in (*DECISIVE, *OTHERS):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return SoftwareDigest(code, folders, versions, config, tuple(checkouts))
+    return SoftwareDigest(code, folders, versions, config, tuple(checkouts), settings or {}, devices or {})
+
+
+def describe_devices(
+    report: GpuReport | None, *, maps: str, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL
+) -> dict[str, str]:
+    """What this host's GPUs have in common with those of other hosts. `maps`: /proc/self/maps of a process with torch."""
+    found: dict[str, str] = {"driver": report.driver} if report is not None and report.driver else {}
+    for name, value in sorted({trait for gpu in report.gpus for trait in gpu.traits} if report is not None else ()):
+        found[name] = f"{found[name]}, {value}" if name in found else value
+    number = ctypes.c_int(0)
+    if library := _LIBRARY.search(maps):
+        with suppress(OSError, AttributeError):
+            # It is loaded already. Source: nccl.h, NCCL_VERSION since 2.9.
+            load(library[0]).ncclGetVersion(ctypes.byref(number))
+    if number.value:
+        found[NCCL_LOADED] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    return found
 
 
 def digest_code(origin: Path) -> dict[str, str] | None:
@@ -111,6 +159,7 @@ def compare(hosts: Mapping[str, SoftwareDigest]) -> list[Verdict]:
     for host, own in hosts.items():
         report = Reporter("alike", host)
         differences = [*_code(own, hosts, report), *_versions(hosts, report)]
+        differences += [*_settings(hosts, report), *_devices(hosts, report)]
         if own.config and own.config != configs[right_host := _model(configs)]:
             remedy = (
                 f"start {host} with the same command line and config folder as {right_host}; "
@@ -152,14 +201,18 @@ def _code(own: SoftwareDigest, known: Mapping[str, SoftwareDigest], report: Repo
     yield report.failed(measured, expected=f"as on {right_host}", remedy=remedy)
 
 
+def _differences(values: Mapping[str, Mapping[str, str]], host: str, *, missing: str) -> Iterator[tuple[str, str, str, str]]:
+    """Name, own value, right value, and a host that has it. `values` by host and name; `missing` stands for no value, and an
+    empty one for unknown, which differs from nothing."""
+    for name in sorted({name for one in values.values() for name in one}):
+        known = {one: value for one, its in values.items() if (value := its.get(name, missing))}
+        if host in known and known[host] != known[right := _model(known)]:
+            yield name, known[host], known[right], right
+
+
 def _versions(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
-    host = report.subject
-    for package in sorted({name for likeness in known.values() for name in likeness.versions}):
-        values = {one: likeness.versions.get(package, "none") for one, likeness in known.items()}
-        right_host = _model(values)
-        mine, right = values[host], values[right_host]
-        if mine == right:
-            continue
+    host, versions = report.subject, {one: likeness.versions for one, likeness in known.items()}
+    for package, mine, right, right_host in _differences(versions, host, missing="none"):
         differs, build = package in DECISIVE, right.partition("+")[2]
         index = f" --index-url https://download.pytorch.org/whl/{build}" if build and package == "torch" else ""
         remedy = f"on {host}: `python -m pip install {package}=={right}{index}`"
@@ -171,3 +224,20 @@ def _versions(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator
             remedy = f"on {host}: `python -m pip uninstall {package}`"
         report_as = report.failed if differs else report.warned
         yield report_as(f"{package} {mine}", expected=f"{package} {right} as on {right_host}", remedy=remedy)
+
+
+def _settings(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
+    settings = {one: likeness.settings for one, likeness in known.items()}
+    for name, mine, right, right_host in _differences(settings, report.subject, missing="not set"):
+        if OF_ONE_HOST.fullmatch(name) is None:
+            report_as = report.failed if name in MUST_MATCH else report.warned
+            remedy = f"set {name} alike on all hosts, in the environment and in nccl.conf"
+            yield report_as(f"{name}: {mine}", expected=f"{right} as on {right_host}", remedy=remedy)
+
+
+def _devices(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
+    devices = {one: likeness.devices for one, likeness in known.items()}
+    for name, mine, right, right_host in _differences(devices, report.subject, missing=""):
+        report_as = report.failed if name == NCCL_LOADED else report.warned
+        remedy = f"on {report.subject}: {_MENDING.get(name, 'let the run use hosts with GPUs of one kind')}"
+        yield report_as(f"{name}: {mine}", expected=f"{right} as on {right_host}", remedy=remedy)

@@ -95,6 +95,7 @@ class Gpu:
     fabric_state: str | None = None  # progress in joining an NVSwitch fabric; None without one
     fabric_status: str | None = None
     recovery: str | None = None  # required before further use: "Reset", "Reboot", "Drain P2P", "Drain and Reset"
+    traits: tuple[tuple[str, str], ...] = ()  # what the GPUs of all hosts should have in common: names and values
 
     @property
     def where(self) -> str:

@@ -29,6 +29,16 @@ _SLOWED = {
     "hw_power_brake_slowdown": "power brake",
     "hw_slowdown": "hardware slowdown",
 }
+_TRAITS = {
+    "product_name": "model",
+    "ecc_mode/current_ecc": "ECC",
+    "mig_mode/current_mig": "MIG",
+    "persistence_mode": "persistence",
+    "gpu_power_readings/current_power_limit": "power limit",
+    "power_readings/current_power_limit": "power limit",  # before driver 535
+    "applications_clocks/graphics_clock": "application clock",
+    "max_clocks/graphics_clock": "maximal clock",
+}
 
 
 def read_nvidia(surroundings: Surroundings) -> GpuReport | None:
@@ -147,6 +157,7 @@ def _gpu(index: int, element: ET.Element) -> Gpu:
         fabric_state=word(text("fabric/state")),
         fabric_status=word(text("fabric/status")),
         recovery=recovery,
+        traits=tuple((name, value) for path, name in _TRAITS.items() if (value := word(text(path)))),
     )
 
 

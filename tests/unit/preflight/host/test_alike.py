@@ -1,12 +1,16 @@
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.preflight.host import alike
-from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe, digest_code
+from elastictrain.preflight.host.alike import NCCL_LOADED, SoftwareDigest, compare, describe, describe_devices, digest_code
+from elastictrain.preflight.host.nvidia import parse_nvidia
+from elastictrain.preflight.surroundings import ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
 
 A = SoftwareDigest(
@@ -170,6 +174,97 @@ def test_versions(versions: dict[str, str], status: Status, remedy: str) -> None
     (verdict,) = bad(compare({"h1": A, "h2": other, "h3": A}))
     assert (verdict.subject, verdict.status) == ("h2", status)
     assert remedy in verdict.remedy
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "status", "measured"),
+    [
+        ({"NCCL_ALGO": "Tree"}, {"NCCL_ALGO": "Ring"}, Status.FAIL, "NCCL_ALGO: Tree"),
+        ({"NCCL_PROTO": "LL"}, {}, Status.FAIL, "NCCL_PROTO: LL"),
+        ({}, {"NCCL_IB_DISABLE": "1"}, Status.FAIL, "NCCL_IB_DISABLE: not set"),
+        ({"NCCL_IB_TIMEOUT": "22"}, {}, Status.WARN, "NCCL_IB_TIMEOUT: 22"),
+        ({}, {"GLOO_DEVICE_TRANSPORT": "TCP"}, Status.WARN, "GLOO_DEVICE_TRANSPORT: not set"),
+    ],
+)
+def test_settings(ours: dict[str, str], theirs: dict[str, str], status: Status, measured: str) -> None:
+    usual = replace(A, settings=theirs)
+    (verdict,) = bad(compare({"h1": usual, "h2": replace(A, settings=ours), "h3": usual}))
+    assert (verdict.subject, verdict.status, verdict.measured) == ("h2", status, measured)
+
+
+@pytest.mark.parametrize(
+    "name", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE"]
+)
+def test_settings_that_name_something_of_a_host_may_differ(name: str) -> None:
+    assert bad(compare({"h1": A, "h2": replace(A, settings={name: "x"})})) == []
+
+
+DEVICES = {"driver": "570.86.15", "model": "NVIDIA H200", "power limit": "700.00 W", NCCL_LOADED: "2.28.9"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("driver", "550.54.15", Status.WARN),
+        ("model", "NVIDIA H100 80GB HBM3", Status.WARN),
+        ("power limit", "500.00 W", Status.WARN),
+        (NCCL_LOADED, "2.27.3", Status.FAIL),
+    ],
+)
+def test_devices(name: str, value: str, status: Status) -> None:
+    usual, other = replace(A, devices=DEVICES), replace(A, devices={**DEVICES, name: value})
+    (verdict,) = bad(compare({"h1": usual, "h2": other, "h3": usual}))
+    assert (verdict.subject, verdict.status, verdict.measured) == ("h2", status, f"{name}: {value}")
+    # What is unknown of one host differs from nothing.
+    unknown = {one: value for one, value in DEVICES.items() if one != name}
+    assert bad(compare({"h1": usual, "h2": replace(A, devices=unknown), "h3": usual})) == []
+
+
+class Nccl:
+    def __init__(self, path: str, *, version: int) -> None:
+        self.path, self.version = path, version
+
+    def ncclGetVersion(self, number: Any) -> int:
+        number._obj.value = self.version
+        return 0
+
+
+@pytest.mark.parametrize(("version", "text"), [(22809, "2.28.9"), (21005, "2.10.5"), (0, None)])
+def test_the_nccl_that_is_loaded(version: int, text: str | None) -> None:
+    asked = []
+
+    def load(path: str) -> Any:
+        asked.append(path)
+        return Nccl(path, version=version)
+
+    maps = "7f00-7f01 r--p 0 08:01 1 /lib/libc.so.6\n7f02-7f03 r-xp 0 08:01 2 /opt/other/libnccl.so.2.28.9\n"
+    found = describe_devices(None, maps=maps, load=load)
+    assert asked == ["/opt/other/libnccl.so.2.28.9"]
+    assert found == ({NCCL_LOADED: text} if text else {})
+
+
+def test_without_nccl_and_without_gpus_nothing_is_compared() -> None:
+    def load(path: str) -> Any:
+        raise OSError(path)
+
+    assert describe_devices(None, maps="/lib/libc.so.6\n") == {}
+    assert describe_devices(None, maps="/lib/libnccl.so.2\n", load=load) == {}
+
+
+def test_the_gpus_of_a_host(answered: Callable[..., ToolOutput]) -> None:
+    report = parse_nvidia(answered("nvidia_smi_570_h200.xml"))
+    found = describe_devices(report, maps="")
+    assert found == {
+        "driver": report.driver,
+        "model": "NVIDIA H200",
+        "ECC": "Enabled",
+        "MIG": "Disabled",
+        "persistence": "Enabled",
+        "power limit": "700.00 W",
+    }
+    low = replace(report.gpus[1], traits=(("power limit", "500.00 W"),))
+    mixed = describe_devices(replace(report, gpus=(report.gpus[0], low)), maps="")
+    assert mixed["power limit"] == "500.00 W, 700.00 W"
 
 
 def test_nobody() -> None:
