@@ -16,6 +16,8 @@ _LISTENING = frozenset(("INFO", "TRACE"))
 _CHANNEL = re.compile(r"NCCL INFO (?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[[0-9a-f]+\])? -> \d+(?:\[[0-9a-f]+\])? .*?via (.+)")
 _NET = re.compile(r"NET/([^/\n]+)/\d+(?:\(\d+\))?(/GDRDMA)?")
 _LOCAL = re.compile(r"(P2P|SHM)\b")
+_CONNECTED = re.compile(r"NCCL INFO Connected (?:all )?(rings|trees|NVLS)\b", re.IGNORECASE)
+_COUNT = re.compile(r"NCCL INFO (\d+) coll channels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class NcclChannels:
     networks: tuple[str, ...] = ()  # by NCCL's name: "IB", "Socket", or a plugin's
     direct: bool | None = None  # all network channels reach GPU memory without host memory (GDRDMA); None without any
     local: tuple[str, ...] = ()  # "P2P", "SHM"
+    algorithms: tuple[str, ...] = ()  # for which it has connected: "rings", "trees", "NVLS"
+    count: int = 0  # channels of collectives; 0 is unknown
 
 
 def debug_variables(path: str, *, present: Mapping[str, str]) -> dict[str, str]:
@@ -56,7 +60,13 @@ def parse_log(text: str) -> NcclChannels:
             direct.add(network[2] is not None)
         elif near := _LOCAL.match(channel[1]):
             local.add(near[1])
-    return NcclChannels(networks=tuple(sorted(networks)), direct=all(direct) if direct else None, local=tuple(sorted(local)))
+    return NcclChannels(
+        networks=tuple(sorted(networks)),
+        direct=all(direct) if direct else None,
+        local=tuple(sorted(local)),
+        algorithms=tuple(sorted(set(_CONNECTED.findall(text)))),
+        count=max(map(int, _COUNT.findall(text)), default=0),
+    )
 
 
 def kinds(networks: Iterable[str]) -> set[str]:
@@ -99,5 +109,6 @@ def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupM
     texts = set()
     for one in known:
         names = [f"NET/{name}" + ("/GDRDMA" if one.direct else "") for name in one.networks]
-        texts.add("+".join([*names, *one.local]))
+        chosen_for = ", ".join([*one.algorithms, *([f"{one.count} channels"] if one.count else [])])
+        texts.add("+".join([*names, *one.local]) + (f" ({chosen_for})" if chosen_for else ""))
     return verdicts or [report.passed(", ".join(sorted(texts)))]

@@ -33,6 +33,7 @@ class Rdma(StrEnum):
 
     INFINIBAND = "infiniband"
     ROCE = "roce"
+    ROCE_IPV6 = "roce_ipv6"  # on hosts without an IPv4 address there
     EFA = "efa"  # of AWS; NCCL uses it through a plugin and needs no variable
     NONE = "none"
     UNKNOWN = "unknown"  # devices that cannot be read: NCCL finds out
@@ -76,16 +77,23 @@ class Port:
         if self.device.driver == "efa":
             return Rdma.EFA
         if self.link_layer == ETHERNET and self.gids_are_known:
-            return Rdma.ROCE if self.roce_v2_gids() else Rdma.NONE
+            gids = self.roce_v2_gids()
+            return Rdma.NONE if not gids else Rdma.ROCE if gids[0].ipv4 else Rdma.ROCE_IPV6
         if self.link_layer == INFINIBAND:
             return Rdma.INFINIBAND
         return Rdma.UNKNOWN if self.link_layer in (None, ETHERNET) else Rdma.NONE
 
     def roce_v2_gids(self) -> list[Gid]:
-        """GIDs for RoCE v2 over IPv4, by index; link-local addresses only if there is no other. Source: NCCL's own choice with
-        NCCL_IB_ADDR_FAMILY=AF_INET and NCCL_IB_ROCE_VERSION_NUM=2, its defaults."""
-        found = [gid for gid in self.gids if gid.roce_version == 2 and gid.ipv4 is not None]
-        return [gid for gid in found if gid.ipv4 is not None and not gid.ipv4.is_link_local] or found
+        """GIDs for RoCE v2 over IPv4, by index, link-local addresses only if there is no other; else over IPv6. Source: NCCL's
+        choice with NCCL_IB_ROCE_VERSION_NUM=2, its default, and NCCL_IB_ADDR_FAMILY=AF_INET (its default) or AF_INET6."""
+        found = [gid for gid in self.gids if gid.roce_version == 2]
+        over_ipv4 = [gid for gid in found if gid.ipv4 is not None]
+        routable = [gid for gid in over_ipv4 if gid.ipv4 is not None and not gid.ipv4.is_link_local]
+        return routable or over_ipv4 or [gid for gid in found if not gid.address.is_link_local]
+
+    def is_below(self, interface: str | None) -> bool:
+        """Whether it is the RDMA of a network interface."""
+        return interface in {*self.device.netdevs, *(gid.netdev for gid in self.gids)} - {None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,7 @@ class Device:
     physical_function: str | None  # this device is a virtual function of it, if visible here
     can_be_opened: bool | None  # /dev/infiniband has its files; containers often see /sys without them
     netdevs: tuple[str, ...]
+    is_enslaved: bool = False  # its network interface is part of another one, which has the addresses (Azure, bonds)
 
     @property
     def is_usable(self) -> bool:
@@ -122,7 +131,8 @@ def read_devices(surroundings: Surroundings) -> dict[Device, tuple[Port, ...]]:
             is_software=not surroundings.names(f"{folder}/device"),
             physical_function=parents[0] if parents else None,
             can_be_opened=any(one in nodes for one in verbs) if verbs else None,
-            netdevs=tuple(surroundings.names(f"{folder}/device/net")),
+            netdevs=(netdevs := tuple(surroundings.names(f"{folder}/device/net"))),
+            is_enslaved=any(surroundings.names(f"/sys/class/net/{netdev}/master") for netdev in netdevs),
         )
         numbers = _numbers(surroundings, f"{folder}/ports")
         found[device] = tuple(_port(surroundings, f"{folder}/ports/{number}", device, number) for number in numbers)
@@ -197,7 +207,7 @@ def common(kinds: Mapping[str, Set[Rdma]]) -> Rdma:
     UNKNOWN if a host's kinds are unknown: NCCL then decides."""
     if any(Rdma.UNKNOWN in one for one in kinds.values()):
         return Rdma.UNKNOWN
-    for kind in (Rdma.INFINIBAND, Rdma.ROCE, Rdma.EFA):
+    for kind in (Rdma.INFINIBAND, Rdma.ROCE, Rdma.ROCE_IPV6, Rdma.EFA):
         if kinds and all(kind in one for one in kinds.values()):
             return kind
     return Rdma.NONE
@@ -227,8 +237,11 @@ class RdmaPlan:
         return sum(known) if known and len(known) == len(self.ports) else None
 
 
-def decide_rdma(ports: Sequence[Port], *, settings: Mapping[str, Setting], agreed: Rdma) -> RdmaPlan:
-    """InfiniBand before RoCE, never both: NCCL does not join ports of the two. `agreed`: what all hosts can do (`common`)."""
+def decide_rdma(
+    ports: Sequence[Port], *, settings: Mapping[str, Setting], agreed: Rdma, interface: str | None = None
+) -> RdmaPlan:
+    """InfiniBand before RoCE, never both: NCCL does not join ports of the two. `agreed`: what all hosts can do (`common`).
+    `interface`: by which the hosts meet."""
     if (off := switched_off(settings)) is not None:
         return RdmaPlan(Rdma.NONE, reason=off)
     if agreed is Rdma.NONE:
@@ -238,20 +251,20 @@ def decide_rdma(ports: Sequence[Port], *, settings: Mapping[str, Setting], agree
     usable = [port for port in chosen_ports(ports, settings) if port.kind is agreed]
     if agreed in (Rdma.EFA, Rdma.UNKNOWN) or not usable:
         return RdmaPlan(agreed)
-    chosen, notes = (usable, []) if HCA in settings else _sift(usable)
+    chosen, notes = (usable, []) if HCA in settings else _sift(usable, interface)
     plan = RdmaPlan(agreed, tuple(chosen), reason=f"all that are ACTIVE: {agreed.value}", notes=tuple(notes))
-    if agreed is not Rdma.ROCE or not chosen:
+    if agreed is Rdma.INFINIBAND or not chosen:
         return plan
     # One variable serves all ports: where their indices differ, NCCL (since 2.21) finds them itself, port by port.
     indices = [{gid.index for gid in port.roce_v2_gids()} for port in chosen]
     if shared := set.intersection(*indices):
         return replace(plan, gid_index=min(shared))
     listed = ", ".join(f"{port.name}: {min(found)}" for port, found in zip(chosen, indices, strict=True))
-    note = f"{GID_INDEX} is left to NCCL: RoCE v2 over IPv4 has another index on each port ({listed})"
+    note = f"{GID_INDEX} is left to NCCL: RoCE v2 has another index on each port ({listed})"
     return replace(plan, notes=(*notes, note))
 
 
-def _sift(usable: list[Port]) -> tuple[list[Port], list[str]]:
+def _sift(usable: list[Port], interface: str | None) -> tuple[list[Port], list[str]]:
     names = {port.device.name for port in usable}
     fastest = max((port.rate_gbps or 0.0 for port in usable), default=0.0)
     chosen, notes = [], []
@@ -263,4 +276,10 @@ def _sift(usable: list[Port]) -> tuple[list[Port], list[str]]:
             notes.append(f"{port.name} is left out: {rate:g} Gb/s, where the fastest port has {fastest:g} Gb/s")
         else:
             chosen.append(port)
-    return chosen, notes
+    # Clouds (Oracle's) give hosts one more port for everything else; an even number of equal ports are all rails.
+    even = len(chosen) % 2 == 0 and len({port.rate_gbps for port in chosen}) == 1
+    rails = [port for port in chosen if not (port.link_layer == ETHERNET and port.is_below(interface))]
+    if even or not rails or len(rails) == len(chosen):
+        return chosen, notes
+    left_out = ", ".join(port.name for port in chosen if port not in rails)
+    return rails, [*notes, f"{left_out} is left out: it belongs to {interface}, by which the hosts meet, and there are others"]

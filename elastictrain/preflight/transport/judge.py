@@ -5,14 +5,16 @@ from functools import partial
 
 from elastictrain.preflight.transport import infiniband
 from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, chosen_ports, kinds_here, switched_off
-from elastictrain.preflight.transport.interfaces import Route, is_loopback
-from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, TransportFacts, choose_interface
+from elastictrain.preflight.transport.interfaces import Kind, Route, is_loopback
+from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, TOPOLOGY, TransportFacts, choose_interface
 from elastictrain.preflight.transport.settings import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
 RENDEZVOUS = "the rendezvous"
 
-_ROCE_AND_INFINIBAND = {Rdma.INFINIBAND, Rdma.ROCE}
+_ROCE_AND_INFINIBAND = {Rdma.INFINIBAND, Rdma.ROCE, Rdma.ROCE_IPV6}
+_GOOGLE = "0x1ae0"  # vendor of network cards
+_MANY_CARDS = 4  # from this number on they are for GPUs
 
 _interface = Reporter("interface")
 _infiniband = Reporter("infiniband")
@@ -20,7 +22,7 @@ _infiniband = Reporter("infiniband")
 
 def judge_interface(facts: TransportFacts) -> list[Verdict]:
     """The routes to the peers, then a person's settings; one pass if nothing is wrong."""
-    found = list(_pins(facts)) if facts.alone else [*_routes(facts), *_addresses(facts), *_pins(facts)]
+    found = list(_pins(facts)) if facts.alone else [*_routes(facts), *_addresses(facts), *_pins(facts), *_idle(facts)]
     if found:
         return found
     chosen = choose_interface(facts).interface
@@ -100,6 +102,19 @@ def _addresses(facts: TransportFacts) -> Iterator[Verdict]:
             return
 
 
+def _idle(facts: TransportFacts) -> Iterator[Verdict]:
+    """A faster card than the one by which the hosts meet."""
+    chosen, used = choose_interface(facts).interface, kinds_here(facts.ports, settings=facts.settings)
+    if chosen is None or chosen.speed_gbps is None or NCCL_INTERFACE in facts.settings or used:
+        return
+    cards = [one for one in facts.interfaces if one.kind is Kind.CARD and one.running and one.addresses]
+    best = max(cards, key=lambda one: one.speed_gbps or 0.0, default=chosen)
+    if (best.speed_gbps or 0.0) >= 2 * chosen.speed_gbps:
+        measured = f"{chosen.name} with {chosen.speed_gbps:g} Gb/s; {best.name} with {best.speed_gbps:g} Gb/s idles"
+        remedy = f"if {best.name} reaches all hosts, start with its addresses: --rdzv-endpoint, --local-addr, launch.address"
+        yield _interface(facts.host, Status.WARN, measured, best.name, remedy)
+
+
 def _pins(facts: TransportFacts) -> Iterator[Verdict]:
     """The interfaces that a person has set for NCCL and gloo."""
     chosen = choose_interface(facts).interface
@@ -145,7 +160,7 @@ def judge_infiniband(facts: TransportFacts) -> list[Verdict]:
     """Devices and ports, then a person's settings; one pass, or skip, if nothing is wrong."""
     on_host = partial(_infiniband, facts.host)
     found = [verdict for device, ports in facts.devices.items() for verdict in _device(facts.host, device, ports)]
-    found += [*_hca_pin(facts), *_gid_pin(facts), *_switches(facts)]
+    found += [*_hca_pin(facts), *_gid_pin(facts), *_switches(facts), *_lacking(facts)]
     if found:
         return found
     here = kinds_here(facts.ports, settings=facts.settings)
@@ -153,8 +168,7 @@ def judge_infiniband(facts: TransportFacts) -> list[Verdict]:
         names = [port.name for port in chosen_ports(facts.ports, facts.settings) if port.kind in here]
         return [on_host(Status.PASS, ", ".join(names))]
     if Rdma.EFA in here:
-        remedy = "NCCL_DEBUG=INFO  # its log names NET/OFI; where it says NET/Socket, install aws-ofi-nccl"
-        return [on_host(Status.SKIP, "EFA, which NCCL uses through a plugin", remedy=remedy)]
+        return [on_host(Status.PASS, f"EFA through {', '.join(facts.plugins)}")]
     if facts.devices:
         remedy = "ibstat  # a cable, if one should be in; else nothing is to be done: sockets are used"
         return [on_host(Status.SKIP, "devices, but no port with a link", remedy=remedy)]
@@ -215,7 +229,7 @@ def _port_problem(port: Port, warn: Callable[..., Verdict]) -> Verdict | None:
         return None
     if port.link_layer is None:
         return warn(f"link layer of {name} cannot be read", remedy=f"cat {files}/link_layer")
-    if port.link_layer != infiniband.ETHERNET or port.roce_v2_gids():
+    if port.link_layer != infiniband.ETHERNET or port.roce_v2_gids() or device.is_enslaved:
         return None
     if not port.gids_are_known:
         return warn(f"GIDs of {name} cannot be read", remedy=f"ls {files}/gids")
@@ -250,14 +264,14 @@ def _gid_pin(facts: TransportFacts) -> Iterator[Verdict]:
         return
     for port in chosen_ports(facts.ports, facts.settings):
         right = port.roce_v2_gids()
-        if port.kind is not Rdma.ROCE or any(gid.index == setting.number for gid in right):
+        if port.kind not in (Rdma.ROCE, Rdma.ROCE_IPV6) or any(gid.index == setting.number for gid in right):
             continue
         gid = next((gid for gid in port.gids if gid.index == setting.number), None)
         what = "is empty"
         if gid is not None:
             version = "of an unknown type" if gid.roce_version is None else f"RoCE v{gid.roce_version}"
             what = f"is {version}, {gid.ipv4 or gid.address}"
-        expected = f"{right[0].index} (RoCE v2, {right[0].ipv4})"
+        expected = f"{right[0].index} (RoCE v2, {right[0].ipv4 or right[0].address})"
         remedy = f"{setting.undo(infiniband.GID_INDEX)}  # or set {infiniband.GID_INDEX}={right[0].index}"
         measured = f"{infiniband.GID_INDEX}={setting.value} (set in {setting.origin}): on {port.name} that GID {what}"
         # NCCL cannot make a queue pair with an empty GID.
@@ -276,3 +290,22 @@ def _switches(facts: TransportFacts) -> Iterator[Verdict]:
     if net is not None and net.value.lower() == "ib" and not here & {*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN}:
         measured = f"{infiniband.NET}={net.value} (set in {net.origin}), but no port of InfiniBand or RoCE can be used"
         yield _infiniband(facts.host, Status.FAIL, measured, remedy=net.undo(infiniband.NET))
+
+
+def _lacking(facts: TransportFacts) -> Iterator[Verdict]:
+    """What clouds have beside their devices: plugins, and the topology that a virtual machine hides."""
+    usable = [port for port in facts.ports if port.kind in _ROCE_AND_INFINIBAND]
+    efa = Rdma.EFA in kinds_here(facts.ports, settings=facts.settings)
+    google = [one.name for one in facts.interfaces if one.vendor == _GOOGLE]
+    pinned = facts.plugins or "NCCL_NET_PLUGIN" in facts.settings
+    if not pinned and not usable and (efa or len(google) > _MANY_CARDS):
+        remedy = "install aws-ofi-nccl" if efa else "mount the machine's plugin (TCPXO or TCPX)"
+        expected = f"libnccl-net*.so, for {'EFA' if efa else f'{len(google)} network cards'}"
+        yield _infiniband(facts.host, Status.WARN, "no plugin of NCCL", expected, f"{remedy}; its folder in LD_LIBRARY_PATH")
+    if facts.lacks_topology:
+        setting = facts.settings[TOPOLOGY]
+        measured = f"{TOPOLOGY}={setting.value} (set in {setting.origin}): there is no such file"
+        yield _infiniband(facts.host, Status.WARN, measured, remedy=setting.undo(TOPOLOGY))
+    elif facts.vendor.startswith("Microsoft") and len(usable) >= _MANY_CARDS and TOPOLOGY not in facts.settings:
+        remedy = f"export {TOPOLOGY}=/opt/microsoft/ndv5-topo.xml  # or the file there for this kind of machine"
+        yield _infiniband(facts.host, Status.WARN, f"{TOPOLOGY} is not set", "the topology that the machine hides", remedy)

@@ -21,6 +21,30 @@ _TUNED_BY_NCCL = ("0x1d0f", "0x1ae0")
 """PCI vendors (AWS, Google) for whose cards NCCL sets the numbers itself. Source: its `ncclNetSocketGetNsockNthread`."""
 
 
+EXPLAINED = {
+    "NCCL_P2P_LEVEL": {
+        "LOC": "GPUs never reach each other directly",
+        "NVL": "GPUs reach each other directly over NVLink only",
+        "PIX": "GPUs reach each other directly below one PCIe switch, else through host memory",
+        "PXB": "GPUs reach each other directly across PCIe switches, not through the CPU",
+        "PHB": "GPUs reach each other directly on one NUMA node",
+        "SYS": "GPUs reach each other directly also across NUMA nodes",
+    },
+    "NCCL_CROSS_NIC": {
+        "0": "a ring uses the same port on all hosts, as rails that are not joined need",
+        "1": "a ring may use different ports, which needs a network that joins all rails",
+        "2": "a ring uses the same port where that is not slower",
+    },
+}
+"""What a person's settings mean. Source: NCCL's manual."""
+
+TOPOLOGY = "NCCL_TOPO_FILE"
+_PLUGIN_FOLDERS = (
+    *("/opt/amazon/ofi-nccl/lib", "/opt/amazon/ofi-nccl/lib64", "/opt/aws-ofi-nccl/lib", "/var/lib/tcpxo/lib64", "/usr/lib64"),
+    *("/usr/local/nvidia/lib64", "/usr/local/gib/lib64", "/usr/local/lib", "/usr/lib", "/usr/lib/x86_64-linux-gnu"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TransportFacts:
     """One host, and its routes to the others."""
@@ -32,6 +56,9 @@ class TransportFacts:
     peers: Mapping[str, Route] = field(default_factory=dict)  # by name of host, without this one
     settings: Mapping[str, Setting] = field(default_factory=dict)
     alone: bool = False  # no other host takes part
+    vendor: str = ""  # of the machine, as its firmware says
+    plugins: tuple[str, ...] = ()  # NCCL's network plugins
+    lacks_topology: bool = False  # the file of `TOPOLOGY` is not there
 
     @property
     def ports(self) -> list[Port]:
@@ -43,14 +70,19 @@ class TransportFacts:
 
 def read_facts(surroundings: Surroundings, *, rendezvous: str | None, alone: bool = False) -> TransportFacts:
     """Read the facts of this host. `rendezvous`: an address, or a name, whose look-up may take time."""
-    interfaces = read_interfaces(surroundings)
+    interfaces, settings, environment = read_interfaces(surroundings), read_settings(surroundings), surroundings.environment
+    folders = [*filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")), *_PLUGIN_FOLDERS]
+    plugins = (name for folder in folders for name in surroundings.names(folder) if name.startswith("libnccl-net"))
     return TransportFacts(
         host=surroundings.host,
         interfaces=interfaces,
         devices=read_devices(surroundings),
         rendezvous=find_route(rendezvous, interfaces=interfaces, surroundings=surroundings) if rendezvous else None,
-        settings=read_settings(surroundings),
+        settings=settings,
         alone=alone,
+        vendor=surroundings.read("/sys/class/dmi/id/sys_vendor") or "",
+        plugins=tuple(dict.fromkeys(plugins)),
+        lacks_topology=TOPOLOGY in settings and surroundings.read(settings[TOPOLOGY].value) is None,
     )
 
 
@@ -112,7 +144,8 @@ class TransportPlan:
 def decide_transport(facts: TransportFacts, *, agreed: Rdma, after_failure: bool = False) -> TransportPlan:
     """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`)."""
     choice = choose_interface(facts)
-    rdma = decide_rdma(facts.ports, settings=facts.settings, agreed=agreed)
+    name = choice.interface.name if choice.interface else None
+    rdma = decide_rdma(facts.ports, settings=facts.settings, agreed=agreed, interface=name)
     planned, kept = list(_planned(choice, rdma, after_failure=after_failure)), []
     for one in planned:
         if (setting := facts.settings.get(one.name)) is not None:
@@ -120,11 +153,16 @@ def decide_transport(facts: TransportFacts, *, agreed: Rdma, after_failure: bool
             kept.append(PlannedVariable(one.name, setting.value, f"set in {setting.origin}; {same}"))
     interface = choice.interface
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
+    notes += tuple(
+        f"{variable}={setting.value} (set in {setting.origin}): {meaning}"
+        for variable, meanings in EXPLAINED.items()
+        if (setting := facts.settings.get(variable)) and (meaning := meanings.get(setting.value.upper()))
+    )
     return TransportPlan(
         host=facts.host,
         variables=tuple(one for one in planned if one.name not in facts.settings),
         kept=tuple(kept),
-        interface=interface.name if interface else None,
+        interface=name,
         rdma=rdma.kind,
         hcas=tuple(port.name for port in rdma.ports),
         link_gbps=rdma.rate_gbps if rdma.ports else (interface.speed_gbps if interface else None),
@@ -154,7 +192,9 @@ def _planned(choice: InterfaceChoice, rdma: RdmaPlan, *, after_failure: bool) ->
     if rdma.ports:
         yield PlannedVariable(infiniband.HCA, "=" + ",".join(port.name for port in rdma.ports), rdma.reason)
     if rdma.gid_index is not None:
-        yield PlannedVariable(infiniband.GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
+        yield PlannedVariable(infiniband.GID_INDEX, str(rdma.gid_index), "RoCE v2 on each of these ports")
+    if rdma.kind is Rdma.ROCE_IPV6:
+        yield PlannedVariable("NCCL_IB_ADDR_FAMILY", "AF_INET6", "these ports have no IPv4 address")
     if interface is not None and rdma.kind is Rdma.NONE and interface.vendor not in _TUNED_BY_NCCL:
         speed = interface.speed_gbps or 0.0
         if speed >= MEDIUM_GBPS:

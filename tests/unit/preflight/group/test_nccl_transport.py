@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from elastictrain.preflight.group.members import Planned
@@ -36,6 +38,12 @@ IBEXT = "t:987:1260 [7] NCCL INFO Channel 03/0 : 47[7] -> 39[7] [receive] via NE
 NVLINK = (
     "h:1:1 [0] NCCL INFO Channel 30/0 : 0[0] -> 1[6] via P2P/CUMEM\nh:1:1 [0] NCCL INFO NVLS comm 0x55 headRank 0 nHeads 8\n"
 )
+CHOSEN = """\
+h:1:1 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1
+h:1:1 [0] NCCL INFO Connected all trees
+h:1:1 [0] NCCL INFO Connected NVLS tree
+h:1:1 [0] NCCL INFO 24 coll channels, 24 collnet channels, 16 nvls channels, 32 p2p channels, 32 p2p channels per peer
+"""
 POINTER = "h:1:1 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] via P2P/direct pointer\n"
 
 
@@ -44,14 +52,15 @@ POINTER = "h:1:1 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] via P2P/direct pointe
     [
         (IB, NcclChannels(("IB",), True, ("P2P",))),
         (IB_STAGED, NcclChannels(("IB",), False, ())),
-        (SOCKET, NcclChannels(("Socket",), False, ("SHM",))),
+        (SOCKET, NcclChannels(("Socket",), False, ("SHM",), ("rings",))),
+        (CHOSEN, NcclChannels(algorithms=("NVLS", "rings", "trees"), count=24)),
         (OLD, NcclChannels(("Socket",), False, ())),
         (RCCL, NcclChannels(("Socket",), False, ())),
         (PLUGIN, NcclChannels(("AWS Libfabric",), True, ())),
         (IBEXT, NcclChannels(("IBext_v8",), False, ())),
         (NVLINK, NcclChannels((), None, ("P2P",))),
         (POINTER, NcclChannels((), None, ("P2P",))),
-        (IBEXT + SOCKET, NcclChannels(("IBext_v8", "Socket"), False, ("SHM",))),
+        (IBEXT + SOCKET, NcclChannels(("IBext_v8", "Socket"), False, ("SHM",), ("rings",))),
     ],
 )
 def test_logs_of_several_versions(text: str, expected: NcclChannels) -> None:
@@ -125,6 +134,12 @@ def test_as_planned() -> None:
     assert (passed.status, passed.measured) == (Status.PASS, "NET/IB/GDRDMA+P2P")
     assert [one.status for one in judge(SOCKET_CHANNELS, SOCKET_CHANNELS, planned="socket")] == [Status.PASS]
     assert [one.status for one in judge(SOCKET_CHANNELS, SOCKET_CHANNELS, planned=None)] == [Status.PASS]
+
+
+def test_what_nccl_chose_is_shown() -> None:
+    channels = replace(DIRECT, algorithms=("rings", "trees"), count=24)
+    [found] = judge(channels, channels, planned="rdma")
+    assert (found.status, found.measured) == (Status.PASS, "NET/IB/GDRDMA+P2P (rings, trees, 24 channels)")
 
 
 def test_a_host_on_sockets_that_should_not_be() -> None:

@@ -152,9 +152,11 @@ def test_an_address_is_written_as_the_kernel_does() -> None:
 LOCAL = "fe80:0000:0000:0000:0e42:a1ff:fe00:0001"
 
 
-def plan(host: MadeHost, settings: dict[str, Setting] | None = None, *, agreed: Rdma | None = None) -> RdmaPlan:
-    ports = read_ports(host)
-    return decide_rdma(ports, settings=settings or {}, agreed=agreed or common({"h1": kinds(host, settings)}))
+def plan(
+    host: MadeHost, settings: dict[str, Setting] | None = None, *, agreed: Rdma | None = None, interface: str | None = None
+) -> RdmaPlan:
+    ports, agreed = read_ports(host), agreed or common({"h1": kinds(host, settings)})
+    return decide_rdma(ports, settings=settings or {}, agreed=agreed, interface=interface)
 
 
 def kinds(host: MadeHost, settings: dict[str, Setting] | None = None) -> frozenset[Rdma]:
@@ -256,6 +258,52 @@ def test_slow_ports_and_virtual_functions_are_left_out(tmp_path: Path) -> None:
     assert found.rate_gbps is None
     assert len(found.notes) == 2
     assert len(plan(host, set_by_hand(NCCL_IB_HCA="mlx5")).ports) == 5
+
+
+@pytest.mark.parametrize(
+    ("num_rails", "rate", "left_out"),
+    [
+        # The port for everything else is as fast as the rails (RunAI), or half as fast (Oracle).
+        (8, "400 Gb/sec (4X NDR)", True),
+        (16, "200 Gb/sec (4X HDR)", True),
+        (1, "200 Gb/sec (4X HDR)", True),
+        # The hosts meet on one of the rails.
+        (7, "400 Gb/sec (4X NDR)", False),
+        (1, "400 Gb/sec (4X NDR)", False),
+        (0, "400 Gb/sec (4X NDR)", False),
+    ],
+)
+def test_the_port_by_which_the_hosts_meet(num_rails: int, rate: str, left_out: bool, tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.roce("mlx5_0", "10.0.0.1", netdev="eth0", rate=rate)
+    for number in range(num_rails):
+        host.roce(f"mlx5_{number + 1}", f"10.1.{number}.1", netdev=f"rdma{number}", rate="400 Gb/sec (4X NDR)")
+    found = plan(host, interface="eth0")
+    assert (len(found.ports), "mlx5_0:1" in names(found), len(found.notes)) == (
+        num_rails + 1 - left_out,
+        not left_out,
+        left_out,
+    )
+    assert len(plan(host, set_by_hand(NCCL_IB_HCA="mlx5"), interface="eth0").ports) == num_rails + 1
+    assert len(plan(host, interface="eth7").ports) == num_rails + 1
+
+
+def test_ip_over_infiniband_is_on_a_rail(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    for number in range(3):
+        host.device(f"mlx5_{number}", netdev=f"ib{number}")
+    assert len(plan(host, interface="ib0").ports) == 3
+
+
+def test_roce_over_ipv6(tmp_path: Path) -> None:
+    v6 = ("fd00:0000:0000:0000:0000:0000:0000:0001", "RoCE v2")
+    host = MadeHost(tmp_path)
+    host.device("mlx5_0", link_layer="Ethernet", gids=[(LOCAL, "RoCE v2"), (mapped("10.0.0.1"), "IB/RoCE v1"), v6])
+    found = plan(host)
+    assert (found.kind, found.gid_index, names(found)) == (Rdma.ROCE_IPV6, 2, ["mlx5_0:1"])
+    host.device("mlx5_0", link_layer="Ethernet", gids=[v6, (mapped("10.0.0.1"), "RoCE v2")])
+    assert (plan(host).kind, plan(host).gid_index) == (Rdma.ROCE, 1)
+    assert common({"h1": frozenset({Rdma.ROCE}), "h2": frozenset({Rdma.ROCE_IPV6})}) is Rdma.NONE
 
 
 def test_in_a_container_with_a_virtual_function_that_one_is_used(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband
 from elastictrain.preflight.verdict import Status, Verdict
-from tests.unit.preflight.transport.made import MadeHost, mapped
+from tests.unit.preflight.transport.made import GOOGLE, MadeHost, mapped
 
 
 @pytest.fixture
@@ -38,13 +38,63 @@ def test_nothing_and_no_cable_and_efa_are_skipped(host: MadeHost) -> None:
     nothing = only(host)
     host.device("mlx5_0", state="1: DOWN", physical="3: Disabled")
     no_cable = only(host)
-    host.device("rdmap0s6", link_layer="Unknown", driver="efa")
-    efa = only(host)
-    host.device("rdmap0s6", link_layer="Ethernet", driver="efa")
-    assert only(host) == efa
-    assert {one.status for one in (nothing, no_cable, efa)} == {Status.SKIP}
+    assert {one.status for one in (nothing, no_cable)} == {Status.SKIP}
     # Each has a remedy of its own.
-    assert [one.remedy.partition(" ")[0] for one in (nothing, no_cable, efa)] == ["ls", "ibstat", "NCCL_DEBUG=INFO"]
+    assert [one.remedy.partition(" ")[0] for one in (nothing, no_cable)] == ["ls", "ibstat"]
+
+
+@pytest.mark.parametrize("layer", ["Unknown", "Ethernet"])
+def test_efa_needs_its_plugin(host: MadeHost, layer: str) -> None:
+    host.device("rdmap0s6", link_layer=layer, driver="efa")
+    lacking = only(host)
+    assert (lacking.status, "libnccl-net" in str(lacking.expected), "aws-ofi-nccl" in lacking.remedy) == (
+        Status.WARN,
+        True,
+        True,
+    )
+    assert only(host, NCCL_NET_PLUGIN="aws-ofi").status is Status.PASS
+    del host.environment["NCCL_NET_PLUGIN"]
+    host.write("/plugins/libnccl-net-ofi.so", "")
+    assert only(host).status is Status.WARN
+    assert only(host, LD_LIBRARY_PATH="/usr/lib64:/plugins").status is Status.PASS
+    host.environment.clear()
+    host.write("/opt/amazon/ofi-nccl/lib64/libnccl-net.so", "")
+    assert (only(host).status, only(host).measured) == (Status.PASS, "EFA through libnccl-net.so")
+
+
+def test_cards_for_gpus_need_googles_plugin(host: MadeHost) -> None:
+    for number in range(4):
+        host.card(f"eth{number}", (f"10.0.{number}.1",), vendor=GOOGLE)
+    assert only(host).status is Status.SKIP
+    host.card("eth4", ("10.0.4.1",), vendor=GOOGLE)
+    assert (only(host).status, "TCPXO" in only(host).remedy) == (Status.WARN, True)
+    host.write("/usr/local/nvidia/lib64/libnccl-net.so", "")
+    assert only(host).status is Status.SKIP
+
+
+def test_a_topology_file_that_is_missing(host: MadeHost) -> None:
+    for number in range(4):
+        host.device(f"mlx5_{number}")
+    assert only(host).status is Status.PASS
+    host.write("/sys/class/dmi/id/sys_vendor", "Microsoft Corporation\n")
+    assert (only(host).status, "export NCCL_TOPO_FILE=" in only(host).remedy) == (Status.WARN, True)
+    assert only(host, NCCL_TOPO_FILE="/opt/topo.xml").remedy == "unset NCCL_TOPO_FILE"
+    host.write("/opt/topo.xml", "<system/>")
+    assert only(host).status is Status.PASS
+
+
+def test_azures_virtual_function_gets_no_address(host: MadeHost) -> None:
+    gids = [("fe80:0000:0000:0000:0e42:a1ff:fe00:0001", "RoCE v2")]
+    host.device("mlx5_0", link_layer="Ethernet", gids=gids, netdev="enP1s1")
+    assert (only(host).status, "ip address add" in only(host).remedy) == (Status.WARN, True)
+    host.write("/sys/class/net/enP1s1/master/ifindex", "2\n")
+    assert only(host).status is Status.SKIP
+
+
+def test_roce_over_ipv6_is_right(host: MadeHost) -> None:
+    host.device("mlx5_0", link_layer="Ethernet", gids=[("fd00:0000:0000:0000:0000:0000:0000:0001", "RoCE v2")])
+    assert (only(host).status, only(host).measured) == (Status.PASS, "mlx5_0:1")
+    assert only(host, NCCL_IB_GID_INDEX="1").status is Status.FAIL
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,20 @@ def test_an_address_that_two_hosts_have() -> None:
     assert judge_addresses({"h1": "10.0.0.1", "h2": "10.0.0.2"}) == []
 
 
+def test_a_faster_card_that_idles(host: MadeHost) -> None:
+    host.card("eth2", ("10.7.0.1",), speed="100000")
+    verdict = only(host)
+    assert (verdict.status, verdict.expected, "100 Gb/s" in str(verdict.measured)) == (Status.WARN, "eth2", True)
+    # It was a choice; or RDMA uses it; or it has no address.
+    assert only(host, NCCL_SOCKET_IFNAME="=eth0").status is Status.PASS
+    host.environment.clear()
+    del host.addresses["eth2"]
+    assert only(host).status is Status.PASS
+    host.addresses["eth2"] = ("10.7.0.1",)
+    host.roce("mlx5_0", "10.7.0.1", netdev="eth2")
+    assert only(host).status is Status.PASS
+
+
 def test_peers_on_two_networks(host: MadeHost) -> None:
     host.way("192.168.9.4", "192.168.9.1")
     (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "192.168.9.4"}))

@@ -50,6 +50,42 @@ def test_a_plain_host(tmp_path: Path) -> None:
     ]
 
 
+def test_roce_over_ipv6_gets_its_family(tmp_path: Path) -> None:
+    host = plain(tmp_path)
+    host.device("mlx5_0", link_layer="Ethernet", gids=[("fd00:0000:0000:0000:0000:0000:0000:0001", "RoCE v2")])
+    plan = decide(host.facts(rendezvous="10.0.0.1", peers=PEERS))
+    assert plan.rdma is Rdma.ROCE_IPV6
+    wanted = {"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_IB_GID_INDEX": "0", "NCCL_IB_ADDR_FAMILY": "AF_INET6"}
+    assert wanted.items() <= values(plan).items()
+    host.environment["NCCL_IB_ADDR_FAMILY"] = "AF_INET6"
+    assert "NCCL_IB_ADDR_FAMILY" in [one.name for one in decide(host.facts(rendezvous="10.0.0.1", peers=PEERS)).kept]
+
+
+def test_the_port_of_the_rendezvous_is_no_rail(tmp_path: Path) -> None:
+    host = plain(tmp_path)
+    for number, netdev in enumerate(("eth0", "rdma0", "rdma1")):
+        host.roce(f"mlx5_{number}", f"10.0.{number}.1", netdev=netdev)
+    plan = decide(host.facts(rendezvous="10.0.0.1", peers=PEERS))
+    assert plan.hcas == ("mlx5_1:1", "mlx5_2:1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "explained"),
+    [
+        ("NCCL_P2P_LEVEL", "phb", True),
+        ("NCCL_P2P_LEVEL", "NVL", True),
+        ("NCCL_P2P_LEVEL", "7", False),
+        ("NCCL_CROSS_NIC", "1", True),
+        ("NCCL_BUFFSIZE", "1", False),
+    ],
+)
+def test_what_a_persons_settings_mean(name: str, value: str, explained: bool, tmp_path: Path) -> None:
+    host = plain(tmp_path)
+    host.environment[name] = value
+    notes = decide(host.facts(rendezvous="10.0.0.1", peers=PEERS)).notes
+    assert [note.partition(" ")[0] for note in notes] == ([f"{name}={value}"] if explained else [])
+
+
 def test_docker_on_the_host_changes_nothing(tmp_path: Path) -> None:
     host = plain(tmp_path)
     host.docker()
