@@ -120,9 +120,8 @@ def findings(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def describe(verdict: Verdict) -> str:
     """One sentence: subject, measured figure, remedy."""
-    unit = f" {verdict.unit}" if verdict.unit else ""
-    measured = f" is {shown(verdict.measured)}{unit}" if verdict.measured is not None else ""
-    expected = f" (should be {shown(verdict.expected)}{unit})" if verdict.expected is not None else ""
+    measured = f" is {_with_unit(verdict.measured, verdict.unit)}" if verdict.measured is not None else ""
+    expected = f" (should be {_with_unit(verdict.expected, verdict.unit)})" if verdict.expected is not None else ""
     return f"{verdict.subject}: {verdict.check}{measured}{expected}; {verdict.remedy}"
 
 
@@ -135,12 +134,19 @@ def shown(figure: Figure) -> str:
     return str(int(figure)) if isinstance(figure, float) else str(figure)
 
 
+def _with_unit(figure: Figure, unit: str) -> str:
+    return f"{shown(figure)} {unit}".strip() if figure is not None else ""
+
+
 def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything: bool = True) -> str:
     """A table, worst first, with remedies below their rows. Without `everything`, passed and skipped are only counted."""
     listed = worst_first(verdicts if everything else findings(verdicts))
     if not listed:
         return summary(verdicts)
-    rows = [_HEADINGS, *(_row(verdict) for verdict in listed)]
+    rows: list[Sequence[str]] = [_HEADINGS]
+    for one in listed:
+        figures = (_with_unit(figure, one.unit) for figure in (one.measured, one.expected))
+        rows.append((one.status.value, one.check, one.subject, *figures, f"{one.seconds:.2f}"))
     widths = [min(_WIDEST, max(len(row[column]) for row in rows)) for column in range(len(_HEADINGS))]
     lines = _wrapped(rows[0], widths)
     for verdict, row in zip(listed, rows[1:], strict=True):
@@ -175,18 +181,10 @@ def show(verdicts: Sequence[Verdict], *, as_json: bool) -> None:
     sys.stdout.write(f"{render(verdicts, colour=colour, width=width)}\n")
 
 
-def _row(verdict: Verdict) -> tuple[str, ...]:
-    unit = f" {verdict.unit}" if verdict.unit else ""
-    measured, expected = (f"{shown(one)}{unit}" if one is not None else "" for one in (verdict.measured, verdict.expected))
-    return (verdict.status.value, verdict.check, verdict.subject, measured, expected, f"{verdict.seconds:.2f}")
-
-
 def _wrapped(row: Sequence[str], widths: Sequence[int], *, colour: str = "") -> list[str]:
     cells = [textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell, width in zip(row, widths, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip_longest(*cells, fillvalue="")
-    ]
+    padded = zip_longest(*cells, fillvalue="")
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in padded]
     if colour:
         lines[0] = f"\033[{colour}m{row[0]}\033[0m{lines[0][len(row[0]) :]}"
     return lines

@@ -19,37 +19,20 @@ _PCIE_3, _PCIE_4, _PCIE_5 = 12.0, 24.0, 48.0
 _NETWORK_SHARE = 0.96  # payload's share of a network port's rate. Source: NCCL counts 12 GB/s for 100 Gb/s
 
 
-MODELS = {
-    "GB300": (18, _NVLINK_5),
-    "GB200": (18, _NVLINK_5),
-    "B300": (18, _NVLINK_5),
-    "B200": (18, _NVLINK_5),
-    "B100": (18, _NVLINK_5),
-    "H200 NVL": (0, _PCIE_5),
-    "H200": (18, _NVLINK_4),
-    "H100 NVL": (0, _PCIE_5),
-    "H100 PCIe": (0, _PCIE_5),
-    "H100": (18, _NVLINK_4),
-    "H800 PCIe": (0, _PCIE_5),
-    "H800": (8, _NVLINK_4),
-    "H20": (18, _NVLINK_4),
-    "A100-SXM": (12, _NVLINK_3),
-    "A100": (0, _PCIE_4),
-    "A800-SXM": (8, _NVLINK_3),
-    "A800": (0, _PCIE_4),
-    "V100-SXM": (6, _NVLINK_2),
-    "V100": (0, _PCIE_3),
-    "L40S": (0, _PCIE_4),
-    "L40": (0, _PCIE_4),
-    "RTX PRO 6000": (0, _PCIE_5),
-    "RTX 6000 Ada": (0, _PCIE_4),
-    "RTX 5090": (0, _PCIE_5),
-    "RTX 4090": (0, _PCIE_4),
-    "A30": (0, _PCIE_4),
-    "T4": (0, _PCIE_3),
+_MODELS = {
+    (18, _NVLINK_5): "GB300, GB200, B300, B200, B100",
+    (18, _NVLINK_4): "H200, H100, H20",
+    (8, _NVLINK_4): "H800",
+    (12, _NVLINK_3): "A100-SXM",
+    (8, _NVLINK_3): "A800-SXM",
+    (6, _NVLINK_2): "V100-SXM",
+    (0, _PCIE_5): "H200 NVL, H100 NVL, H100 PCIe, H800 PCIe, RTX PRO 6000, RTX 5090",
+    (0, _PCIE_4): "A100, A800, A30, L40S, L40, RTX 6000 Ada, RTX 4090",
+    (0, _PCIE_3): "V100, T4",
 }
-"""By a part of the GPU's name (the first match counts, so longer ones come first): number of NVLinks that are always connected,
-and GB/s of one; or 0, if it has none or a bridge is optional, and GB/s of PCIe. Source: the vendor's data sheets."""
+MODELS = sorted(((name, link) for link, names in _MODELS.items() for name in names.split(", ")), key=lambda one: -len(one[0]))
+"""Parts of GPUs' names, longer ones first: number of NVLinks that are always connected, and GB/s of one; or 0, if there is none
+or a bridge is optional, and GB/s of PCIe. Source: the vendor's data sheets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +85,7 @@ class LinkLimit:
 
 def local_limit(gpu: str) -> LinkLimit | None:
     """Between the GPUs of a host; None for a GPU whose name is not in the table."""
-    for name, (num_links, gbs) in MODELS.items():
+    for name, (num_links, gbs) in MODELS:
         if name.lower() in gpu.lower():
             if num_links:
                 return LinkLimit(num_links * gbs, f"{num_links} NVLinks of {name}", nvlink=True)

@@ -22,25 +22,26 @@ DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # the same on all 
 OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers")
 """A difference in these may change results, or what works, on one host only."""
 
+NCCL_LOADED = "NCCL that is loaded"
 MUST_MATCH = {
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NET_OVERHEAD", "NCCL_IB_DISABLE", "NCCL_IB_ADDR_FAMILY"),
-    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_SOCKET_FAMILY", "NCCL_NVLS_ENABLE", "NCCL_CROSS_NIC"),
+    *(*DECISIVE, NCCL_LOADED, "NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NET_OVERHEAD", "NCCL_IB_DISABLE"),
+    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_SOCKET_FAMILY", "NCCL_IB_ADDR_FAMILY"),
+    *("NCCL_NVLS_ENABLE", "NCCL_CROSS_NIC"),
 }
 """Collectives hang where ranks differ in these: they choose algorithms, buffers or networks. Source: NCCL's issue 1136."""
 
 OF_ONE_HOST = re.compile(r"(NCCL|GLOO)_(SOCKET_IFNAME|IB_HCA|IB_GID_INDEX|DEBUG.*|HOSTID|CONF_FILE|TOPO_.*|GRAPH_.*)")
 """Settings that name something of a host, and may differ."""
 
-NCCL_LOADED = "NCCL that is loaded"
 _LIBRARY = re.compile(r"\S*/lib[nr]ccl\.so\S*")
 _MENDING = {
     NCCL_LOADED: "remove what LD_LIBRARY_PATH or LD_PRELOAD adds, or install the same package",
     "driver": "install the same driver",
+    "model": "let the run use hosts with GPUs of one kind",
     "ECC": "as root `nvidia-smi -e 1` (0: off), and reboot",
     "MIG": "as root, with the GPUs idle, `nvidia-smi -mig 0` (1: on)",
     "persistence": "as root `nvidia-smi -pm 1`",
     "power limit": "as root `nvidia-smi -pl WATTS`",
-    "application clock": "as root `nvidia-smi -rac`",
 }
 _MOST_FILES = 4000
 _MOST_BYTES = 64 << 20
@@ -158,8 +159,7 @@ def compare(hosts: Mapping[str, SoftwareDigest]) -> list[Verdict]:
     found: list[Verdict] = []
     for host, own in hosts.items():
         report = Reporter("alike", host)
-        differences = [*_code(own, hosts, report), *_versions(hosts, report)]
-        differences += [*_settings(hosts, report), *_devices(hosts, report)]
+        differences = [*_code(own, hosts, report), *_values(hosts, report)]
         if own.config and own.config != configs[right_host := _model(configs)]:
             remedy = (
                 f"start {host} with the same command line and config folder as {right_host}; "
@@ -201,43 +201,29 @@ def _code(own: SoftwareDigest, known: Mapping[str, SoftwareDigest], report: Repo
     yield report.failed(measured, expected=f"as on {right_host}", remedy=remedy)
 
 
-def _differences(values: Mapping[str, Mapping[str, str]], host: str, *, missing: str) -> Iterator[tuple[str, str, str, str]]:
-    """Name, own value, right value, and a host that has it. `values` by host and name; `missing` stands for no value, and an
-    empty one for unknown, which differs from nothing."""
-    for name in sorted({name for one in values.values() for name in one}):
-        known = {one: value for one, its in values.items() if (value := its.get(name, missing))}
-        if host in known and known[host] != known[right := _model(known)]:
-            yield name, known[host], known[right], right
-
-
-def _versions(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
-    host, versions = report.subject, {one: likeness.versions for one, likeness in known.items()}
-    for package, mine, right, right_host in _differences(versions, host, missing="none"):
-        differs, build = package in DECISIVE, right.partition("+")[2]
-        index = f" --index-url https://download.pytorch.org/whl/{build}" if build and package == "torch" else ""
-        remedy = f"on {host}: `python -m pip install {package}=={right}{index}`"
-        if package == "python":
-            # Only the first two numbers matter: the third is for bug fixes.
-            differs = mine.split(".")[:2] != right.split(".")[:2]
-            remedy = f"use python {right} on {host}: `uv venv --python {right}` and install the packages again"
-        elif right == "none":
-            remedy = f"on {host}: `python -m pip uninstall {package}`"
-        report_as = report.failed if differs else report.warned
-        yield report_as(f"{package} {mine}", expected=f"{package} {right} as on {right_host}", remedy=remedy)
-
-
-def _settings(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
-    settings = {one: likeness.settings for one, likeness in known.items()}
-    for name, mine, right, right_host in _differences(settings, report.subject, missing="not set"):
-        if OF_ONE_HOST.fullmatch(name) is None:
-            report_as = report.failed if name in MUST_MATCH else report.warned
+def _values(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
+    """Differences in versions, settings and devices, where a device of which nothing is known differs from nothing."""
+    host = report.subject
+    for kind, missing in (("versions", "none"), ("settings", "not set"), ("devices", "")):
+        by_host: dict[str, Mapping[str, str]] = {one: getattr(likeness, kind) for one, likeness in known.items()}
+        for name in sorted({name for its in by_host.values() for name in its if not OF_ONE_HOST.fullmatch(name)}):
+            values = {one: value for one, its in by_host.items() if (value := its.get(name, missing))}
+            if host not in values or values[host] == (right := values[right_host := _model(values)]):
+                continue
+            # Of Python's version only the first two numbers matter: the third is for bug fixes.
+            python = name == "python" and values[host].split(".")[:2] != right.split(".")[:2]
             remedy = f"set {name} alike on all hosts, in the environment and in nccl.conf"
-            yield report_as(f"{name}: {mine}", expected=f"{right} as on {right_host}", remedy=remedy)
+            if kind == "versions":
+                remedy = _installing(name, right, host)
+            elif kind == "devices":
+                remedy = f"on {host}: {_MENDING.get(name, 'as root `nvidia-smi -rac`, and `nvidia-smi -rgc`')}"
+            report_as = report.failed if name in MUST_MATCH or python else report.warned
+            yield report_as(f"{name} {values[host]}", expected=f"{name} {right} as on {right_host}", remedy=remedy)
 
 
-def _devices(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
-    devices = {one: likeness.devices for one, likeness in known.items()}
-    for name, mine, right, right_host in _differences(devices, report.subject, missing=""):
-        report_as = report.failed if name == NCCL_LOADED else report.warned
-        remedy = f"on {report.subject}: {_MENDING.get(name, 'let the run use hosts with GPUs of one kind')}"
-        yield report_as(f"{name}: {mine}", expected=f"{right} as on {right_host}", remedy=remedy)
+def _installing(package: str, right: str, host: str) -> str:
+    build = right.partition("+")[2]
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build and package == "torch" else ""
+    if package == "python":
+        return f"use python {right} on {host}: `uv venv --python {right}` and install the packages again"
+    return f"on {host}: `python -m pip {f'install {package}=={right}{index}' if right != 'none' else f'uninstall {package}'}`"

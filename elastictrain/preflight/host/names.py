@@ -142,7 +142,7 @@ def judge_lookups(facts: NameFacts, *, host: str) -> Verdict:
     if slowest.seconds <= SLOW_S:
         return report.passed(round(slowest.seconds, 3), expected=SLOW_S, unit="s")
     servers = f"; the name server ({', '.join(facts.servers)} in /etc/resolv.conf) must answer" if facts.servers else ""
-    lines = [f"`ADDRESS {facts.own.question}`"] if facts.own.seconds > SLOW_S else []
+    lines = [f"`{facts.address or 'ADDRESS'} {facts.own.question}`"] if facts.own.seconds > SLOW_S else []
     slow = [one.question for one in facts.reverse if one.seconds > SLOW_S]
     lines += [f"`{address} {'localhost' if is_loopback(address) else host}`" for address in slow]
     remedy = f'export RES_OPTIONS="timeout:1 attempts:1", and add {" and ".join(lines)} to /etc/hosts on {host}{servers}'
@@ -204,19 +204,15 @@ def check_port(port: int, *, host: str) -> Verdict:
 
 def judge_port(number: int, problem: int | None, holder: Holder | None, *, host: str) -> Verdict:
     """`problem`: None for a free port, else the errno."""
-    report, port, expected = Reporter("ports", host), f"port {number} (checks of links)", f"port {number} free"
-    another = "choose another port: preflight.ports"
-    if problem is None:
-        return report.passed("free", expected=expected)
+    report, expected = Reporter("ports", host), f"port {number} free"
+    who = f"pid {holder.pid} ({holder.command})" if holder is not None else ""
+    if problem is None or (holder is not None and holder.ours):
+        return report.passed(f"held by our own {who}" if who else "free", expected=expected)
+    remedy = "choose another port from 1024 up: preflight.ports"
     if problem == errno.EADDRINUSE:
-        taken, remedy = "taken", f"find who listens with `ss -ltnp sport = :{number}` as root, or {another}"
-        if holder is not None:
-            who = f"pid {holder.pid} ({holder.command})"
-            if holder.ours:
-                return report.passed(f"held by our own {who}", expected=expected)
-            taken, remedy = f"held by {who}", f"on {host} end {who}: `kill {holder.pid}`, or {another}"
-        return report.failed(f"{port} {taken}", expected=expected, remedy=remedy)
-    if problem in (errno.EACCES, errno.EPERM):
-        remedy = "choose a port from 1024 up: preflight.ports"
-        return report.failed(f"{port} not permitted", expected=expected, remedy=remedy)
-    return report.failed(f"{port}: {os.strerror(problem)}", expected=expected, remedy=another)
+        finding = (
+            f"on {host} end {who}: `kill {holder.pid}`" if holder else f"find who listens: `ss -ltnp sport = :{number}` as root"
+        )
+        remedy = f"{finding}; or {remedy}"
+    measured = f"port {number} (checks of links): {f'held by {who}' if who else os.strerror(problem)}"
+    return report.failed(measured, expected=expected, remedy=remedy)

@@ -123,36 +123,29 @@ def _pins(facts: TransportFacts) -> Iterator[Verdict]:
         # NCCL and gloo ignore a value of one letter.
         if setting is None or len(setting.value) < 2 or not facts.interfaces:
             continue
-        undo = setting.undo(variable)
-        remedy = f"{undo}  # or set {variable}={sign}{chosen.name}" if chosen else undo
+        remedy = setting.undo(variable) + (f"  # or set {variable}={sign}{chosen.name}" if chosen else "")
         if variable == NCCL_INTERFACE:
             # The first one, in the order of the interfaces, is for bootstrap.
             pattern = NcclPattern.parse(setting.value)
             pinned = [one for one in facts.interfaces if pattern.matches(one.name) and one.can_carry]
-            missing = pattern.without_match([one.name for one in facts.interfaces])
-            problem = "" if pinned else "no interface that is running and has an address is among them"
+            wrong = [f"there is no {name}" for name in pattern.without_match([one.name for one in facts.interfaces])]
+            wrong += [] if pinned or wrong else ["no interface that is running and has an address is among them"]
         else:
             # gloo takes whole names in a comma list, ignores a last empty one, and takes none if one of them is wrong.
             named = {name: facts.interface(name) for name in setting.value.removesuffix(",").split(",")}
-            missing = [repr(name) for name, one in named.items() if one is None]
-            silent = [name for name, one in named.items() if one is not None and not one.addresses]
-            pinned = [] if missing or silent else [one for one in named.values() if one is not None]
-            problem = f"{', '.join(silent)} has no address" if silent else ""
-        problem = f"there is no {', '.join(missing)}" if missing else problem
-        said = f"{variable}={setting.value} (set in {setting.origin})"
-        expected = chosen.name if chosen else None
-        if problem:
-            yield _interface(facts.host, Status.FAIL, f"{said}: {problem}", expected, remedy)
+            pinned = [one for one in named.values() if one is not None]
+            wrong = [f"there is no {name!r}" for name, one in named.items() if one is None]
+            wrong += [f"{one.name} has no address" for one in pinned if not one.addresses]
         # A single host can use any interface.
-        if not pinned or facts.alone:
-            continue
-        useless = [f"{one.name} is a {one.kind}, behind which no other host is" for one in pinned if one.leads_nowhere]
-        useless += [f"{one.name} is down" for one in pinned if one.running is False and not one.leads_nowhere]
-        if useless:
-            yield _interface(facts.host, Status.FAIL, f"{said}: {'; '.join(useless)}", expected, remedy)
-        elif chosen is not None and pinned[0].name != chosen.name:
+        useful = [] if facts.alone else pinned
+        wrong += [f"{one.name} is a {one.kind}, behind which no other host is" for one in useful if one.leads_nowhere]
+        wrong += [f"{one.name} is down" for one in useful if one.running is False and not one.leads_nowhere]
+        said, expected = f"{variable}={setting.value} (set in {setting.origin})", chosen.name if chosen else None
+        if wrong:
+            yield _interface(facts.host, Status.FAIL, f"{said}: {'; '.join(wrong)}", expected, remedy)
+        elif useful and chosen is not None and useful[0].name != chosen.name:
             # Another interface than the kernel's can be right: a second network only for training.
-            measured = f"{said}: {pinned[0].name} comes first, but the kernel reaches the others through {chosen.name}"
+            measured = f"{said}: {useful[0].name} comes first, but the kernel reaches the others through {chosen.name}"
             yield _interface(facts.host, Status.WARN, measured, chosen.name, remedy)
 
 

@@ -22,19 +22,9 @@ _TUNED_BY_NCCL = ("0x1d0f", "0x1ae0")
 
 
 EXPLAINED = {
-    "NCCL_P2P_LEVEL": {
-        "LOC": "GPUs never reach each other directly",
-        "NVL": "GPUs reach each other directly over NVLink only",
-        "PIX": "GPUs reach each other directly below one PCIe switch, else through host memory",
-        "PXB": "GPUs reach each other directly across PCIe switches, not through the CPU",
-        "PHB": "GPUs reach each other directly on one NUMA node",
-        "SYS": "GPUs reach each other directly also across NUMA nodes",
-    },
-    "NCCL_CROSS_NIC": {
-        "0": "a ring uses the same port on all hosts, as rails that are not joined need",
-        "1": "a ring may use different ports, which needs a network that joins all rails",
-        "2": "a ring uses the same port where that is not slower",
-    },
+    "NCCL_P2P_LEVEL": "GPUs reach each other directly never (LOC), by NVLink (NVL), below one PCIe switch (PIX), across PCIe "
+    "switches (PXB), on one NUMA node (PHB) or across them (SYS), and through host memory where they are farther apart",
+    "NCCL_CROSS_NIC": "a ring uses the same port on all hosts (0, for rails that are not joined), any (1), or the better (2)",
 }
 """What a person's settings mean. Source: NCCL's manual."""
 
@@ -155,8 +145,8 @@ def decide_transport(facts: TransportFacts, *, agreed: Rdma, after_failure: bool
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
     notes += tuple(
         f"{variable}={setting.value} (set in {setting.origin}): {meaning}"
-        for variable, meanings in EXPLAINED.items()
-        if (setting := facts.settings.get(variable)) and (meaning := meanings.get(setting.value.upper()))
+        for variable, meaning in EXPLAINED.items()
+        if (setting := facts.settings.get(variable))
     )
     return TransportPlan(
         host=facts.host,

@@ -179,11 +179,11 @@ def test_versions(versions: dict[str, str], status: Status, remedy: str) -> None
 @pytest.mark.parametrize(
     ("ours", "theirs", "status", "measured"),
     [
-        ({"NCCL_ALGO": "Tree"}, {"NCCL_ALGO": "Ring"}, Status.FAIL, "NCCL_ALGO: Tree"),
-        ({"NCCL_PROTO": "LL"}, {}, Status.FAIL, "NCCL_PROTO: LL"),
-        ({}, {"NCCL_IB_DISABLE": "1"}, Status.FAIL, "NCCL_IB_DISABLE: not set"),
-        ({"NCCL_IB_TIMEOUT": "22"}, {}, Status.WARN, "NCCL_IB_TIMEOUT: 22"),
-        ({}, {"GLOO_DEVICE_TRANSPORT": "TCP"}, Status.WARN, "GLOO_DEVICE_TRANSPORT: not set"),
+        ({"NCCL_ALGO": "Tree"}, {"NCCL_ALGO": "Ring"}, Status.FAIL, "NCCL_ALGO Tree"),
+        ({"NCCL_PROTO": "LL"}, {}, Status.FAIL, "NCCL_PROTO LL"),
+        ({}, {"NCCL_IB_DISABLE": "1"}, Status.FAIL, "NCCL_IB_DISABLE not set"),
+        ({"NCCL_IB_TIMEOUT": "22"}, {}, Status.WARN, "NCCL_IB_TIMEOUT 22"),
+        ({}, {"GLOO_DEVICE_TRANSPORT": "TCP"}, Status.WARN, "GLOO_DEVICE_TRANSPORT not set"),
     ],
 )
 def test_settings(ours: dict[str, str], theirs: dict[str, str], status: Status, measured: str) -> None:
@@ -214,7 +214,7 @@ DEVICES = {"driver": "570.86.15", "model": "NVIDIA H200", "power limit": "700.00
 def test_devices(name: str, value: str, status: Status) -> None:
     usual, other = replace(A, devices=DEVICES), replace(A, devices={**DEVICES, name: value})
     (verdict,) = bad(compare({"h1": usual, "h2": other, "h3": usual}))
-    assert (verdict.subject, verdict.status, verdict.measured) == ("h2", status, f"{name}: {value}")
+    assert (verdict.subject, verdict.status, verdict.measured) == ("h2", status, f"{name} {value}")
     # What is unknown of one host differs from nothing.
     unknown = {one: value for one, value in DEVICES.items() if one != name}
     assert bad(compare({"h1": usual, "h2": replace(A, devices=unknown), "h3": usual})) == []

@@ -74,7 +74,6 @@ def test_the_port_of_the_rendezvous_is_no_rail(tmp_path: Path) -> None:
     [
         ("NCCL_P2P_LEVEL", "phb", True),
         ("NCCL_P2P_LEVEL", "NVL", True),
-        ("NCCL_P2P_LEVEL", "7", False),
         ("NCCL_CROSS_NIC", "1", True),
         ("NCCL_BUFFSIZE", "1", False),
     ],
