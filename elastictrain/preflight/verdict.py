@@ -32,7 +32,7 @@ _HEADINGS = ("", "check", "subject", "measured", "expected", "seconds")
 _WIDEST = 48
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """One finding. Raises: ValueError without a remedy where one is required."""
 
@@ -90,18 +90,8 @@ class Reporter:
         scope: Scope | None = None,
         may_pass: bool = False,
     ) -> Verdict:
-        return Verdict(
-            check=self.check,
-            scope=scope or self.scope,
-            subject=subject,
-            status=status,
-            measured=measured,
-            expected=expected,
-            unit=unit,
-            seconds=self.seconds,
-            remedy=remedy,
-            may_pass=may_pass,
-        )
+        given = (self.check, scope or self.scope, subject, status, measured, expected, unit, self.seconds, remedy, may_pass)
+        return Verdict(*given)
 
 
 def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from faults import block, delay, inside, jumbo, limit_rate, place_of
+from fleet import Fleet
 from hosts import Host, Network, start_run
 from torchruns import REPOSITORY, TINY, events, losses
 
@@ -273,6 +274,25 @@ def test_a_run_trains_on_a_slow_host_that_cannot_be_left_out(three: list[Host], 
     assert sorted(losses(run_dir)) == [1, 2]
     (hosts_stage, *_) = events(run_dir, "preflight")
     assert {(row["check"], row["subject"]) for row in hosts_stage["findings"] if row["excused"]} == {("bandwidth", "b")}
+
+
+@pytest.mark.parametrize(("least", "members"), [(2, ["a", "c"]), (3, ["a", "b", "c"])])
+def test_a_launcher_leaves_a_slow_host_out_if_enough_others_remain(
+    least: int, members: list[str], three: list[Host], run_dir: Path, tmp_path: Path
+) -> None:
+    limit_rate(three[1])
+    arguments = [*TINY, "preflight=full", "train.steps=4", "train.eval_every_steps=0", "launch.notices=false"]
+    arguments += [f"launch.min_hosts={least}", "launch.max_hosts=3", "launch.join_s=120"]
+    fleet = Fleet(run_dir, tmp_path / "logs", arguments)
+    fleet.start(*three, environment=UNSET)
+    fleet.wait_for_step(4)
+    fleet.wait_for_members(members)
+    codes = fleet.wait()
+    assert (codes["a"], codes["c"]) == (0, 0), fleet.output()
+    excused = {
+        (row["check"], row["subject"]) for one in events(run_dir, "preflight") for row in one["findings"] if row["excused"]
+    }
+    assert excused == (set() if "b" not in members else {("bandwidth", "b")})
 
 
 def test_a_run_does_not_begin_on_an_unfit_host(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
