@@ -69,7 +69,7 @@ def test_json_is_for_scripts(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--check", "dsk=warn"], "'dsk' is no check; there are name, "),
-        (["--check", "disk=maybe"], "the mode must be one of fail, warn, off, but is 'maybe'"),
+        (["--check", "disk=maybe"], "the mode must be one of fail, exclude, warn, off, but is 'maybe'"),
         (["--port", "70000"], "must be a port from 1 to 65535, but is '70000'"),
         (["--level", "some"], "invalid choice"),
         (["speed"], "--listen --to"),

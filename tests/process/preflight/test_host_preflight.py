@@ -31,7 +31,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Verdict]]:
     """What hosts find of themselves, by host."""
     found: dict[str, list[Verdict]] = {}
     monkeypatch.setattr(
-        host_preflight, "check_host", lambda surroundings, _: found.get(surroundings.host, [verdict(check="disk")])
+        host_preflight, "check_host", lambda surroundings, *_: found.get(surroundings.host, [verdict(check="disk")])
     )
     return found
 
@@ -153,7 +153,7 @@ def test_checks_that_never_end_make_a_host_silent_and_named(
 ) -> None:
     released = threading.Event()
 
-    def stuck(surroundings: Surroundings, _: object) -> list[Verdict]:
+    def stuck(surroundings: Surroundings, *_: object) -> list[Verdict]:
         if surroundings.host == "b":
             released.wait(30)
         return [verdict(check="disk", subject=surroundings.host)]
@@ -170,7 +170,7 @@ def test_checks_that_never_end_make_a_host_silent_and_named(
 def test_a_host_whose_checks_break_does_not_pass_for_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, list[Verdict]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(surroundings: Surroundings, _: object) -> list[Verdict]:
+    def broken(surroundings: Surroundings, *_: object) -> list[Verdict]:
         if surroundings.host == "b":
             raise OSError("no home")
         return [verdict(check="disk", subject=surroundings.host)]
@@ -201,7 +201,7 @@ def test_hosts_of_one_name_are_told_apart_in_verdicts(
 ) -> None:
     seen: list[str] = []
 
-    def both(surroundings: Surroundings, _: object) -> list[Verdict]:
+    def both(surroundings: Surroundings, *_: object) -> list[Verdict]:
         seen.append(surroundings.host)
         return [verdict("fail" if len(seen) == 1 else "pass", check="disk", subject=surroundings.host)]
 

@@ -140,6 +140,12 @@ def test_slow_reverse_lookup() -> None:
     assert "10.0.0.53" in verdict.remedy
 
 
+@pytest.mark.parametrize(("address", "advised"), [("10.0.0.3", "10.0.0.3"), (None, "ADDRESS")])
+def test_a_slow_own_name_gets_the_address_towards_the_rendezvous(address: str | None, advised: str) -> None:
+    slow = NameFacts("h1", LookUp("h1", ("192.168.9.1",), 5.0), address=address)
+    assert f"add `{advised} h1` to /etc/hosts" in judge_lookups(slow, host="h1").remedy
+
+
 def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastictrain.preflight.host.names.LIMIT_S", 0.1)
     monkeypatch.setattr("elastictrain.preflight.host.names.SLOW_S", 0.05)
