@@ -19,10 +19,9 @@ from elastictrain.preflight.host import amd, counters, disk, kernel_log, names, 
 from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
 from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
+from elastictrain.preflight.transport.infiniband import Rdma, kinds_here
 from elastictrain.preflight.transport.judge import judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import read_facts
-from elastictrain.preflight.transport.settings import read_settings
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _FILES_LIMIT_S = 3.0  # for checks that only read kernel files; a dead file server can make them longer
 _MARGIN_S = 1.0  # longer than a check's own wait, so that the check itself reports what it waited for
-_TOOLS_LIMIT_S = 45.0
+_TOOLS_S = 45.0
 """Two calls of a vendor's tool, each with its own limit, and some room: a check must outlast the tool that it waits for."""
 
 _TRANSPORT_LIMIT_S = 5.0
@@ -121,7 +120,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | No
     take well under a second together; only `storage` takes longer, to import an object store's client."""
     at, host, storage_s = at or HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
     names_s = names.LIMIT_S + _MARGIN_S
-    ports, num_ranks = asked.settings.ports if asked.ports_free else (), asked.local_world_size
+    ports, ranks = asked.settings.ports if asked.ports_free else (), asked.local_world_size
     table = [
         Check("name", lambda: names.judge_name(at.names(), several_hosts=asked.several_hosts), names_s),
         Check("lookup", lambda: names.judge_lookups(at.names(), host=host), names_s),
@@ -135,35 +134,22 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | No
         Check("processes", at.check_processes),
         Check("cpu", lambda: resources.judge_cpu(at.allowance(), visible=at.visible_cpus, needed=asked.cpus, host=host)),
         Check("load", at.check_load),
+        Check("gpus", lambda: visible.check_visible(surroundings, at.report(), pci=at.pci(), local_world_size=ranks), _TOOLS_S),
         Check(
-            "gpus",
-            lambda: visible.check_visible(surroundings, at.report(), pci=at.pci(), local_world_size=num_ranks),
-            _TOOLS_LIMIT_S,
+            "fabric_manager", lambda: nvlink.check_fabric(surroundings, at.report(), num_switches=at.pci().switches), _TOOLS_S
         ),
-        Check(
-            "fabric_manager",
-            lambda: nvlink.check_fabric(surroundings, at.report(), num_switches=at.pci().switches),
-            _TOOLS_LIMIT_S,
-        ),
-        Check("ecc", lambda: at.of_used(judge_ecc), _TOOLS_LIMIT_S),
-        Check("row_remap", lambda: at.of_used(judge_row_remap), _TOOLS_LIMIT_S),
-        Check("xid", at.check_xids, _TOOLS_LIMIT_S),
-        Check("throttle", lambda: at.of_used(judge_throttle), _TOOLS_LIMIT_S),
-        Check("pcie", lambda: visible.judge_pcie(visible.read_lanes(surroundings, at.used()), host=host), _TOOLS_LIMIT_S),
-        Check("nvlink", at.check_nvlink, 2 * _TOOLS_LIMIT_S, quick=False),
+        Check("ecc", lambda: at.of_used(judge_ecc), _TOOLS_S),
+        Check("row_remap", lambda: at.of_used(judge_row_remap), _TOOLS_S),
+        Check("xid", at.check_xids, _TOOLS_S),
+        Check("throttle", lambda: at.of_used(judge_throttle), _TOOLS_S),
+        Check("pcie", lambda: visible.judge_pcie(visible.read_lanes(surroundings, at.used()), host=host), _TOOLS_S),
+        Check("nvlink", at.check_nvlink, 2 * _TOOLS_S, quick=False),
         Check("counters", lambda: counters.check_counters(surroundings, now=time.time()), 10.0),
     ]
     if asked.transport:
         table.append(Check("interface", lambda: judge_interface(at.transport()), _TRANSPORT_LIMIT_S))
         table.append(Check("infiniband", lambda: judge_infiniband(at.transport()), _TRANSPORT_LIMIT_S))
     return table
-
-
-def uses_rdma(surroundings: Surroundings) -> bool:
-    """Whether this host will use InfiniBand, RoCE or EFA."""
-    ports = [port for ports in read_devices(surroundings).values() for port in ports]
-    kinds = kinds_here(ports, settings=read_settings(surroundings))
-    return bool(kinds - {Rdma.NONE, Rdma.UNKNOWN})
 
 
 class HostFacts:
@@ -199,6 +185,11 @@ class HostFacts:
         selection = visible.select(report.gpus, self._surroundings.environment, report.vendor)
         return report if selection.mig_instances else replace(report, gpus=selection.gpus)
 
+    def uses_rdma(self) -> bool:
+        """Whether this host will use InfiniBand, RoCE or EFA."""
+        facts = self.transport()
+        return bool(kinds_here(facts.ports, settings=facts.settings) - {Rdma.NONE, Rdma.UNKNOWN})
+
     def of_used(self, judge: Callable[..., list[Verdict]]) -> list[Verdict]:
         report = self.used()
         return judge(report, host=self._host) if report is not None else []
@@ -214,22 +205,18 @@ class HostFacts:
         return [disk.judge_disk(folder, disk.read_space(folder.path, mounts=mounts), host=self._host) for folder in folders]
 
     def check_shared_memory(self) -> Verdict:
-        folder = self._asked.memory_dir
-        return disk.judge_shared_memory(
-            folder, disk.read_space(folder, mounts=read_mounts(self._surroundings.root)), host=self._host
-        )
+        folder, mounts = self._asked.memory_dir, read_mounts(self._surroundings.root)
+        return disk.judge_shared_memory(folder, disk.read_space(folder, mounts=mounts), host=self._host)
 
     def check_memory(self) -> Verdict:
-        found, swapped = psutil.virtual_memory(), psutil.swap_memory().used
-        group = self.allowance().memory
-        return resources.judge_memory(
-            total=found.total, available=found.available, swapped=swapped, group=group, host=self._host
-        )
+        found, swapped, group = psutil.virtual_memory(), psutil.swap_memory().used, self.allowance().memory
+        total, free = found.total, found.available
+        return resources.judge_memory(total=total, available=free, swapped=swapped, group=group, host=self._host)
 
     def check_memlock(self) -> Verdict:
         limit, capabilities = resources.read_limit(resource.RLIMIT_MEMLOCK), self._capabilities()
         # A person's settings may be in a home folder whose server is dead.
-        rdma = within(2.0, lambda: uses_rdma(self._surroundings)) or False
+        rdma = within(2.0, self.uses_rdma) or False
         return resources.judge_memlock(limit, capabilities=capabilities, host=self._host, rdma=rdma)
 
     def check_processes(self) -> Verdict:

@@ -26,15 +26,14 @@ class Chosen:
     first_collective: bool = False  # whether that is all that is checked of the new group
 
 
-def choose_level(*, first_start: bool, exit_codes: Sequence[int | None], excused: bool = False) -> Chosen:
+def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chosen:
     """The level if the configuration leaves it open. `exit_codes`: of the last generation's ranks. A transport failure means
-    the network, unless a rank without exit code (None) was killed: then the others only noticed that. `excused`: the last start
-    went on although a part of it was slow."""
+    the network, unless a rank without exit code (None) was killed: then the others only noticed that."""
     if first_start:
         return Chosen(Level.FULL, "first start")
     if EXIT_TRANSPORT in exit_codes and None not in exit_codes:
         return Chosen(Level.FULL, "the last incarnation ended with a transport failure", after_failure=True)
-    return Chosen(Level.FULL, "the last start found a part too slow") if excused else Chosen(Level.QUICK, "restart")
+    return Chosen(Level.QUICK, "restart")
 
 
 PastFindings = Sequence[Mapping[str, object]]  # the findings of one `preflight` event

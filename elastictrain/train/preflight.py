@@ -192,14 +192,16 @@ class RunPreflight:
             else:
                 first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
                 exit_codes = [] if first_start else within(_READ_S, self._past.exit_codes) or []
-                last = [] if first_start else within(_READ_S, partial(self._past.findings, count=1)) or []
-                excused = any(row.get("excused") is True for rows in last for row in rows)
-                chosen = choose_level(first_start=first_start, exit_codes=exit_codes, excused=excused)
+                chosen = choose_level(first_start=first_start, exit_codes=exit_codes)
                 failed = any(one.recovers for one in self._context.generation.ranks)
                 orderly = plan is None and launcher is not None and not failed
                 if orderly and chosen.level is Level.QUICK and self._identity.host in planned:
                     # This host took part in the last generation, which has ended in order.
                     chosen = Chosen(Level.QUICK, "hosts came or left, and nothing has failed", first_collective=True)
+                elif chosen.level is Level.QUICK:
+                    last = within(_READ_S, partial(self._past.findings, count=1)) or []
+                    if any(row.get("excused") is True for rows in last for row in rows):
+                        chosen = Chosen(Level.FULL, "the last start went on although a part of it was too slow")
             self._exchange.put("level", encode_record(chosen))
             return chosen
         data = self._exchange.get("level", limit_s=limit_s)

@@ -5,9 +5,9 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import psutil
@@ -72,16 +72,6 @@ def address_towards(target: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class HostsLine:
-    number: int  # from 1
-    address: str
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return " ".join((self.address, *self.names))
-
-
-@dataclass(frozen=True, slots=True)
 class NameFacts:
     """How the own name and addresses resolve."""
 
@@ -89,7 +79,7 @@ class NameFacts:
     own: LookUp  # look-up of `name`
     reverse: tuple[LookUp, ...] = ()  # look-ups of the addresses under which ranks of this host appear
     address: str | None = None  # by which other hosts reach this one, if known
-    lines: tuple[HostsLine, ...] = ()  # of /etc/hosts
+    lines: Mapping[int, Sequence[str]] = field(default_factory=dict)  # of /etc/hosts: address and names, by number from 1
     servers: tuple[str, ...] = ()  # name servers of /etc/resolv.conf
 
 
@@ -103,7 +93,7 @@ def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = as
         own=own,
         reverse=tuple(others),
         address=None if address is None or is_loopback(address) else address,
-        lines=tuple(parse_hosts(surroundings.read("etc/hosts") or "")),
+        lines=parse_hosts(surroundings.read("etc/hosts") or ""),
         servers=tuple(words[1] for words in servers if len(words) >= 2 and words[0] == "nameserver"),
     )
 
@@ -123,13 +113,14 @@ def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
     if not several_hosts or not any(map(is_loopback, facts.own.answers)):
         return report.passed(measured, expected=expected)
     remedy = adding
-    if line := next((line for line in facts.lines if facts.name in line.names and is_loopback(line.address)), None):
+    wrong = (number for number, (first, *named) in facts.lines.items() if facts.name in named and is_loopback(first))
+    if number := next(wrong, None):
+        line = facts.lines[number]
         # Other names in the line (localhost) may be loopback, and stay.
-        ours = tuple(one for one in line.names if one == facts.name or one.startswith(f"{facts.name}."))
-        others = tuple(one for one in line.names if one not in ours)
-        new = [HostsLine(line.number, address, ours), *([HostsLine(line.number, line.address, others)] if others else [])]
-        lines = " and ".join(f"`{one}`" for one in new)
-        remedy = f"in /etc/hosts on {facts.name}, change line {line.number} from `{line}` to {lines}{where}"
+        ours = [one for one in line[1:] if one == facts.name or one.startswith(f"{facts.name}.")]
+        others = [one for one in line if one not in ours]
+        new = f"`{' '.join([address, *ours])}`" + (f" and `{' '.join(others)}`" if len(others) > 1 else "")
+        remedy = f"in /etc/hosts on {facts.name}, change line {number} from `{' '.join(line)}` to {new}{where}"
     # Programs take the first answer.
     report_as = report.failed if is_loopback(facts.own.answers[0]) else report.warned
     return report_as(measured, expected=expected, remedy=remedy)
@@ -150,10 +141,10 @@ def judge_lookups(facts: NameFacts, *, host: str) -> Verdict:
     return report.warned(measured, expected=f"under {SLOW_S:g} s", remedy=remedy)
 
 
-def parse_hosts(text: str) -> list[HostsLine]:
-    """The lines of /etc/hosts without comments and empty ones. Source: hosts(5)."""
-    lines = [(number, line.partition("#")[0].split()) for number, line in enumerate(text.split("\n"), start=1)]
-    return [HostsLine(number, words[0], tuple(words[1:])) for number, words in lines if len(words) >= 2]
+def parse_hosts(text: str) -> dict[int, list[str]]:
+    """The words of the lines of /etc/hosts by number, without comments and empty ones. Source: hosts(5)."""
+    lines = {number: line.partition("#")[0].split() for number, line in enumerate(text.split("\n"), start=1)}
+    return {number: words for number, words in lines.items() if len(words) >= 2}
 
 
 @dataclass(frozen=True, slots=True)

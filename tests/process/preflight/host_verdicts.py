@@ -21,7 +21,7 @@ surroundings = Surroundings()
 loaded = time.monotonic()
 settings = PreflightGroup(limits=PreflightLimits(storage_s=order["storage_s"]))
 asked = OwnChecks(level=Level.FULL, settings=settings, **order["options"])
-host_checks.uses_rdma = lambda _: order["rdma"]
+host_checks.HostFacts.uses_rdma = lambda _: order["rdma"]
 verdicts = run_checks(own_checks(surroundings, asked), subject=surroundings.host)
 said = {
     "verdicts": [asdict(verdict) for verdict in verdicts],
