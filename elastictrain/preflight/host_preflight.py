@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
@@ -91,6 +92,7 @@ class HostReport:
     verdicts: tuple[Verdict, ...]
     likeness: SoftwareDigest
     hcas: tuple[str, ...]  # ports that it plans to use
+    machine: str = ""  # tells apart kernels and network namespaces
 
 
 def judge_host_reports(
@@ -114,7 +116,8 @@ def judge_host_reports(
         told = {host: kinds[host] for host in known if host in kinds}
         verdicts += judge_alike(hcas, told, agreed=common(kinds))
         lost = {one.subject for one in failures(verdicts) if one.check == "interface"}
-        verdicts += judge_addresses({host: address for host, address in addresses.items() if host not in lost})
+        judged = addresses.keys() & known.keys() - lost
+        verdicts += judge_addresses({host: (addresses[host], known[host].machine) for host in words if host in judged})
     return verdicts
 
 
@@ -217,7 +220,10 @@ class HostPreflight:
             settings = {name: setting.value for name, setting in facts.settings.items()}
             devices = describe_devices(within(1.0, at.used), maps=self.surroundings.read("/proc/self/maps") or "")
             likeness = describe(self.packages, config=self.config, settings=settings, devices=devices)
-            report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas)
+            network = Path("/proc/self/ns/net")
+            namespace = network.stat().st_ino if network.exists() else 0
+            machine = f"{self.surroundings.read('/proc/sys/kernel/random/boot_id')} {namespace}"
+            report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas, machine=machine)
             put_record(self.exchange, f"word/{self.layout.node_rank}", report)
         if self.layout.node_rank != 0:
             return plan, None

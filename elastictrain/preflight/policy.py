@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
 
 from elastictrain.errors import EXIT_TRANSPORT, ConfigError, ElasticTrainError, HostUnfitError, PreflightError
 from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, failures, findings, worst_first
@@ -75,16 +76,21 @@ def drop_symptoms(verdicts: Sequence[Verdict], *, hosts: Collection[str]) -> lis
     def order(one: Verdict) -> tuple[int, bool]:
         return places.get(one.check, len(places)), one.scope is not Scope.HOST
 
-    causes = sorted((one for one in failures(verdicts) if one.check in places), key=order)
-    kept = []
-    for one in verdicts:
-        known = one.check in places and one.status in (Status.WARN, Status.FAIL)
-        before = [cause for cause in causes if known and order(cause) < order(one)]
-        bad = {cause.subject for cause in before if cause.scope is Scope.HOST}
+    bad: set[str] = set()
+    failed: set[frozenset[str]] = set()
+    kept: list[Verdict] = []
+
+    def is_symptom(one: Verdict) -> bool:
         nobody_left = one.scope is Scope.GROUP and bad and len(set(hosts) - bad) < 2
-        if not (nobody_left or bad & _ends(one) or _ends(one) in map(_ends, before)):
-            kept.append(one)
-    return worst_first(sorted(kept, key=order))
+        known = one.check in places and one.status in (Status.WARN, Status.FAIL)
+        return known and bool(bad & _ends(one) or _ends(one) in failed or nobody_left)
+
+    for _, group in groupby(sorted(verdicts, key=order), key=order):
+        found = [one for one in group if not is_symptom(one)]
+        kept += found
+        failed |= {_ends(one) for one in failures(found)}
+        bad |= {one.subject for one in failures(found) if one.scope is Scope.HOST}
+    return worst_first(kept)
 
 
 def _ends(verdict: Verdict) -> frozenset[str]:

@@ -156,34 +156,33 @@ def compare(hosts: Mapping[str, SoftwareDigest]) -> list[Verdict]:
     """For each host its differences from the others, or one pass. `hosts` is in the order of the group."""
     # A host without a digest has an unknown configuration.
     configs = {host: likeness.config for host, likeness in hosts.items() if likeness.config}
+    code = {host: json.dumps(sorted(likeness.code.items())) for host, likeness in hosts.items()}
+    right_config, right_code, unlike = _model(configs), _model(code), list(_unlike(hosts))
     found: list[Verdict] = []
     for host, own in hosts.items():
         report = Reporter("alike", host)
-        differences = [*_code(own, hosts, report), *_values(hosts, report)]
-        if own.config and own.config != configs[right_host := _model(configs)]:
+        differences = [*_code(own, hosts[right_code], right_code, report)] if code[host] != code[right_code] else []
+        differences += _values(unlike, report)
+        if own.config and own.config != configs[right_config]:
             remedy = (
-                f"start {host} with the same command line and config folder as {right_host}; "
+                f"start {host} with the same command line and config folder as {right_config}; "
                 "compare what `python -m elastictrain.run ... --cfg job` prints on both"
             )
-            expected = f"{configs[right_host][:12]} as on {right_host}"
+            expected = f"{configs[right_config][:12]} as on {right_config}"
             differences.append(report.failed(f"config {own.config[:12]}", expected=expected, remedy=remedy))
         found += differences or [report.passed("alike", expected="alike")]
     return found
 
 
 def _model(values: Mapping[str, str]) -> str:
-    """The host to compare with: the first of those with the most frequent value."""
+    """The host to compare with: the first of those with the most frequent value; empty without any."""
     counts = Counter(values.values())
     # Without a majority the order decides: of two hosts, the first is right.
-    return max(values, key=lambda host: counts[values[host]])
+    return max(values, key=lambda host: counts[values[host]], default="")
 
 
-def _code(own: SoftwareDigest, known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
-    right_host = _model({one: json.dumps(sorted(likeness.code.items())) for one, likeness in known.items()})
-    right = known[right_host]
+def _code(own: SoftwareDigest, right: SoftwareDigest, right_host: str, report: Reporter) -> Iterator[Verdict]:
     parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
-    if not parts:
-        return
     more = f" and {len(parts) - _NAMED_AT_MOST} more" if len(parts) > _NAMED_AT_MOST else ""
     remedies = []
     # A module at the top of a path is a part without a package: elastictrain/train, my_task.py.
@@ -201,24 +200,34 @@ def _code(own: SoftwareDigest, known: Mapping[str, SoftwareDigest], report: Repo
     yield report.failed(measured, expected=f"as on {right_host}", remedy=remedy)
 
 
-def _values(known: Mapping[str, SoftwareDigest], report: Reporter) -> Iterator[Verdict]:
+_Unlike = tuple[str, str, Mapping[str, str], str]  # kind, name, values by host, and a host that has the right one
+
+
+def _unlike(known: Mapping[str, SoftwareDigest]) -> Iterator[_Unlike]:
     """Differences in versions, settings and devices, where a device of which nothing is known differs from nothing."""
-    host = report.subject
     for kind, missing in (("versions", "none"), ("settings", "not set"), ("devices", "")):
         by_host: dict[str, Mapping[str, str]] = {one: getattr(likeness, kind) for one, likeness in known.items()}
         for name in sorted({name for its in by_host.values() for name in its if not OF_ONE_HOST.fullmatch(name)}):
             values = {one: value for one, its in by_host.items() if (value := its.get(name, missing))}
-            if host not in values or values[host] == (right := values[right_host := _model(values)]):
-                continue
-            # Of Python's version only the first two numbers matter: the third is for bug fixes.
-            python = name == "python" and values[host].split(".")[:2] != right.split(".")[:2]
-            remedy = f"set {name} alike on all hosts, in the environment and in nccl.conf"
-            if kind == "versions":
-                remedy = _installing(name, right, host)
-            elif kind == "devices":
-                remedy = f"on {host}: {_MENDING.get(name, 'as root `nvidia-smi -rac`, and `nvidia-smi -rgc`')}"
-            report_as = report.failed if name in MUST_MATCH or python else report.warned
-            yield report_as(f"{name} {values[host]}", expected=f"{name} {right} as on {right_host}", remedy=remedy)
+            if len(set(values.values())) > 1:
+                yield kind, name, values, _model(values)
+
+
+def _values(unlike: Sequence[_Unlike], report: Reporter) -> Iterator[Verdict]:
+    host = report.subject
+    for kind, name, values, right_host in unlike:
+        mine, right = values.get(host), values[right_host]
+        if mine is None or mine == right:
+            continue
+        # Of Python's version only the first two numbers matter: the third is for bug fixes.
+        python = name == "python" and mine.split(".")[:2] != right.split(".")[:2]
+        remedy = f"set {name} alike on all hosts, in the environment and in nccl.conf"
+        if kind == "versions":
+            remedy = _installing(name, right, host)
+        elif kind == "devices":
+            remedy = f"on {host}: {_MENDING.get(name, 'as root `nvidia-smi -rac`, and `nvidia-smi -rgc`')}"
+        report_as = report.failed if name in MUST_MATCH or python else report.warned
+        yield report_as(f"{name} {mine}", expected=f"{name} {right} as on {right_host}", remedy=remedy)
 
 
 def _installing(package: str, right: str, host: str) -> str:

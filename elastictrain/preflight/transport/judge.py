@@ -1,5 +1,6 @@
 """Verdicts on the interface, and on InfiniBand and RoCE. Pure."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -78,13 +79,18 @@ def _loopback(facts: TransportFacts, name: str, route: Route) -> Verdict:
     return _interface(name, Status.FAIL, measured, remedy=remedy)
 
 
-def judge_addresses(addresses: Mapping[str, str]) -> list[Verdict]:
-    """Hosts by name, by which address they want to be reached: all that share one are unfit, as either may get what is sent."""
+def judge_addresses(places: Mapping[str, tuple[str, str]]) -> list[Verdict]:
+    """`places`: by host, the address by which it wants to be reached, and its machine. All machines that share an address are
+    unfit, as either may get what is sent."""
+    sharing: dict[str, list[str]] = defaultdict(list)
+    for host, (address, _) in places.items():
+        sharing[address].append(host)
     found = []
-    for host, address in addresses.items():
-        if others := [other for other, its in addresses.items() if its == address and other != host]:
-            remedy = f"ip -brief address  # on {host} and {', '.join(others)}: give each an address of its own"
-            found.append(_interface(host, Status.FAIL, f"{address}, as {', '.join(others)}", "an address of its own", remedy))
+    for address, hosts in sharing.items():
+        if len({places[host][1] for host in hosts}) > 1:
+            remedy = f"ip -brief address  # on {', '.join(hosts)}: give each an address of its own"
+            measured, expected = f"{address}, as {len(hosts) - 1} more", "an address of its own"
+            found += [_interface(host, Status.FAIL, measured, expected, remedy) for host in hosts]
     return found
 
 

@@ -85,7 +85,8 @@ def test_an_address_that_two_hosts_gave_is_named_unless_it_is_explained() -> Non
     addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.2"}
     for explained in (False, True):
         bad = verdict("fail" if explained else "warn", check="interface", subject="c")
-        words = {host: word(host=host) for host in "ab"} | {"c": replace(word(host="c"), verdicts=(bad,))}
+        words = {host: replace(word(host=host), machine=host) for host in "ab"}
+        words["c"] = replace(word(host="c"), verdicts=(bad,), machine="c")
         found = judge_host_reports(words, kinds=NO_RDMA, addresses=addresses, waited_s=60)
         named = [(one.check, one.subject) for one in found if one.status == "fail"]
         assert named == ([] if explained else [("interface", "b")]) + [("interface", "c")]

@@ -267,5 +267,14 @@ def test_the_gpus_of_a_host(answered: Callable[..., ToolOutput]) -> None:
     assert mixed["power limit"] == "500.00 W, 700.00 W"
 
 
+def test_a_thousand_hosts_are_compared_in_a_moment() -> None:
+    large = replace(A, settings={f"NCCL_{number}": "1" for number in range(20)}, devices=DEVICES)
+    hosts = {f"h{number}": large for number in range(1000)} | {"bad": replace(large, config="d" * 64)}
+    began = time.perf_counter()
+    assert [verdict.subject for verdict in bad(compare(hosts))] == ["bad"]
+    # 0.1 s; each host with each other took 50.
+    assert time.perf_counter() - began < 3
+
+
 def test_nobody() -> None:
     assert compare({}) == []

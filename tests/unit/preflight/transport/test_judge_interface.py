@@ -145,13 +145,16 @@ def test_a_rendezvous_behind_docker0_makes_this_host_unfit(host: MadeHost) -> No
 
 
 def test_an_address_that_two_hosts_have() -> None:
-    addresses = {"h1": "10.0.0.1", "h2": "10.0.0.2", "h3": "10.0.0.1", "h4": "10.0.0.1"}
-    assert [(one.subject, one.scope, one.status) for one in judge_addresses(addresses)] == [
+    places = {"h1": ("10.0.0.1", "m1"), "h2": ("10.0.0.2", "m2"), "h3": ("10.0.0.1", "m3"), "h4": ("10.0.0.1", "m3")}
+    assert [(one.subject, one.scope, one.status) for one in judge_addresses(places)] == [
         ("h1", Scope.HOST, Status.FAIL),
         ("h3", Scope.HOST, Status.FAIL),
         ("h4", Scope.HOST, Status.FAIL),
     ]
-    assert judge_addresses({"h1": "10.0.0.1", "h2": "10.0.0.2"}) == []
+
+
+def test_groups_of_ranks_on_one_machine_may_share_its_address() -> None:
+    assert judge_addresses({"h1": ("10.0.0.1", "m1"), "h2": ("10.0.0.1", "m1"), "h3": ("10.0.0.2", "m2")}) == []
 
 
 def test_a_faster_card_that_idles(host: MadeHost) -> None:
