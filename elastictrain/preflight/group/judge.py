@@ -83,10 +83,8 @@ def judge_rates(
     verdicts = []
     for rank in sorted(slow):
         host, index = members[rank].host, members[rank].local_rank
-        remedy = (
-            f"on {host} look at `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER -i {index}` and at other processes on "
-            f"GPU {index}; if it stays, replace the host"
-        )
+        clocks = f"`nvidia-smi -q -d CLOCK,PERFORMANCE,POWER -i {index}`"
+        remedy = f"on {host} look at {clocks} and at other processes on GPU {index}; if it stays, replace the host"
         if members[rank].device == "cpu":
             remedy = f"on {host} look for other work (`top`), a CPU quota (`cat /sys/fs/cgroup/cpu.max`) and power saving"
         verdicts.append(report(members[rank].name, status, _rounded(rates[rank]), typical, remedy, unit="TFLOP/s"))
@@ -116,10 +114,8 @@ def judge_pairs(
                 remedy = f"on {host} look at what joins the two: `nvidia-smi topo -m`, `nvidia-smi nvlink --status`"
             elif one.access is False:
                 figure = f"{one.gbs:.4g}, without direct access"
-                remedy = (
-                    f"on {host} see why in `nvidia-smi topo -p2p r`; in a virtual machine or with an IOMMU, ACS must be off "
-                    f"(boot with iommu=pt, `setpci -v -d '*:*' ECAP_ACS+0x6.w=0000`)"
-                )
+                acs = "boot with iommu=pt, `setpci -v -d '*:*' ECAP_ACS+0x6.w=0000`"
+                remedy = f"on {host} see why in `nvidia-smi topo -p2p r`; with an IOMMU, ACS must be off ({acs})"
             else:
                 continue
             subject = f"GPU {members[source].local_rank} -> GPU {members[target].local_rank} on {host}"

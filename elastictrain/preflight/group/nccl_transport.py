@@ -93,18 +93,13 @@ def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupM
         if planned is not None and kinds(networks) & {"rdma", "socket"} - {planned}:
             remedy = f"set NCCL_IB_DISABLE=1 on {host} if the plan is right; else see the check infiniband"
             if planned == "rdma":
-                remedy = (
-                    f"on {host} see why in NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: libibverbs must be there and "
-                    f"/dev/infiniband visible (in a container too), NCCL_IB_HCA name an active port, and NCCL_IB_DISABLE not "
-                    f"be 1"
-                )
+                needed = "libibverbs, /dev/infiniband (in a container too), an active port in NCCL_IB_HCA, no NCCL_IB_DISABLE=1"
+                remedy = f"on {host} see why in NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET; it needs {needed}"
             expected = "NET/Socket" if planned == "socket" else "NET/IB"
             verdicts.append(on_host.failed(used, expected=expected, remedy=remedy))
         elif kinds(networks) == {"rdma"} and any(one.direct is False for one in theirs):
-            remedy = (
-                f"on {host} `modprobe nvidia_peermem` (or a kernel and driver with DMA-BUF), and look at `nvidia-smi topo -m`: "
-                f"GPU and port must be below one PCIe bridge, or NCCL_NET_GDR_LEVEL=SYS"
-            )
+            bridge = "GPU and port must be below one PCIe bridge (`nvidia-smi topo -m`), or NCCL_NET_GDR_LEVEL=SYS"
+            remedy = f"on {host} `modprobe nvidia_peermem`, or a kernel and driver with DMA-BUF; {bridge}"
             verdicts.append(on_host.failed(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy))
     texts = set()
     for one in known:

@@ -164,10 +164,8 @@ def compare(hosts: Mapping[str, SoftwareDigest]) -> list[Verdict]:
         differences = [*_code(own, hosts[right_code], right_code, report)] if code[host] != code[right_code] else []
         differences += _values(unlike, report)
         if own.config and own.config != configs[right_config]:
-            remedy = (
-                f"start {host} with the same command line and config folder as {right_config}; "
-                "compare what `python -m elastictrain.run ... --cfg job` prints on both"
-            )
+            comparing = "compare what `python -m elastictrain.run ... --cfg job` prints on both"
+            remedy = f"start {host} with the same command line and config folder as {right_config}; {comparing}"
             expected = f"{configs[right_config][:12]} as on {right_config}"
             differences.append(report.failed(f"config {own.config[:12]}", expected=expected, remedy=remedy))
         found += differences or [report.passed("alike", expected="alike")]

@@ -89,10 +89,8 @@ def judge_shared_memory(folder: str, space: Space | None, *, host: str) -> Verdi
     if space is None:
         return report.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")
     unit, size = f"GiB free in {folder}", f"{_SUGGESTED_GIB}g"
-    larger = (
-        f"give {folder} on {host} {_SUGGESTED_GIB} GiB: `docker run --shm-size={size}`, in Kubernetes an "
-        f"emptyDir with `medium: Memory` on {folder}, on a plain host `mount -o remount,size={size} {folder}`"
-    )
+    mounting = f"an emptyDir with `medium: Memory`, `mount -o remount,size={size} {folder}`"
+    larger = f"give {folder} on {host} {_SUGGESTED_GIB} GiB: `docker run --shm-size={size}`, {mounting}"
     free, expected = in_gib(space.free_bytes), in_gib(LEAST_SHARED_BYTES)
     if space.kind is not None and space.kind not in _MEMORY_KINDS:
         remedy = f"mount a tmpfs: `mount -t tmpfs tmpfs {folder}`, {elsewhere} such as /dev/shm"

@@ -76,9 +76,7 @@ def judge_xids(xids: Sequence[Xid] | None, report: GpuReport | None, *, host: st
     """One verdict for each GPU or switch with hardware errors since boot."""
     verdict = Reporter("xid", host)
     if xids is None:
-        remedy = (
-            "let users read the kernel's log, as root: sysctl kernel.dmesg_restrict=0 (or usermod -aG adm USER, for journalctl)"
-        )
+        remedy = "let users read it, as root: sysctl kernel.dmesg_restrict=0 (or usermod -aG adm USER, for journalctl)"
         return [verdict.skipped("the kernel's log cannot be read", remedy=remedy)]
     found = []
     for bus in dict.fromkeys(xid.bus for xid in xids):
@@ -89,10 +87,8 @@ def judge_xids(xids: Sequence[Xid] | None, report: GpuReport | None, *, host: st
         if counts := Counter(xid.code for xid in xids if xid.bus == bus and not xid.switch and xid.code in HARDWARE):
             gpu = next((gpu for gpu in report.gpus if gpu.bus == bus), None) if report else None
             status = Status.FAIL if counts.keys() & UNFIT.keys() else Status.WARN
-            texts = [
-                f"{code}" + (f" ({UNFIT[code]})" if code in UNFIT else "") + f", {count} times" * (count > 1)
-                for code, count in counts.items()
-            ]
+            named = {code: f"{code} ({UNFIT[code]})" if code in UNFIT else f"{code}" for code in counts}
+            texts = [named[code] + f", {count} times" * (count > 1) for code, count in counts.items()]
             about = f"GPU {gpu.index if gpu else bus} on {host}"
             found.append(verdict(about, status, f"Xid {'; '.join(texts)}", "none since boot", _remedy(set(counts), bus)))
     if found:
@@ -109,9 +105,7 @@ def _remedy(codes: set[int], bus: str) -> str:
     if 64 in codes:
         return f"replace the host, or have GPU {bus} replaced: it has no spare memory left"
     if codes & {74, *range(144, 151)}:
-        return (
-            f"look at nvidia-smi nvlink -e, reseat a bridge if there is one, reboot; if it comes back replace the host. {again}"
-        )
+        return f"see nvidia-smi nvlink -e, reseat a bridge if there is one, reboot; if it comes back replace the host. {again}"
     if codes & set(UNFIT):
         return f"{reset}; if it comes back replace the host. {again}"
     if 63 in codes:

@@ -201,9 +201,7 @@ def judge_port(number: int, problem: int | None, holder: Holder | None, *, host:
         return report.passed(f"held by our own {who}" if who else "free", expected=expected)
     remedy = "choose another port from 1024 up: preflight.ports"
     if problem == errno.EADDRINUSE:
-        finding = (
-            f"on {host} end {who}: `kill {holder.pid}`" if holder else f"find who listens: `ss -ltnp sport = :{number}` as root"
-        )
-        remedy = f"{finding}; or {remedy}"
+        ending = f"end {who}: `kill {holder.pid}`" if holder else f"find who listens: `ss -ltnp sport = :{number}` as root"
+        remedy = f"on {host} {ending}; or {remedy}"
     measured = f"port {number} (checks of links): {f'held by {who}' if who else os.strerror(problem)}"
     return report.failed(measured, expected=expected, remedy=remedy)

@@ -37,14 +37,11 @@ def in_gib(num_bytes: float) -> float:
 def judge_memory(*, total: int, available: int, swapped: int, group: MemoryGroup | None, host: str) -> Verdict:
     """Sizes in bytes. The smaller of the host's free memory and its container's (`group`) counts."""
     report, free, unit = Reporter("memory", host), available, "GiB available"
-    remedy = f"end what uses it on {host}: `ps -eo rss,pid,user,comm --sort=-rss | head`, `df -h /dev/shm`"
+    remedy = ending = f"end what uses it on {host}: `ps -eo rss,pid,user,comm --sort=-rss | head`, `df -h /dev/shm`"
     if group is not None and group.free_bytes < available:
         free, limit = group.free_bytes, f"{in_gib(group.limit_bytes):g} GiB"
         unit = f"GiB available of the container's {limit}"
-        remedy = (
-            f"raise the container's limit of {limit} on {host} (`docker run --memory=...`, `resources.limits.memory`, "
-            "`srun --mem=...`), or end what uses it: `ps -eo rss,pid,user,comm --sort=-rss | head`"
-        )
+        remedy = f"raise that limit (`docker run --memory=...`, `resources.limits.memory`, `srun --mem=...`), or {ending}"
     if free < LOW_MEMORY_BYTES:
         report_as = report.failed if free < LEAST_MEMORY_BYTES else report.warned
         return report_as(in_gib(free), expected=in_gib(LOW_MEMORY_BYTES), unit=unit, remedy=remedy)
@@ -77,10 +74,8 @@ def judge_load(load: float, *, cpus: int, host: str) -> Verdict:
     report, most, unit = Reporter("load", host), BUSY_LOAD * cpus, "processes that want to run"
     if load <= most:
         return report.passed(load, expected=most, unit=unit)
-    remedy = (
-        f"on {host} end what competes: `ps -eo pcpu,pid,user,comm --sort=-pcpu | head`; what waits for a disk or a network "
-        "folder counts, too: `ps -eo state,pid,comm | grep ^D`"
-    )
+    waiting = "what waits for a disk or a network folder counts, too: `ps -eo state,pid,comm | grep ^D`"
+    remedy = f"on {host} end what competes: `ps -eo pcpu,pid,user,comm --sort=-pcpu | head`; {waiting}"
     return report.warned(load, expected=most, unit=unit, remedy=remedy)
 
 
@@ -113,10 +108,8 @@ def judge_memlock(limit: ResourceLimit, *, capabilities: int, host: str, rdma: b
         return report.passed(measured, expected="unlimited, or CAP_IPC_LOCK, as here" if rdma else None, unit="GiB")
     own = "`ulimit -l unlimited` before the start"
     if limit.hard is not None:
-        own = (
-            f"on {host}: `* - memlock unlimited` {_LIMITS_FILE}, `docker run --ulimit memlock=-1`, or `LimitMEMLOCK=infinity` "
-            "in the systemd unit"
-        )
+        elsewhere = "`docker run --ulimit memlock=-1`, or `LimitMEMLOCK=infinity` in the systemd unit"
+        own = f"on {host}: `* - memlock unlimited` {_LIMITS_FILE}, {elsewhere}"
     return report.warned(measured, expected="unlimited", unit="GiB", remedy=own)
 
 
@@ -130,10 +123,8 @@ def judge_processes(limit: ResourceLimit, group: ProcessGroup | None, *, capabil
     """Processes and threads: the user's limit, which root does not have, and what is left in the control group."""
     report = Reporter("processes", host)
     if group is not None and (left := group.limit - group.used) < FEW_PROCESSES:
-        remedy = (
-            f"raise the limit of the container on {host} ({group.limit}, {group.used} in use): "
-            "`docker run --pids-limit=-1`, `podPidsLimit` of the kubelet, or `TasksMax=infinity` in the systemd unit"
-        )
+        raising = "`docker run --pids-limit=-1`, `podPidsLimit` of the kubelet, or `TasksMax=infinity` in the systemd unit"
+        remedy = f"raise the limit of the container on {host} ({group.limit}, {group.used} in use): {raising}"
         report_as = report.failed if left < LEAST_PROCESSES else report.warned
         return report_as(max(0, left), expected=FEW_PROCESSES, unit="more in the control group", remedy=remedy)
     if limit.soft is not None and capabilities & (SYS_ADMIN | SYS_RESOURCE):

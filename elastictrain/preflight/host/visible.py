@@ -102,17 +102,15 @@ def check_visible(
     # GPUs that NVIDIA's driver holds.
     silent = sorted(set(surroundings.names("/proc/driver/nvidia/gpus")) - {gpu.bus for gpu in report.gpus})
     if silent and report.whole and not report.lost:
-        kept = "unless they are kept from this process on purpose (container, cgroup)"
-        remedy = f"{kept}: see dmesg | grep -e NVRM -e Xid, and reboot"
-        found.append(
-            verdict.warned(f"not listed: {', '.join(silent)}", expected="all GPUs of the driver listed", remedy=remedy)
-        )
+        remedy = "unless a container or cgroup hides them on purpose: see dmesg | grep -e NVRM -e Xid, and reboot"
+        found.append(verdict.warned(f"not listed: {', '.join(silent)}", expected="all GPUs of the driver", remedy=remedy))
     for gpu in report.gpus:
         if gpu.recovery:
             status = Status.WARN if gpu.recovery.lower().startswith("drain") else Status.FAIL
-            remedy = f"as root, with no process on any GPU: nvidia-smi --gpu-reset -i {gpu.where}, or reboot the host"
-            if "reboot" in gpu.recovery.lower():
-                remedy = "reboot the host"
+            reset = (
+                "" if "reboot" in gpu.recovery.lower() else f"as root, GPUs idle: nvidia-smi --gpu-reset -i {gpu.where}, or "
+            )
+            remedy = f"{reset}reboot the host"
             measured = f"the driver asks for: {gpu.recovery}"
             found.append(verdict(f"GPU {gpu.index} on {host}", status, measured, "nothing to recover", remedy))
     selection = select(report.gpus, environment, report.vendor)
@@ -135,28 +133,24 @@ def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[
         theirs, module = (pci.amd, "amdgpu") if amd else (pci.nvidia, "nvidia")
         match report.trouble:
             case Trouble.NO_ANSWER:
-                looking = "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot"
-                remedy = f"{looking}. Is the tool only slow? nvidia-smi -pm 1"
+                remedy = (
+                    "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot. Is the tool slow? nvidia-smi -pm 1"
+                )
                 return verdict.failed(f"{report.tool}: {report.trouble}", expected="an answer", remedy=remedy)
             case Trouble.MISMATCH:
                 remedy = "reboot the host, so that the kernel loads the driver that is installed; in a container: start it anew"
                 return verdict.failed(said, expected="the same driver in the kernel and in its libraries", remedy=remedy)
             case Trouble.NO_DRIVER if theirs:
-                looking = f"dmesg | grep -i {module}"
-                remedy = f"as root: modprobe {module}; if that fails, install the driver for this kernel: {looking}"
+                remedy = f"as root: modprobe {module}; if that fails (dmesg | grep -i {module}), install it for this kernel"
                 return verdict.failed(said, expected=f"{len(theirs)} GPUs", remedy=remedy)
             case Trouble.GARBLED:
-                return verdict.warned(
-                    said, expected="a list of GPUs", remedy=f"run {report.tool} and see what is wrong with it"
-                )
+                return verdict.warned(said, expected="a list of GPUs", remedy=f"run {report.tool} and see what is wrong")
     if environment.get(CONTAINER) in {"void", "none", ""} and any_gpu:
         remedy = f"none for a run on CPUs; else start the container with GPUs ({CONTAINER}=all, docker run --gpus all)"
         return verdict.skipped("the container was given no GPU", remedy=remedy)
     if any_gpu:
-        remedy = (
-            "install the vendor's driver and its tools; in a container: start it with --gpus all and "
-            "NVIDIA_DRIVER_CAPABILITIES=compute,utility (AMD: --device /dev/kfd --device /dev/dri)"
-        )
+        passing = "start the container with --gpus all (AMD: --device /dev/kfd --device /dev/dri)"
+        remedy = f"install the vendor's driver and its tools; {passing} and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         measured = f"{len(any_gpu)} GPUs on the PCI bus, but no {said or 'nvidia-smi or rocm-smi'}"
         return verdict.warned(measured, expected="GPUs with a driver", remedy=remedy)
     return verdict.skipped("no GPU", remedy="none for a run on CPUs; to train on GPUs, take a host that has some")
@@ -179,9 +173,7 @@ def _judge_count(report: GpuReport, selection: Selection, needed: int | None, ve
         return verdict.failed(f"{seen} GPUs{by}", expected=f"{needed}, one for each rank", remedy=remedy)
     divided = any(gpu.mig for gpu in selection.gpus) or selection.mig_instances > 1
     if divided and needed is not None and needed > 1:
-        remedy = (
-            "as root, with the GPUs idle: nvidia-smi -mig 0; a process sees only one MIG instance, and NCCL does not join them"
-        )
+        remedy = "as root, with the GPUs idle: nvidia-smi -mig 0; NCCL does not join MIG instances"
         return verdict.warned("MIG is on", expected=f"{needed} whole GPUs", remedy=remedy)
     return verdict.passed(f"{seen} GPUs{by}" if by else report.counted_names(), expected=needed)
 
@@ -228,9 +220,7 @@ def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:
     found = []
     for one, width, max_width in known:
         if width < max_width:
-            remedy = (
-                f"compare with the slot (as root: lspci -vv -s {one.bus} | grep -e LnkCap: -e LnkSta:); "
-                f"if the slot has {max_width} lanes, reseat the card or its riser, or replace the host"
-            )
+            slot = f"as root: lspci -vv -s {one.bus} | grep -e LnkCap: -e LnkSta:"
+            remedy = f"if the slot has {max_width} lanes ({slot}), reseat the card or its riser, or replace the host"
             found.append(verdict(one.subject, Status.WARN, width, max_width, remedy, unit="lanes"))
     return found or [verdict.passed(f"{len(known)} links at full width")]

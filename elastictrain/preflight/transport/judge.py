@@ -45,9 +45,7 @@ def _routes(facts: TransportFacts) -> Iterator[Verdict]:
         if route.local is None:
             remedy = f"getent hosts {route.target}  # if it prints nothing: ADDRESS {route.target} in /etc/hosts"
             if ":" in route.target or route.target.replace(".", "").isdecimal():
-                remedy = (
-                    f"ip route get {route.target}  # and: ip -brief address, for an interface that is down or has no address"
-                )
+                remedy = f"ip route get {route.target}; ip -brief address  # is an interface down, or without an address?"
             yield on_link(Status.FAIL, f"no way to {route.target}: {route.error}", remedy=remedy)
         elif is_loopback(route.local):
             yield _loopback(facts, name, route)
