@@ -55,9 +55,7 @@ class GroupMember:
 
 def strangers(hosts: Sequence[str]) -> tuple[GroupMember, ...]:
     """The ranks before any has introduced itself. `hosts`: of each rank."""
-    return tuple(
-        GroupMember(rank=rank, host=host, local_rank=list(hosts[:rank]).count(host)) for rank, host in enumerate(hosts)
-    )
+    return tuple(GroupMember(rank=at, host=host, local_rank=list(hosts[:at]).count(host)) for at, host in enumerate(hosts))
 
 
 def introduced(members: Sequence[GroupMember], figures: Mapping[int, object]) -> tuple[GroupMember, ...]:

@@ -1,7 +1,7 @@
 """Which transport NCCL chose, by its own log, and whether that is the planned one. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.group.members import GroupMember
@@ -60,21 +60,14 @@ def parse_log(text: str) -> NcclChannels:
             direct.add(network[2] is not None)
         elif near := _LOCAL.match(channel[1]):
             local.add(near[1])
-    return NcclChannels(
-        networks=tuple(sorted(networks)),
-        direct=all(direct) if direct else None,
-        local=tuple(sorted(local)),
-        algorithms=tuple(sorted(set(_CONNECTED.findall(text)))),
-        count=max(map(int, _COUNT.findall(text)), default=0),
-    )
+    algorithms, count = tuple(sorted(set(_CONNECTED.findall(text)))), max(map(int, _COUNT.findall(text)), default=0)
+    return NcclChannels(tuple(sorted(networks)), all(direct) if direct else None, tuple(sorted(local)), algorithms, count)
 
 
-def kinds(networks: Iterable[str]) -> set[str]:
+def kinds(networks: Collection[str]) -> set[str]:
     """ "rdma", "socket", or a plugin's own name: NCCL's IB covers RoCE, and plugins for it are called IBext and the like."""
-    return {
-        "rdma" if name.startswith("IB") or "libfabric" in name.lower() else {"Socket": "socket"}.get(name, name)
-        for name in networks
-    }
+    rdma = {name for name in networks if name.startswith("IB") or "libfabric" in name.lower()}
+    return {"rdma" if name in rdma else {"Socket": "socket"}.get(name, name) for name in networks}
 
 
 def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupMember]) -> list[Verdict]:

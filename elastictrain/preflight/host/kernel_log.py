@@ -31,14 +31,10 @@ UNFIT = {  # after these a GPU needs at least a reset
     120: "the GPU's firmware failed",
     140: "memory error without recovery",
 }
-_XID = re.compile(
-    r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]{7,20})[^)\n]{0,40}\):\s*(?P<code>\d{1,4})\b[\s,]*(?P<words>[^\n]{0,200})"
-)
-_SXID = re.compile(
-    r"SXid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]{7,20})\):\s*(?P<code>\d{1,6}),\s*(?P<level>Non-fatal|Fatal)\s*,\s*"
-    r"(?P<words>[^\n]{0,120})",
-    re.I,
-)
+_AT = r"Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]{7,20})"
+_XID = re.compile(rf"NVRM: {_AT}[^)\n]{{0,40}}\):\s*(?P<code>\d{{1,4}})\b[\s,]*(?P<words>[^\n]{{0,200}})")
+_LEVEL = r"(?P<level>Non-fatal|Fatal)\s*,\s*(?P<words>[^\n]{0,120})"
+_SXID = re.compile(rf"S{_AT}\):\s*(?P<code>\d{{1,6}}),\s*{_LEVEL}", re.I)
 
 
 @dataclass(frozen=True, slots=True)

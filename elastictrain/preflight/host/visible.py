@@ -58,10 +58,8 @@ def select(gpus: Sequence[Gpu], environment: Mapping[str, str], vendor: Vendor) 
     indices or prefixes of UUIDs; the list ends at the first invalid entry; an empty list hides all."""
     left = Selection(tuple(gpus))
     for variable in SELECTORS[vendor]:
-        value = environment.get(variable)
-        if value is None or (
-            variable == "CUDA_VISIBLE_DEVICES" and vendor is Vendor.AMD and left.variable == "HIP_VISIBLE_DEVICES"
-        ):
+        value, is_cuda = environment.get(variable), variable == "CUDA_VISIBLE_DEVICES"
+        if value is None or (is_cuda and vendor is Vendor.AMD and left.variable == "HIP_VISIBLE_DEVICES"):
             continue
         left = _selected(left.gpus, variable, value.strip())
     return left
@@ -107,10 +105,8 @@ def check_visible(
     for gpu in report.gpus:
         if gpu.recovery:
             status = Status.WARN if gpu.recovery.lower().startswith("drain") else Status.FAIL
-            reset = (
-                "" if "reboot" in gpu.recovery.lower() else f"as root, GPUs idle: nvidia-smi --gpu-reset -i {gpu.where}, or "
-            )
-            remedy = f"{reset}reboot the host"
+            reset = f"as root, GPUs idle: nvidia-smi --gpu-reset -i {gpu.where}, or "
+            remedy = "reboot the host" if "reboot" in gpu.recovery.lower() else f"{reset}reboot the host"
             measured = f"the driver asks for: {gpu.recovery}"
             found.append(verdict(f"GPU {gpu.index} on {host}", status, measured, "nothing to recover", remedy))
     selection = select(report.gpus, environment, report.vendor)
@@ -133,9 +129,7 @@ def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[
         theirs, module = (pci.amd, "amdgpu") if amd else (pci.nvidia, "nvidia")
         match report.trouble:
             case Trouble.NO_ANSWER:
-                remedy = (
-                    "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot. Is the tool slow? nvidia-smi -pm 1"
-                )
+                remedy = "if the driver hangs (dmesg | grep -e Xid -e NVRM -e amdgpu) reboot; if it is slow: nvidia-smi -pm 1"
                 return verdict.failed(f"{report.tool}: {report.trouble}", expected="an answer", remedy=remedy)
             case Trouble.MISMATCH:
                 remedy = "reboot the host, so that the kernel loads the driver that is installed; in a container: start it anew"
@@ -204,10 +198,8 @@ def read_lanes(surroundings: Surroundings, report: GpuReport | None) -> list[Lan
         if width or max_width:
             # An interface and its RDMA device are one card.
             found.setdefault(bus, Lanes(f"{name} on {host}", bus, width, max_width))
-    return [
-        *(Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in gpus),
-        *found.values(),
-    ]
+    own = [Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in gpus]
+    return [*own, *found.values()]
 
 
 def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:

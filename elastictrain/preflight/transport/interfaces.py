@@ -9,9 +9,7 @@ from enum import StrEnum
 from elastictrain.preflight.surroundings import Surroundings
 
 _FOLDER = "/sys/class/net"
-_CONTAINER_NAME = re.compile(
-    r"(docker|br-[0-9a-f]{12}$|cni|podman|nerdctl|virbr|lxcbr|lxdbr|incusbr|kube-bridge|veth|cali|lxc)"
-)
+_CONTAINER_NAME = re.compile(r"docker|br-[0-9a-f]{12}$|cni|podman|nerdctl|virbr|lxc|lxdbr|incusbr|kube-bridge|veth|cali")
 """The host's ends of containers and virtual machines: the peer behind the same address differs from host to host."""
 _LOOPBACK_TYPE, _IPOIB_TYPE = 772, 32  # source: linux/if_arp.h
 _UP = 0x1

@@ -185,12 +185,9 @@ def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset
         # Where most lack it, those that have it are the exception, and sockets are right.
         status = Status.FAIL if agreed is Rdma.NONE and 2 * len(lacking) <= len(kinds) else Status.WARN
         return [_infiniband(name, status, measured, expected, f"{remedy} ({without})") for name in lacking]
-    most = max(map(len, hcas.values()), default=0)
-    return [
-        _infiniband(name, Status.WARN, len(ports), most, f"ibstat  # on {name}: ports that are not Active", unit="ports")
-        for name, ports in hcas.items()
-        if len(ports) < most
-    ]
+    most, remedy = max(map(len, hcas.values()), default=0), "ibstat  # on this host: ports that are not Active"
+    fewer = [name for name, ports in hcas.items() if len(ports) < most]
+    return [_infiniband(name, Status.WARN, len(hcas[name]), most, remedy, unit="ports") for name in fewer]
 
 
 def _device(host: str, device: Device, ports: Sequence[Port]) -> Iterator[Verdict]:

@@ -134,25 +134,22 @@ class TransportPlan:
 def decide_transport(facts: TransportFacts, *, agreed: Rdma, after_failure: bool = False) -> TransportPlan:
     """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`)."""
     choice = choose_interface(facts)
-    name = choice.interface.name if choice.interface else None
-    rdma = decide_rdma(facts.ports, settings=facts.settings, agreed=agreed, interface=name)
+    interface = choice.interface
+    device = interface.name if interface else None
+    rdma = decide_rdma(facts.ports, settings=facts.settings, agreed=agreed, interface=device)
     planned, kept = list(_planned(choice, rdma, after_failure=after_failure)), []
     for one in planned:
         if (setting := facts.settings.get(one.name)) is not None:
             same = "as planned" if setting.value == one.value else f"{one.value} was planned: {one.reason}"
             kept.append(PlannedVariable(one.name, setting.value, f"set in {setting.origin}; {same}"))
-    interface = choice.interface
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
-    notes += tuple(
-        f"{variable}={setting.value} (set in {setting.origin}): {meaning}"
-        for variable, meaning in EXPLAINED.items()
-        if (setting := facts.settings.get(variable))
-    )
+    given = {name: facts.settings[name] for name in EXPLAINED if name in facts.settings}
+    notes += tuple(f"{name}={one.value} (set in {one.origin}): {EXPLAINED[name]}" for name, one in given.items())
     return TransportPlan(
         host=facts.host,
         variables=tuple(one for one in planned if one.name not in facts.settings),
         kept=tuple(kept),
-        interface=name,
+        interface=device,
         rdma=rdma.kind,
         hcas=tuple(port.name for port in rdma.ports),
         link_gbps=rdma.rate_gbps if rdma.ports else (interface.speed_gbps if interface else None),
@@ -161,11 +158,9 @@ def decide_transport(facts: TransportFacts, *, agreed: Rdma, after_failure: bool
 
 
 def describe_plan(plan: TransportPlan) -> list[str]:
-    return [
-        *(f"{one.name}={one.value}  # {one.reason}" for one in plan.variables),
-        *(f"{one.name}={one.value}  # kept: {one.reason}" for one in plan.kept),
-        *(f"# {one}" for one in plan.notes),
-    ]
+    lines = [f"{one.name}={one.value}  # {one.reason}" for one in plan.variables]
+    lines += [f"{one.name}={one.value}  # kept: {one.reason}" for one in plan.kept]
+    return [*lines, *(f"# {one}" for one in plan.notes)]
 
 
 def _planned(choice: InterfaceChoice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator[PlannedVariable]:
