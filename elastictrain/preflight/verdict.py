@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import zip_longest
 
 
@@ -30,6 +31,7 @@ _WORST_FIRST = (Status.FAIL, Status.WARN, Status.SKIP, Status.PASS)
 _COLOURS = {Status.PASS: "32", Status.SKIP: "90", Status.WARN: "33", Status.FAIL: "1;31"}
 _HEADINGS = ("", "check", "subject", "measured", "expected", "seconds")
 _WIDEST = 48
+_fill = partial(textwrap.fill, initial_indent="      -> ", subsequent_indent="         ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +112,16 @@ def findings(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def describe(verdict: Verdict) -> str:
     """One sentence: subject, measured figure, remedy."""
-    measured = f" is {_with_unit(verdict.measured, verdict.unit)}" if verdict.measured is not None else ""
-    expected = f" (should be {_with_unit(verdict.expected, verdict.unit)})" if verdict.expected is not None else ""
-    return f"{verdict.subject}: {verdict.check}{measured}{expected}; {verdict.remedy}"
+    measured, expected = shown(verdict.measured, verdict.unit), shown(verdict.expected, verdict.unit)
+    figures = (f" is {measured}" if measured else "") + (f" (should be {expected})" if expected else "")
+    return f"{verdict.subject}: {verdict.check}{figures}; {verdict.remedy}"
 
 
-def shown(figure: Figure) -> str:
+def shown(figure: Figure, unit: str = "") -> str:
     """A figure as a person reads it; empty for None."""
-    if figure is None:
-        return ""
-    if isinstance(figure, float) and not figure.is_integer():
-        return f"{figure:.4g}"
-    return str(int(figure)) if isinstance(figure, float) else str(figure)
-
-
-def _with_unit(figure: Figure, unit: str) -> str:
-    return f"{shown(figure)} {unit}".strip() if figure is not None else ""
+    if isinstance(figure, float):
+        figure = str(int(figure)) if figure.is_integer() else f"{figure:.4g}"
+    return "" if figure is None else f"{figure} {unit}".rstrip()
 
 
 def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything: bool = True) -> str:
@@ -135,16 +131,13 @@ def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything:
         return summary(verdicts)
     rows: list[Sequence[str]] = [_HEADINGS]
     for one in listed:
-        figures = (_with_unit(figure, one.unit) for figure in (one.measured, one.expected))
+        figures = (shown(one.measured, one.unit), shown(one.expected, one.unit))
         rows.append((one.status.value, one.check, one.subject, *figures, f"{one.seconds:.2f}"))
     widths = [min(_WIDEST, max(len(row[column]) for row in rows)) for column in range(len(_HEADINGS))]
     lines = _wrapped(rows[0], widths)
     for verdict, row in zip(listed, rows[1:], strict=True):
         lines += _wrapped(row, widths, colour=_COLOURS[verdict.status] if colour else "")
-        if verdict.remedy:
-            lines.append(
-                textwrap.fill(verdict.remedy, max(40, width), initial_indent="      -> ", subsequent_indent="         ")
-            )
+        lines += [_fill(verdict.remedy, max(40, width))] if verdict.remedy else []
     return "\n".join([*lines, "", summary(verdicts)])
 
 
