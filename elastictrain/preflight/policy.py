@@ -51,6 +51,17 @@ def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -
     return [f"{check} of {subject}: {num} of the last {starts} starts" for (check, subject), num in counted if num > 1]
 
 
+def find_slow(before: Sequence[PastFindings], *, modes: Mapping[str, str], hosts: Collection[str]) -> str:
+    """Why all is to be measured again: one of `hosts` was left out for being slow, or the last start went on with a slow one.
+    Empty if neither is so. `before`: as for `find_repeated`."""
+    failed = [row for rows in before for row in rows if row.get("status") == "fail"]
+    slow = [host_of(str(row.get("subject"))) for row in failed if modes.get(str(row.get("check"))) == "exclude"]
+    if back := [host for host in slow if host in hosts]:
+        return f"{back[-1]} was left out for being slow, and is back"
+    excused = any(row.get("excused") is True for rows in before[-1:] for row in rows)
+    return "the last start went on although a part of it was too slow" if excused else ""
+
+
 def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str], *, spare: int | None = None) -> list[Verdict]:
     """Apply the mode of each check: `off` drops its verdicts, `warn` turns its failures into warnings, `exclude` does so if no
     host is to blame, or more hosts failed than the `spare` ones that the run can do without (None: any number)."""

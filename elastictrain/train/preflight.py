@@ -27,7 +27,17 @@ from elastictrain.preflight.group.members import Planned
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, find_layout
-from elastictrain.preflight.policy import STARTS, Chosen, Level, PastFindings, apply_modes, choose_level, decide, find_repeated
+from elastictrain.preflight.policy import (
+    STARTS,
+    Chosen,
+    Level,
+    PastFindings,
+    apply_modes,
+    choose_level,
+    decide,
+    find_repeated,
+    find_slow,
+)
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import TransportPlan, describe_plan
 from elastictrain.preflight.transport.settings import own_variables
@@ -195,13 +205,15 @@ class RunPreflight:
                 chosen = choose_level(first_start=first_start, exit_codes=exit_codes)
                 failed = any(one.recovers for one in self._context.generation.ranks)
                 orderly = plan is None and launcher is not None and not failed
-                if orderly and chosen.level is Level.QUICK and self._identity.host in planned:
+                slow = ""
+                if chosen.level is Level.QUICK:
+                    past = within(_READ_S, self._past.findings) or []
+                    slow = find_slow(past, modes=self._config.preflight.modes, hosts=self._layout.hosts)
+                if slow:
+                    chosen = Chosen(Level.FULL, slow)
+                elif orderly and chosen.level is Level.QUICK and self._identity.host in planned:
                     # This host took part in the last generation, which has ended in order.
                     chosen = Chosen(Level.QUICK, "hosts came or left, and nothing has failed", first_collective=True)
-                elif chosen.level is Level.QUICK:
-                    last = within(_READ_S, partial(self._past.findings, count=1)) or []
-                    if any(row.get("excused") is True for rows in last for row in rows):
-                        chosen = Chosen(Level.FULL, "the last start went on although a part of it was too slow")
             self._exchange.put("level", encode_record(chosen))
             return chosen
         data = self._exchange.get("level", limit_s=limit_s)
@@ -250,15 +262,15 @@ class EarlierStarts:
         """Exit codes that the first ranks of the last generation recorded, or None: a rank that was killed may leave no log."""
         return [last_exit_code(data) for data in self._logs("how the last incarnation ended", first=False)]
 
-    def findings(self, *, count: int = STARTS) -> list[PastFindings]:
-        """Findings of the last `count` starts that had a preflight, newest last: it is among a start's first records."""
-        found = (findings_in(data) for data in self._logs("what earlier starts found", first=True, count=count))
+    def findings(self) -> list[PastFindings]:
+        """Findings of each earlier start that had a preflight, newest last: it is among a start's first records."""
+        found = (findings_in(data) for data in self._logs("what earlier starts found", first=True))
         return [rows for rows in found if rows is not None]
 
-    def _logs(self, what: str, *, first: bool, count: int = STARTS) -> list[bytes]:
-        """The first records of rank 0 of the last `count` starts, or the last records of the last start's first ranks."""
+    def _logs(self, what: str, *, first: bool) -> list[bytes]:
+        """The first records of rank 0 of the last `STARTS` starts, or the last records of the last start's first ranks."""
         try:
-            starts = Starts(self.store).last(self.number, count=count)
+            starts = Starts(self.store).last(self.number, count=STARTS)
             places = [(start, 0) for start in starts]
             if starts and not first:
                 places = [(starts[-1], rank) for rank in range(min(starts[-1].world_size, _READ_AT_MOST))]

@@ -12,6 +12,7 @@ from elastictrain.preflight.policy import (
     decide,
     drop_symptoms,
     find_repeated,
+    find_slow,
     host_of,
 )
 from elastictrain.preflight.verdict import Status, Verdict
@@ -209,3 +210,24 @@ def test_what_is_new_is_not() -> None:
 def test_what_is_long_ago_is_forgotten_and_garbled_rows_say_nothing() -> None:
     before = [[SLOW], *([{}] for _ in range(STARTS - 1))]
     assert find_repeated([verdict("fail", check="bandwidth", subject="b")], before) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "slow"),
+    [
+        ([], False),
+        ([[{"check": "matmul", "subject": "rank 3 on b", "status": "fail"}], []], True),
+        ([[{"check": "bandwidth", "subject": "b", "status": "fail"}]], True),
+        # It is not back; it was broken; a link is nobody's.
+        ([[{"check": "bandwidth", "subject": "d", "status": "fail"}]], False),
+        ([[{"check": "disk", "subject": "b", "status": "fail"}]], False),
+        ([[{"check": "bandwidth", "subject": link("a", "b"), "status": "fail"}]], False),
+        ([[{"check": "bandwidth", "subject": "b", "status": "warn"}]], False),
+        ([[{"check": "bandwidth", "subject": "b", "status": "warn", "excused": True}]], True),
+        # It was measured again since then.
+        ([[{"check": "bandwidth", "subject": "b", "status": "warn", "excused": True}], []], False),
+        ([[{}, {"excused": "yes", "status": 7}]], False),
+    ],
+)
+def test_what_was_slow_is_measured_again(before: list[list[dict[str, object]]], slow: bool) -> None:
+    assert bool(find_slow(before, modes=PreflightGroup().modes, hosts=HOSTS)) is slow

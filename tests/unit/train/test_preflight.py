@@ -213,6 +213,16 @@ class TestRecoveringInPlace:
         chosen = make(level=wanted, hosts="ab", launcher=launcher, planned=planned)[0].chosen
         assert (chosen.level, chosen.first_collective) == (level, brief)
 
+    def test_a_host_that_was_left_out_for_being_slow_is_measured_again(self, make: Make, store: Store) -> None:
+        end(store, "000006-bb", 75)
+        row = {"check": "bandwidth", "subject": "b", "status": "fail"}
+        event = {"event": "preflight", "stage": "hosts", "findings": [row]}
+        store.write("events/000006-bb-r00000.jsonl", json.dumps(event).encode() + b"\n")
+        for hosts, level in (("ab", Level.FULL), ("ac", Level.QUICK)):
+            launcher = replace(launched(None), restarted=True)
+            chosen = make(hosts=hosts, launcher=launcher, planned="a")[0].chosen
+            assert (chosen.level, chosen.first_collective) == (level, level is Level.QUICK)
+
     def test_an_orderly_end_that_broke_is_checked_in_full(self, make: Make, store: Store) -> None:
         end(store, "000006-bb", 71, 71)
         launcher = replace(launched(None), restarted=True)
