@@ -123,6 +123,20 @@ class Skip(Event, tag="skip", frozen=True):
     in_a_row: int
 
 
+class StragglerFound(Event, tag="straggler", frozen=True):
+    """A rank holds up the others, or has ceased to (`over`). Times are medians of the last steps."""
+
+    step: int
+    of_rank: int
+    host: str
+    phase: str
+    own_s: float  # how long it works on this phase in a step
+    others_s: float  # the median of the other ranks
+    step_s: float
+    steps: int  # since it was slow for the first time
+    over: bool
+
+
 class Evaluated(Event, tag="eval", frozen=True):
     step: int
     loss: float

@@ -17,6 +17,7 @@ from elastictrain.errors import HostUnfitError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch import Tensor
     from torch.distributed.tensor import DTensor
 
 COMPILER = "torch._dynamo"  # the module that torch compiles with; the first optimizer imports it
@@ -70,6 +71,9 @@ COMPILATIONS = (
 )
 """Begin and end of each compilation by torch."""
 
+ENGINE = (PrivateName("torch.autograd", "Variable._execution_engine.queue_callback"),)
+"""What to call when a backward pass has done its work."""
+
 # The last collectives. Only CUDA builds have the second recorder, for those of NCCL.
 FLIGHT_RECORDER = (PrivateName("torch._C._distributed_c10d", "_dump_fr_trace_json"),)
 _NCCL_FLIGHT_RECORDER = "_dump_nccl_trace_json"
@@ -103,6 +107,14 @@ def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     require(PLACEMENT)
     sizes, offsets = PLACEMENT[0].find()(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(sizes), tuple(offsets)
+
+
+def after_backward(loss: "Tensor", act: Callable[[], None]) -> None:
+    """Call `act` when all gradients of the next backward pass from `loss` are computed, in that pass and its stream, before DDP
+    waits for their reduction. Source: torch's engine calls what was queued in the order of queueing, and DDP queues its wait
+    with its last gradient. Never, if this torch has no such queue."""
+    if (queue := ENGINE[0].find()) is not None:
+        loss.register_hook(lambda _: queue(act))  # type: ignore[no-untyped-call]
 
 
 def flight_recorder() -> str | None:

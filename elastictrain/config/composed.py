@@ -269,6 +269,10 @@ class FaultGroup:
     """Replicas (DDP, HSDP) compare their parameters and optimizer state this often, besides before every snapshot and
     checkpoint; 0: then only."""
 
+    straggler_exclude_after: Annotated[int, Range(0)] = 0
+    """Steps for which a rank must have held up the others before its host is left out, if `launch.min_hosts` others remain;
+    0: never. Needs the launcher. The event `straggler` names such a rank in any case."""
+
     flight_recorder_entries: Annotated[int, Range(0)] = 2000
     """Collectives that the flight recorder remembers per rank for the dump after a failure; 0 turns it off."""
 

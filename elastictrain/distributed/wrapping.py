@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import partial
 
 import torch
@@ -54,6 +54,27 @@ def mesh_shape(parallel: ParallelGroup, *, world_size: int, local_world_size: in
     return MeshShape(world_size // wanted, wanted)
 
 
+@dataclass(slots=True)
+class ParameterGathers:
+    """Tells when FSDP begins and ends to wait for the parameters of a module, or to launch that on a device, in a forward
+    pass. Its hooks stay for good: a block is compiled anew when its hooks change."""
+
+    mark: Callable[[bool], None] | None = None  # True: it begins
+
+    def follow(self, module: nn.Module, *, compiled: bool) -> None:
+        """Call this once `module` is sharded."""
+
+        def tell(begins: bool) -> None:
+            if self.mark is not None:
+                self.mark(begins)
+
+        if compiled:
+            tell = torch.compiler.disable(tell)  # type: ignore[no-untyped-call]
+        # FSDP's own hook is between the two, and is not compiled either.
+        module.register_forward_pre_hook(lambda *_: tell(True), prepend=True)
+        module.register_forward_pre_hook(lambda *_: tell(False))
+
+
 @dataclass(frozen=True, slots=True)
 class Wrapped:
     """A model ready to train. Gradients after the backward pass are sums over ranks divided by the world size."""
@@ -63,6 +84,7 @@ class Wrapped:
     shape: MeshShape
     precision_context: Callable[[], AbstractContextManager[object]]  # entered around each forward pass and loss
     groups: tuple[dist.ProcessGroup, ...] = ()  # the model's own groups, besides the default one
+    gathers: ParameterGathers = field(default_factory=ParameterGathers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +93,7 @@ class Wrapping:
     parallel: ParallelGroup
     train: TrainGroup
     device: torch.device
+    gathers: ParameterGathers = field(default_factory=ParameterGathers)
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled.
@@ -91,6 +114,8 @@ class Wrapping:
             for block in blocks:
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
             fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            for module in (*blocks, model):
+                self.gathers.follow(module, compiled=train.compile)
         return model
 
     def make_mesh(self) -> DeviceMesh:
@@ -104,7 +129,7 @@ class Wrapping:
         if self.parallel.kind != "ddp":
             meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
             groups = next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
-            return Wrapped(model, model, self.shape, nullcontext, groups)
+            return Wrapped(model, model, self.shape, nullcontext, groups, self.gathers)
         module: nn.Module = model
         if self.shape.world_size > 1:
             # Constant buffers like positional tables are the same everywhere; only buffers that training changes need a sync.

@@ -22,6 +22,7 @@ NO_RANK = -1
 
 JOB_NAME = "job.json"  # the job's notes on its run, beside the folders of its generations
 _BEGUN_NAME = "begun.json"
+_STRAGGLER_NAME = "straggler.json"
 
 _TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
 _TRANSPORT_WORDS = (
@@ -99,6 +100,16 @@ def leave_begun(folder: str, *, resumed_step: int) -> None:
 def read_begun(folder: str) -> int | None:
     """The step whose state the generation restored; None if its first step was not done."""
     return _read(Path(folder) / _BEGUN_NAME, int)
+
+
+def leave_straggler(folder: str, sentence: str) -> None:
+    """Ask the launcher to leave its host out, which holds up the others. Never raises."""
+    leave_text(Path(folder) / _STRAGGLER_NAME, encode_record(sentence).decode())
+
+
+def read_straggler(folder: Path) -> str:
+    """Why the workers ask to leave this host out; empty if they do not."""
+    return _read(folder / _STRAGGLER_NAME, str) or ""
 
 
 def read_noted_step(folder: str) -> int:

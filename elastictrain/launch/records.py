@@ -3,9 +3,11 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Self
 
 from elastictrain.events import AppendLog, Event, encode
 from elastictrain.fault.reasons import NO_RANK
+from elastictrain.launch.membership.records import End
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,10 @@ class GenerationEnded(Event, tag="generation_ended", frozen=True):
     step: int
     reason: str
     lost: str  # the host that fell silent, if that is why
+
+    @classmethod
+    def of(cls, end: End) -> Self:
+        return cls(kind=end.kind, exit_code=end.exit_code, phase=end.phase, step=end.step, reason=end.reason, lost=end.lost)
 
 
 class LauncherEnded(Event, tag="launcher_ended", frozen=True):

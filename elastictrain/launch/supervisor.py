@@ -10,7 +10,7 @@ from pathlib import Path
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT, RunHeldError
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
-from elastictrain.fault.reasons import read_begun, read_noted_step, read_reasons
+from elastictrain.fault.reasons import read_begun, read_noted_step, read_reasons, read_straggler
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.attempt import Attempt, judge_end, what_died
 from elastictrain.launch.final_save import (
@@ -141,6 +141,7 @@ class Supervisor:
             left_s=max(0.0, self._began_s + 3600 * hours - self.clock()) if hours else float("inf"),
             stop_limit_s=self._stop_limit_s,
             wants_to_leave=self.stop_request() is not None,
+            straggles=read_straggler(self._attempt.folder) if self._attempt is not None else "",
         )
 
     def _act(self, decision: Decision) -> None:
@@ -201,10 +202,12 @@ class Supervisor:
 
     def _finish(self, attempt: Attempt, end: End, *, at_once: bool) -> None:
         """End this host's part of the generation, and publish the end if it is this host's own."""
-        request, now_s = self.stop_request(), self.clock()
+        request, now_s, own = self.stop_request(), self.clock(), end.host == self.registry.record.host
+        if own and end.exit_code == EXIT_UNFIT:
+            request = request or StopRequest(end.reason, now_s)  # the next generation does not have what this host keeps
         if attempt.finish(end, at_once=at_once, now_s=now_s, stop_limit_s=self._stop_limit_s, request=request):
             self._hurried_until_s = now_s + _HURRIED_S
-            if end.host == self.registry.record.host:
+            if own:
                 self.registry.post(end)
                 self.heartbeat.send_end(self.registry.record)
 
@@ -266,10 +269,7 @@ class Supervisor:
         self._stop_cost_s = self.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
             self.registry.post(end)
-        ended = GenerationEnded(
-            kind=end.kind, exit_code=end.exit_code, phase=end.phase, step=end.step, reason=end.reason, lost=end.lost
-        )
-        self.recorder.record(number, ended)
+        self.recorder.record(number, GenerationEnded.of(end))
         if end.kind is not EndKind.DONE:
             self.print_line(f"generation {number} has ended here: {headline(end.reason)}")
         self.registry.attentive = True

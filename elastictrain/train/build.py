@@ -4,6 +4,7 @@ import platform
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
+from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
+from elastictrain.train.straggler import StragglerFinder
 from elastictrain.train.task import CountsFlops, HasBlocks
 from elastictrain.version import __version__
 
@@ -108,10 +111,13 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         evaluator = Evaluator(context, wrapped, context.samples.held_out)
     if compile_cache is not None:
         compile_cache.wait()
+    clock = DeviceClock() if context.group.device.type == "cuda" else HostClock()
+    times: StepTimes[Any] | None = StepTimes(clock) if identity.world_size > 1 else None
     return Loop(
         context=context,
         state=state,
-        stepper=Stepper(context, wrapped, state.optimizer, before_update=saving.before_update),
+        stepper=Stepper(context, wrapped, state.optimizer, before_update=saving.before_update, times=times),
+        stragglers=StragglerFinder() if times is not None else None,
         loader=_make_loader(context, first_step=state.step, pool=before.pool if before is not None else None),
         saving=saving,
         comparison=comparison,

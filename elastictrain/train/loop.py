@@ -11,7 +11,7 @@ from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
 from elastictrain.events import Evaluated, Recovery, Skip, Step
-from elastictrain.fault.reasons import leave_begun
+from elastictrain.fault.reasons import leave_begun, leave_straggler
 from elastictrain.train.compile_cache import CompileCache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
@@ -21,7 +21,8 @@ from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Reached
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState, count_step
-from elastictrain.train.step import PendingStep, SaveReason, StepActions, StepFlags, Stepper, after_step
+from elastictrain.train.step import PendingStep, SaveReason, StepActions, StepFlags, Stepper, StepResult, after_step
+from elastictrain.train.straggler import StragglerFinder, to_leave_out
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class Loop:
     tokens_per_sample: int
     in_storage: bool  # whether storage has the restored state, or nothing was restored
     compile_cache: CompileCache | None = None
+    stragglers: StragglerFinder | None = None  # None in a world of one
     clock: Callable[[], float] = time.monotonic
     reached: Reached = field(init=False)  # what the next start can resume from
     finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
@@ -49,6 +51,7 @@ class Loop:
     _last_save_s: float = field(init=False)
     _last_save_step: int = field(default=0, init=False)
     _last_finished_s: float = field(init=False)
+    _reported: int | None = field(default=None, init=False)  # the straggler of which the launcher has been told
 
     def __post_init__(self) -> None:
         config = self.context.config
@@ -215,8 +218,25 @@ class Loop:
         self.comparison.check(step.step)
         self.saving.step_finished(step.step)
         self.saving.on_flags(step.step, result.flags)
+        self._look_for_stragglers(result)
         # The last save has served every request from before it began.
         return replace(result.flags, save=result.flags.save and step.step > self._last_save_step)
+
+    def _look_for_stragglers(self, result: StepResult) -> None:
+        """Record who begins or ceases to hold up the others. If such a rank's host is to be left out, its launcher decides."""
+        if self.stragglers is None:
+            return
+        context, identity, hosts = self.context, self.context.identity, self.context.generation.hosts
+        for change in self.stragglers.add(result.times) if result.times is not None else ():
+            if identity.is_log_rank:
+                context.journal.record(change.event(step=result.step, host=hosts[change.rank]))
+                self.observer.print_line(change.describe(host=hosts[change.rank]))
+        chosen = to_leave_out(self.stragglers.named, after=context.config.fault.straggler_exclude_after)
+        if chosen is None or chosen.rank == self._reported:
+            return
+        self._reported = chosen.rank
+        if identity.launcher is not None and identity.local_rank == 0 and chosen.rank in identity.host_ranks:
+            leave_straggler(identity.launcher.folder, chosen.describe(host=hosts[chosen.rank]))
 
     def _follow(self, step: int, actions: StepActions, *, saved: bool) -> None:
         """`saved`: the save of this step is already under way. Raises: StopRequestedError."""

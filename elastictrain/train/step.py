@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Literal, Self
+from functools import partial
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,15 @@ from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
 from elastictrain.liveness.progress import Phase
+from elastictrain.torch_private import after_backward
 from elastictrain.train.context import TrainContext
 from elastictrain.train.parameters import derive_seed, local, seed_everything
 from elastictrain.train.replica_comparison import HostCopy
+from elastictrain.train.step_times import WAIT, StepTimes
+from elastictrain.train.straggler import BETWEEN, FIGURES
 
-# The vector that ranks sum once per step. It includes the flags, so that agreeing on a stop costs no further collective.
+# The vector that ranks sum once per step. It includes the flags, so that agreeing on a stop costs no further collective, and
+# at its end a row of times for each rank, in which the other ranks have zeros.
 _LOSS_SUM, _WEIGHT, _GRAD_SQUARES, _FLAGS = range(4)
 
 
@@ -69,6 +74,7 @@ class StepResult:
     loss: float
     grad_norm: float
     flags: StepFlags
+    times: Tensor | None = None  # [ranks, FIGURES] float64, of an earlier step; None if they are not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +84,14 @@ class PendingStep:
     step: int
     rate: float
     figures: HostCopy
+    num_times: int = 0
 
     def result(self) -> StepResult:
-        loss, grad_norm, *sums = self.figures.wait().tolist()
-        return StepResult(self.step, self.rate, loss, grad_norm, StepFlags.decode(sums))
+        content = self.figures.wait()
+        place = len(content) - self.num_times
+        loss, grad_norm, *sums = content[:place].tolist()
+        times = content[place:].clone().view(-1, FIGURES) if self.num_times else None
+        return StepResult(self.step, self.rate, loss, grad_norm, StepFlags.decode(sums), times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +104,69 @@ class Stepper:
     wrapped: Wrapped
     optimizer: AdamW
     before_update: Callable[[], None] = lambda: None  # called when all work of a step but the update is launched
+    times: StepTimes[Any] | None = None
 
     def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
         """Run `passes` micro-batches and launch the update of step `step` (from 1). Collective: yes."""
-        tracker = self.context.tracker
         figures = torch.tensor([0.0] * _FLAGS + flags.encode(), dtype=torch.float64)
+        num_times = 0
+        if self.times is not None:
+            rows = self._begin_times(self.times)
+            figures, num_times = torch.cat((figures, rows)), len(rows)
         figures = figures.to(self.context.group.device, non_blocking=True)
         for index in range(passes):
-            tracker.set_phase(Phase.DATA, step=step, micro_batch=index)
+            self._set_phase(Phase.DATA, step, index)
             micro_batch = next(micro_batches)
-            with accumulation(self.wrapped.module, last=index == passes - 1):
-                self._pass(step, index, micro_batch, figures)
-        tracker.set_phase(Phase.REDUCE, step=step)
+            last = index == passes - 1
+            with accumulation(self.wrapped.module, last=last):
+                self._pass(step, index, micro_batch, figures, last=last)
+        self._set_phase(Phase.REDUCE, step, works=False)
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         if gradients := [local(parameter.grad) for parameter in parameters if parameter.grad is not None]:
             norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
             # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
             figures[_GRAD_SQUARES] = norm.double().square() / self.wrapped.shape.replicas
         dist.all_reduce(figures)
-        tracker.set_phase(Phase.UPDATE, step=step)
+        self._set_phase(Phase.UPDATE, step)
         self.before_update()
-        return PendingStep(step, rate, HostCopy(self._update(figures, rate)))
+        pending = PendingStep(step, rate, HostCopy(self._update(figures, rate)), num_times)
+        if self.times is not None:
+            self.times.mark(BETWEEN)
+        return pending
 
-    def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor) -> None:
-        tracker, device, seed = self.context.tracker, self.context.group.device, self.context.config.run.seed
-        tracker.set_phase(Phase.FORWARD, step=step, micro_batch=index)
+    def _begin_times(self, times: StepTimes[Any]) -> Tensor:
+        """The rows of times of all ranks, of which this one fills its own."""
+        identity = self.context.identity
+        rows = torch.zeros(identity.world_size, FIGURES, dtype=torch.float64)
+        rows[identity.rank] = torch.tensor(times.begin(), dtype=torch.float64)
+        return rows.view(-1)
+
+    def _set_phase(self, phase: Phase, step: int, index: int = 0, *, works: bool = True) -> None:
+        """`works`: whether the phase is this rank's own work, as far as can be told."""
+        self.context.tracker.set_phase(phase, step=step, micro_batch=index)
+        if self.times is not None:
+            self.times.mark(str(phase) if works else WAIT)
+
+    def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor, *, last: bool) -> None:
+        device, seed, sharded = self.context.group.device, self.context.config.run.seed, self.wrapped.shape.shards > 1
+        # The many marks around FSDP's waits are for one pass of a step.
+        self._set_phase(Phase.FORWARD, step, index, works=not sharded or index == 0)
+        gathers, times = self.wrapped.gathers, self.times
+        if sharded and index == 0 and times is not None:
+            gathers.mark = lambda begins: times.mark(WAIT if begins else str(Phase.FORWARD))
         seed_everything(derive_seed(seed, "micro-batch", step, micro_batch.portion.first))
         with self.wrapped.precision_context():
             output = self.context.task.loss(self.wrapped.module, to_device(micro_batch.batch, device))
         counts = 1.0 if micro_batch.portion.counts else 0.0
         figures[_LOSS_SUM] += output.loss_sum.detach() * counts
         figures[_WEIGHT] += output.weight * counts
-        tracker.set_phase(Phase.BACKWARD, step=step, micro_batch=index)
+        gathers.mark = None
+        self._set_phase(Phase.BACKWARD, step, index, works=not sharded)
         # A pass that does not count still runs its backward: its collectives need every rank.
         loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
+        if last and not sharded and times is not None:
+            # Before DDP begins to wait for the other ranks' gradients.
+            after_backward(loss, partial(times.mark, WAIT))
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _update(self, figures: Tensor, rate: float) -> Tensor:

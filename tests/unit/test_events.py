@@ -53,6 +53,9 @@ EXAMPLES: list[Event] = [
     ),
     events.Resume(step=7, tier="storage", checkpoint="step-000000007", bytes=10, seconds=SECONDS),
     STEP,
+    events.StragglerFound(
+        step=90, of_rank=3, host="b", phase="forward", own_s=0.2, others_s=0.1, step_s=0.3, steps=90, over=False
+    ),
     events.Skip(step=3, loss=math.nan, grad_norm=math.inf, positions=(0, 4), in_a_row=1),
     events.Evaluated(step=3, loss=2.5, samples=256, seconds=1.5),
     events.Snapshot(step=3, slot=1, bytes=10, copy_s=0.2, stall_s=0.001),
@@ -92,6 +95,7 @@ NAMES = {
     "resume",
     "step",
     "skip",
+    "straggler",
     "eval",
     "snapshot",
     "compiled",

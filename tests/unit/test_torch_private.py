@@ -17,6 +17,7 @@ from elastictrain.errors import HostUnfitError
 from elastictrain.torch_private import (
     COMPILATIONS,
     COMPILER,
+    ENGINE,
     FLIGHT_RECORDER,
     PLACEMENT,
     PrivateName,
@@ -35,7 +36,7 @@ HERE = ("elastictrain/torch_private.py", "elastictrain/torch_private_groups.py")
 TENSORS = "torch.distributed.tensor._utils"
 
 
-ALL = [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *timeout_names(), *REGISTRY, *DDP, *FSDP, *FAKE_GROUP]
+ALL = [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *ENGINE, *timeout_names(), *REGISTRY, *DDP, *FSDP, *FAKE_GROUP]
 
 
 @pytest.mark.parametrize("name", ALL, ids=lambda name: name.name)

@@ -77,6 +77,9 @@ def _while_running(cluster: ClusterState, running: Generation, options: LaunchGr
     if cluster.wants_to_leave:
         leaving = _end(running, me, EndKind.LEAVING, EXIT_STOPPED, "asked to leave")
         return Finish(leaving, at_once=any(end.loses_state for end in others))
+    if cluster.straggles and not others and len(running.members) > options.min_hosts:
+        # After an orderly end this host is unfit for a while.
+        return Finish(_end(running, me, EndKind.LEAVING, EXIT_UNFIT, cluster.straggles), at_once=False)
     if (followed := _to_follow(cluster, others)) is not None:
         return Finish(followed, at_once=followed.loses_state)
     if (missing := missing_member(cluster, running, options)) is not None:

@@ -59,6 +59,7 @@ class ClusterState:
     left_s: float = inf  # until the run's time limit
     stop_limit_s: float = 920.0  # limit of an orderly end on a host: a save and the shutdown
     wants_to_leave: bool = False
+    straggles: str = ""  # why the workers here ask to leave this host out; empty if they do not
 
 
 def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[str]:

@@ -16,8 +16,10 @@ from elastictrain.fault.reasons import (
     elect_reporter,
     leave_begun,
     leave_reason,
+    leave_straggler,
     read_begun,
     read_reasons,
+    read_straggler,
 )
 from elastictrain.liveness.progress import Phase, ProgressMark
 
@@ -116,12 +118,22 @@ def test_a_beginning_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     assert read_begun(str(tmp_path)) is None
 
 
+def test_the_request_to_leave_a_straggler_out(tmp_path: Path) -> None:
+    assert read_straggler(tmp_path) == ""
+    leave_straggler(str(tmp_path), "rank 3 is slow")
+    assert read_straggler(tmp_path) == "rank 3 is slow"
+    assert read_reasons(str(tmp_path)) == []
+    (tmp_path / "straggler.json").write_text("{")
+    assert read_straggler(tmp_path) == ""
+
+
 def test_leaving_word_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The launcher may be gone, and its folder with it."""
     with caplog.at_level(logging.WARNING):
         leave_reason(str(tmp_path / "nowhere"), REASON)
         leave_begun(str(tmp_path / "nowhere"), resumed_step=1)
-    assert len(caplog.records) == 2
+        leave_straggler(str(tmp_path / "nowhere"), "slow")
+    assert len(caplog.records) == 3
 
 
 @pytest.mark.parametrize("only_if_none", [True, False])

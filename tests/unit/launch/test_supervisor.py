@@ -11,7 +11,7 @@ import pytest
 
 from elastictrain.config.composed import FaultGroup, LaunchGroup
 from elastictrain.errors import RunHeldError
-from elastictrain.fault.reasons import Reason
+from elastictrain.fault.reasons import Reason, leave_straggler
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.records import GenerationEnded, LauncherEnded, WorkersNotForked
@@ -108,6 +108,34 @@ class TestUnfit:
         assert host.go(2 * RETRY_S) is None
         assert host.diary.when("check") == near(RETRY_S)
         assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 3)
+
+    def test_one_that_holds_up_the_others_ends_in_order_and_rests(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
+        host.run_workers(generation(1, "abc"))
+        leave_straggler(str(host.folder_of(1)), "rank 0 is slow")
+        assert host.go(1.0) is None
+        assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 69)]
+        assert (host.diary.when("kill"), host.diary.when("detach")) == ([], [])
+        # What it keeps in memory is not there for the next generation.
+        note = json.loads((host.folder_of(1) / "stop.json").read_text())
+        assert (note["reason"], note["host_stays"]) == ("rank 0 is slow", False)
+        host.end_workers(1, 1, STOPPED)
+        assert host.go(0.5) is None
+        line = host.registry.record
+        assert (line.state, line.reason, line.ended) == (HostState.UNFIT, "rank 0 is slow", 1)
+        assert recorded_ends(host) == [(1, "leaving")]
+        assert host.go(2 * RETRY_S) is None
+        assert host.registry.record.state is HostState.READY
+
+    def test_another_host_that_is_left_out_leaves_this_one_fit(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
+        host.run_workers(generation(1, "ab"))
+        host.learn(ends=[end("b", EndKind.LEAVING, 69)])
+        assert host.go(1.0) is None
+        assert json.loads((host.folder_of(1) / "stop.json").read_text())["host_stays"] is True
+        host.end_workers(1, 1, STOPPED)
+        assert host.go(1.0) is None
+        assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 1)
 
     def test_what_another_host_failed_of_is_no_failing_of_this_one(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.config.composed import (
@@ -37,7 +38,8 @@ from elastictrain.errors import (
     StopRequestedError,
     TransportError,
 )
-from elastictrain.events import CheckpointFailed, Evaluated, Event, Recovery, Skip, Step
+from elastictrain.events import CheckpointFailed, Evaluated, Event, Recovery, Skip, Step, StragglerFound
+from elastictrain.fault.reasons import read_straggler
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher, RecoveryPlan
 from elastictrain.liveness.progress import ProgressTracker
@@ -49,6 +51,7 @@ from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Reached, SynchronousSaving
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import StepFlags, Stepper, StepResult
+from elastictrain.train.straggler import IN_A_ROW, WINDOW_STEPS, StragglerFinder
 from tests.unit.train.parts import FakeComparison, context_of
 
 BATCH = 4
@@ -99,6 +102,7 @@ class World:
 
     config: RunConfig
     rank: int = 0
+    local_ranks: int = 2
     first: int = 0
     stop_at: int | None = None
     """A signal comes while this step is being computed."""
@@ -116,6 +120,9 @@ class World:
 
     known_evaluation: int | None = None
     """The newest one that the job has completed; None if it has just begun."""
+
+    times: Tensor | None = None
+    """Of the ranks in each step."""
 
     losses: dict[int, float] = field(default_factory=dict)
     refuse_saves: int = 0
@@ -152,7 +159,7 @@ class World:
         self.detached = self.detached or step == self.detached_at
         if step == self.stop_at:
             self.request = StopRequest("SIGUSR1", self.now_s)
-        return Pending(StepResult(step, rate, self.losses.get(step, 1.0), 0.5, flags))
+        return Pending(StepResult(step, rate, self.losses.get(step, 1.0), 0.5, flags, self.times))
 
     # The checkpointer.
     def save(self, step: int, *, tensors: object, state: object, reason: str) -> None:
@@ -171,7 +178,9 @@ class World:
         comparison = cast(ReplicaComparison, self.comparison)
         context = context_of(
             config=self.config,
-            identity=Identity(self.rank, 2, self.rank, 2, "here", launched=True, launcher=self.launcher),
+            identity=Identity(
+                self.rank, 2, self.rank % self.local_ranks, self.local_ranks, "here", launched=True, launcher=self.launcher
+            ),
             check_attached=self.check_attached,
             seconds={"build": 1.5},
             began=WALL_S + 2.0,
@@ -198,6 +207,7 @@ class World:
             observer=observer,
             tokens_per_sample=10,
             in_storage=self.in_storage,
+            stragglers=StragglerFinder() if self.times is not None else None,
             clock=lambda: self.now_s,
         )
         loop.run()
@@ -593,3 +603,41 @@ def test_one_rank_records_a_recovery_and_only_where_there_is_one(tmp_path: Path)
     ):
         world.train()
         assert [event for event in world.events if isinstance(event, Recovery)] == []
+
+
+NAMED_AT = IN_A_ROW * WINDOW_STEPS
+SLOW_SECOND = torch.tensor([[0.3, 0.0, 0.1, 0.2, 0.0, 0.0], [0.3, 0.0, 0.2, 0.2, 0.0, 0.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_records_a_straggler_once(rank: int) -> None:
+    world = World(config(steps=3 * NAMED_AT), rank=rank, times=SLOW_SECOND)
+    world.train()
+    found = [event for event in world.events if isinstance(event, StragglerFound)]
+    expected = StragglerFound(NAMED_AT, 1, "here", "forward", 0.2, 0.1, 0.3, NAMED_AT, False)
+    assert found == ([expected] if rank == 0 else [])
+    assert len(world.said) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("after", "rank", "local_ranks", "asks"),
+    [
+        (0, 1, 1, False),
+        (2 * NAMED_AT, 1, 1, True),
+        # The first rank of the straggler's host asks, and no other host.
+        (2 * NAMED_AT, 0, 1, False),
+        (2 * NAMED_AT, 0, 2, True),
+        (2 * NAMED_AT, 1, 2, False),
+        # It is named, but not for long enough.
+        (3 * NAMED_AT + 1, 1, 1, False),
+    ],
+)
+def test_the_launcher_of_the_straggler_is_asked_to_leave_its_host_out(
+    after: int, rank: int, local_ranks: int, asks: bool, tmp_path: Path
+) -> None:
+    plain = config(steps=3 * NAMED_AT)
+    of_run = replace(plain, fault=replace(plain.fault, straggler_exclude_after=after))
+    launcher = Launcher(1, 1, False, str(tmp_path))
+    world = World(of_run, rank=rank, times=SLOW_SECOND, launcher=launcher, local_ranks=local_ranks)
+    world.train()
+    assert bool(read_straggler(tmp_path)) == asks

@@ -17,6 +17,8 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import StepFlags, Stepper, StepResult
+from elastictrain.train.step_times import LATE, HostClock, StepTimes
+from elastictrain.train.straggler import FIGURES, PHASES
 from elastictrain.train.task import LossOutput
 from tests.unit.train.parts import GLOBAL_BATCH, Points, Squares, context_of, micro_batches, wrapped_model
 from tests.unit.train.test_loop import config
@@ -293,3 +295,41 @@ def test_a_flag_of_any_rank_counts() -> None:
         torn=(False, True),
     )
     assert StepFlags.decode(sums) == together
+
+
+class Phases(StepTimes[float]):
+    """Keeps what was marked."""
+
+    def __init__(self) -> None:
+        super().__init__(HostClock())
+        self.marked: list[str] = []
+
+    def mark(self, phase: str = "") -> None:
+        self.marked.append(phase)
+        super().mark(phase)
+
+
+def test_the_phases_of_a_step_are_marked_and_the_last_backward_pass_ends_with_its_own_work(
+    group_of_one: dist.HashStore,
+) -> None:
+    bench, times = Bench(), Phases()
+    bench.stepper = replace(bench.stepper, times=times)
+    bench.step(1, (4, 4))
+    one_pass = ["data", "forward", "backward"]
+    assert times.marked == [*one_pass, *one_pass, "", "", "update", "between"]
+
+
+def test_times_ride_on_the_reduction_beside_the_flags(group_of_one: dist.HashStore) -> None:
+    bench, flags = Bench(), StepFlags(save=True, snapshot_interval=7, busy=(True, False), torn=(False, True))
+    assert bench.step(1, flags=flags).times is None
+    bench.stepper = replace(bench.stepper, times=StepTimes(HostClock()))
+    results = [bench.step(step, flags=flags) for step in range(2, 4 + LATE)]
+    assert all(result.flags == flags for result in results)
+    told = [result.times for result in results]
+    assert all(times is not None and times.shape == (1, FIGURES) for times in told)
+    *early, first, _ = [times for times in told if times is not None]
+    assert not any(times.any() for times in early)
+    step_s, *phases_s = first[0].tolist()
+    assert all(seconds > 0 for seconds in phases_s)
+    assert sum(phases_s) < step_s
+    assert len(phases_s) == len(PHASES)

@@ -103,6 +103,7 @@ def cluster(
     most_processes: int = 0,
     left_s: float = inf,
     wants_to_leave: bool = False,
+    straggles: str = "",
 ) -> ClusterState:
     told = by_host(ends)
     if me is None:
@@ -126,6 +127,7 @@ def cluster(
         most_processes=most_processes,
         left_s=left_s,
         wants_to_leave=wants_to_leave,
+        straggles=straggles,
     )
 
 
