@@ -342,6 +342,10 @@ class LaunchGroup:
     """Processes that each host prepares beside training, to take the place of a worker that dies; auto for one
     on hosts without GPUs, and none where memory of a GPU is what training needs."""
 
+    log_dir: str = ""
+    """Folder on the host in which the launcher keeps all that it and its workers print, in a file for each start; empty: none.
+    Progress is shown in lines then."""
+
     notices: bool = True
     """Ask the cloud's metadata service whether this host is about to be taken away."""
 

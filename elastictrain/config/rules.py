@@ -41,6 +41,11 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
         except ValueError:
             message = f"must be an IP address, since each host would look up a name for itself, but is {show(launch.address)}"
             problems.append(Problem("launch.address", message))
+        if "://" in launch.log_dir:
+            message = (
+                f"must be a folder on the host, since it is written while storage may be away, but is {show(launch.log_dir)}"
+            )
+            problems.append(Problem("launch.log_dir", message))
         if 0 < launch.max_hosts < launch.min_hosts:
             message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
             problems.append(Problem("launch.max_hosts", message))

@@ -35,6 +35,7 @@ from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.final_save import ask_to_flush, committed_step, remembered_step
 from elastictrain.launch.heartbeat import HeartbeatMesh
+from elastictrain.launch.host_log import HostLog
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.locks import HostLock, acquire_task_lock, lock_run, wait_for_launcher
 from elastictrain.launch.membership.records import HostRecord, HostState
@@ -73,25 +74,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = None
     try:
         text = requested_help(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
         if text is not None:
             sys.stdout.write(f"{text}\n")
             return errors.EXIT_OK
         config = load(arguments, with_task=False)
-        surroundings = Surroundings()
-        place = _find_place(config, surroundings)
-        if place.role == "idle":
-            return wait_for_launcher(place.job)
-        if place.kind == "slurm":
-            acquire_task_lock(place.job, print_line=print_line)
-        return _launch(config, tuple(arguments), place, surroundings)
+        if config.launch.log_dir:
+            log = HostLog.begin(config.launch.log_dir, host=socket.gethostname())
+        code = _take_part(config, tuple(arguments))
     except errors.ElasticTrainError as error:
         print_line(str(error))
-        return error.exit_code
+        code = error.exit_code
     except KeyboardInterrupt:
         # Until a listener is installed there is nothing to stop.
-        return errors.EXIT_STOPPED
+        code = errors.EXIT_STOPPED
+    if log is not None:
+        log.close(code)
+    return code
+
+
+def _take_part(config: RunConfig, arguments: tuple[str, ...]) -> int:
+    surroundings = Surroundings()
+    place = _find_place(config, surroundings)
+    if place.role == "idle":
+        return wait_for_launcher(place.job)
+    if place.kind == "slurm":
+        acquire_task_lock(place.job, print_line=print_line)
+    return _launch(config, arguments, place, surroundings)
 
 
 def print_line(text: str) -> None:

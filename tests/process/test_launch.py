@@ -80,7 +80,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     run_dir = tmp_path / "run"
-    with launched(PACED, folder=tmp_path) as run:
+    with launched((*PACED, f"launch.log_dir={tmp_path}/logs"), folder=tmp_path) as run:
         wait_until(lambda: last_step(run_dir) >= 12, what="step 12")
         # Forks of a process that has imported all: a restart waits for no import.
         assert [worker.name() for worker in run.workers()] == ["rank 0", "rank 1"]
@@ -95,6 +95,10 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     assert (failed["kind"], failed["exit_code"], done["kind"]) == ("failed", 137, "done")
     assert "SIGKILL" in output
     assert str(run_dir) in output.splitlines()[-1]
+    (log,) = (tmp_path / "logs").iterdir()
+    *printed, last = log.read_text().splitlines()
+    assert sorted(printed) == sorted(output.splitlines())
+    assert last == "elastictrain: exit code 0"
     assert [row["tier"] for row in events(run_dir, "resume")] == ["none", "memory"]
     # The other worker is the same process, and trains on in it.
     (recovery,) = events(run_dir, "recovery")

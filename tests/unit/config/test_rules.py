@@ -62,6 +62,8 @@ def test_no_rule_about_a_group_that_is_itself_wrong() -> None:
         (LaunchGroup(min_hosts=3, max_hosts=3), []),
         (LaunchGroup(min_hosts=3), []),
         (LaunchGroup(min_hosts=3, max_hosts=2), ["launch.max_hosts"]),
+        (LaunchGroup(log_dir="logs"), []),
+        (LaunchGroup(log_dir="s3://bucket/logs"), ["launch.log_dir"]),
         (LaunchGroup(poll_s=3.9), []),
         (LaunchGroup(poll_s=4.0), ["launch.poll_s"]),
         (LaunchGroup(poll_s=9.0, lost_s=8.0), ["launch.poll_s"]),

@@ -1,0 +1,103 @@
+"""What is printed is in the file and on the terminal, each byte once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import HostUnfitError
+from elastictrain.launch.host_log import HostLog
+
+LIMIT_S = 30.0
+PRINTS = "import os; os.write(1, b'out ' * {times}); os.write(2, b'error ' * {times}); "
+PROGRAM = """
+import os, subprocess, sys, time
+from elastictrain.launch.host_log import HostLog
+log = HostLog.begin({folder!r}, host="a")
+{body}
+log.close({code})
+sys.exit({code})
+"""
+
+
+def run(folder: Path, body: str, *, code: int = 0, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[bytes]:
+    program = PROGRAM.format(folder=str(folder), body=body, code=code)
+    return subprocess.run([sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False)
+
+
+def log_of(folder: Path) -> bytes:
+    (path,) = folder.glob("a-*.log")
+    return path.read_bytes()
+
+
+def await_that(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_all_is_copied_in_order_and_the_exit_code_is_passed_on(code: int, tmp_path: Path) -> None:
+    times = 100_000  # many times what a pipe holds
+    child = f"subprocess.run([sys.executable, '-c', {PRINTS.format(times=times)!r}])"
+    ended = run(tmp_path / "logs", f"print('begins', flush=True); {child}; sys.stderr.write('ends')", code=code)
+    assert ended.returncode == code
+    assert ended.stdout == b"begins\n" + b"out " * times
+    assert ended.stderr == b"error " * times + b"ends"
+    log = log_of(tmp_path / "logs")
+    assert log.startswith(b"begins\n")
+    assert log.endswith(f"elastictrain: exit code {code}\n".encode())
+    assert (log.count(b"out "), log.count(b"error ")) == (times, times)
+    assert len(log) == len(ended.stdout) + len(ended.stderr) + len(f"elastictrain: exit code {code}\n")
+
+
+def test_a_launcher_that_is_killed_does_not_cut_its_children_short(tmp_path: Path) -> None:
+    child = "import time; time.sleep(0.3); print('last words')"
+    run(tmp_path, f"subprocess.Popen([sys.executable, '-c', {child!r}]); os.kill(os.getpid(), {signal.SIGKILL})")
+    await_that(lambda: log_of(tmp_path) == b"last words\n")
+
+
+def test_a_saver_that_stays_is_not_waited_for_and_goes_on_printing(tmp_path: Path) -> None:
+    child = "import time; time.sleep(1.5); print('saved')"
+    body = f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); print('trained', flush=True)"
+    program, output = PROGRAM.format(folder=str(tmp_path), body=body, code=3), tmp_path / "terminal"
+    began_s = time.monotonic()
+    with output.open("wb") as terminal:
+        assert subprocess.run([sys.executable, "-c", program], stdout=terminal, timeout=LIMIT_S, check=False).returncode == 3
+    assert time.monotonic() - began_s < 1.5
+    # The exit code is behind all that the launcher has printed, before and after its file.
+    assert log_of(tmp_path) == b"trained\nelastictrain: exit code 3\n"
+    await_that(lambda: log_of(tmp_path).endswith(b"exit code 3\nsaved\n"))
+    assert output.read_bytes() == b"trained\nsaved\n"
+
+
+def test_without_a_terminal_the_file_is_whole(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert (
+            run(tmp_path, "print('one', flush=True); time.sleep(0.2); print('two', flush=True)", stdout=writer).returncode == 0
+        )
+    finally:
+        os.close(writer)
+    assert log_of(tmp_path) == b"one\ntwo\nelastictrain: exit code 0\n"
+
+
+def test_a_signal_to_all_processes_of_the_terminal_leaves_the_copier(tmp_path: Path) -> None:
+    body = (
+        "import signal; signal.signal(signal.SIGINT, lambda *_: print('asked', flush=True)); os.setpgid(0, 0); os.killpg(0, 2)"
+    )
+    assert run(tmp_path, f"{body}; time.sleep(0.2)", code=75).returncode == 75
+    assert log_of(tmp_path) == b"asked\nelastictrain: exit code 75\n"
+
+
+def test_a_folder_that_cannot_be_made_makes_the_host_unfit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HostUnfitError, match=r"launch\.log_dir"):
+        HostLog.begin(str(tmp_path / "file" / "logs"), host="a")
