@@ -26,6 +26,8 @@ from elastictrain.train.straggler import BETWEEN, FIGURES
 # at its end a row of times for each rank, in which the other ranks have zeros.
 _LOSS_SUM, _WEIGHT, _GRAD_SQUARES, _FLAGS = range(4)
 
+_GATHERS_EVERY = 4  # steps: the marks around all waits of FSDP's forward pass cost more than others
+
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
@@ -149,10 +151,10 @@ class Stepper:
 
     def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor, *, last: bool) -> None:
         device, seed, sharded = self.context.group.device, self.context.config.run.seed, self.wrapped.shape.shards > 1
-        # The many marks around FSDP's waits are for one pass of a step.
-        self._set_phase(Phase.FORWARD, step, index, works=not sharded or index == 0)
         gathers, times = self.wrapped.gathers, self.times
-        if sharded and index == 0 and times is not None:
+        sampled = sharded and index == 0 and step % _GATHERS_EVERY == 0
+        self._set_phase(Phase.FORWARD, step, index, works=sampled or not sharded)
+        if sampled and times is not None:
             gathers.mark = lambda begins: times.mark(WAIT if begins else str(Phase.FORWARD))
         seed_everything(derive_seed(seed, "micro-batch", step, micro_batch.portion.first))
         with self.wrapped.precision_context():

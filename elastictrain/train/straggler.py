@@ -25,8 +25,7 @@ _LEAST_SHARE = 0.2  # of the step: a shorter phase counts as this long, because 
 _LEAST_S = 0.001
 _ERRORS = 4.0  # standard errors of a median that a rank must be slower
 _SPREADS = 4.5  # median deviations between the ranks; three standard deviations of a normal distribution
-# Standard error of the median of n normal values, in median deviations: sqrt(pi / 2) * 1.4826 / sqrt(n).
-_ERROR = math.sqrt(math.pi / 2) * 1.4826 / math.sqrt(WINDOW_STEPS)
+_ERROR = math.sqrt(math.pi / 2) * 1.4826  # of the median of normal values, in median deviations, times the root of their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +75,22 @@ def to_leave_out(named: Sequence[Straggler], *, after: int) -> Straggler | None:
 
 
 def find_lags(times: Tensor) -> dict[int, Lag]:
-    """The slow ranks of a window, each with the phase in which it loses most. `times` [steps, ranks, FIGURES] float64. The
-    margin is learned from the window: from how much a phase varies from step to step, and from rank to rank."""
-    typical = times.median(dim=0).values
-    deviations = (times - typical).abs().median(dim=0).values
+    """The slow ranks of a window, each with the phase in which it loses most. `times` [steps, ranks, FIGURES] float64, 0 where
+    nothing was measured. The margin is learned from the window: from how much a phase varies from step to step, and from rank
+    to rank."""
+    measured = torch.where(times == 0.0, torch.nan, times)
+    typical = measured.nanmedian(dim=0).values
+    errors = _ERROR * (measured - typical).abs().nanmedian(dim=0).values / (times != 0.0).sum(dim=0).sqrt()
     step_s = median_low(typical[:, 0].tolist())
     found: dict[int, Lag] = {}
     for index, phase in enumerate(PHASES, start=1):
         own = typical[:, index].tolist()
-        if max(own) - min(own) <= _LEAST_S:
+        if not max(own) - min(own) > _LEAST_S:
+            # Also what no step has measured, which is not a number.
             continue
         middle = median_low(own)
         spread = median_low([abs(value - middle) for value in own])
-        error = _ERROR * median_low(deviations[:, index].tolist())
+        error = median_low(errors[:, index].tolist())
         for rank, (own_s, others_s) in enumerate(zip(own, medians_of_others(own), strict=True)):
             least = _LEAST_MARGIN * max(others_s, _LEAST_SHARE * step_s)
             excess_s = own_s - others_s

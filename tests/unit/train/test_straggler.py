@@ -1,7 +1,7 @@
 """Which rank holds up the others, in simulated steps with the noise of real ones."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import pytest
@@ -33,22 +33,29 @@ def even(step: int, rank: int, phase: str) -> float:
 
 
 def follow(
-    steps: int, *, ranks: int = 8, noise: float = 0.03, slow: Slow = even, pauses: bool = True, seed: int = 0
+    steps: int,
+    *,
+    ranks: int = 8,
+    noise: float = 0.03,
+    slow: Slow = even,
+    measured_every: Mapping[str, int] = {},
+    seed: int = 0,
 ) -> list[tuple[int, Straggler]]:
-    """The changes by step. Noise of each rank; on some steps a garbage collection, a snapshot of one rank, an evaluation."""
+    """The changes by step. Noise of each rank; on some steps a garbage collection, a snapshot of one rank, an evaluation.
+    `measured_every`: in which steps a phase is measured, if not in all; 0: in none."""
     draw, finder, changes = random.Random(seed), StragglerFinder(), []
     for step in range(1, steps + 1):
-        rows = []
+        rows, longest = [], 0.0
         for rank in range(ranks):
             spent = {
                 phase: usual * slow(step, rank, phase) * max(0.2, draw.gauss(1.0, noise)) for phase, usual in USUAL.items()
             }
-            if pauses:
-                spent["forward"] += 0.08 if draw.random() < 0.05 else 0.0
-                spent["update"] += 0.15 if rank == 1 and step % 5 == 0 else 0.0
-                spent["between"] += (0.002 if rank == 0 else 0.0) + (1.5 if step % 100 == 0 else 0.0)
+            spent["forward"] += 0.08 if draw.random() < 0.05 else 0.0
+            spent["update"] += 0.15 if rank == 1 and step % 5 == 0 else 0.0
+            spent["between"] += (0.002 if rank == 0 else 0.0) + (1.5 if step % 100 == 0 else 0.0)
+            longest = max(longest, sum(spent.values()))
+            spent |= {phase: 0.0 for phase, every in measured_every.items() if not every or step % every}
             rows.append([spent[phase] for phase in PHASES])
-        longest = max(map(sum, rows))
         times = torch.tensor([[longest, *row] for row in rows], dtype=torch.float64)
         changes += [(step, change) for change in finder.add(times)]
     return changes
@@ -81,6 +88,17 @@ def test_the_phase_is_named(phase: str) -> None:
     factor = {"data": 100.0, "forward": 1.2, "update": 2.0, "between": 40.0}[phase]
     changes = follow(SOON, slow=lambda step, rank, one: factor if rank == 3 and one == phase else 1.0)
     assert [(found.rank, found.lag.phase) for _, found in changes] == [(3, phase)]
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.1, 0.3])
+def test_a_phase_that_only_some_steps_measure(noise: float) -> None:
+    """As FSDP's forward pass; the backward pass is not measured at all."""
+    only = {"forward": 4, "backward": 0}
+    assert follow(5000, noise=noise, measured_every=only) == []
+    changes = follow(
+        SOON, noise=0.02, measured_every=only, slow=lambda step, rank, phase: 1.15 if rank == 3 and phase == "forward" else 1.0
+    )
+    assert [(found.rank, found.lag.phase) for _, found in changes] == [(3, "forward")]
 
 
 def test_all_ranks_of_a_slow_host_are_named() -> None:
