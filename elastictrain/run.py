@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     from elastictrain.fault.exits import wait_for_previous_workers
     from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, open_channel
 
-    start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
+    start_device(config.parallel, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import run_worker
 
     channel, standby = open_channel(os.environ), os.environ.get(STANDBY_VARIABLE, "")

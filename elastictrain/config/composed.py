@@ -152,8 +152,12 @@ class ParallelGroup:
     """`ddp`: a whole copy per rank. `fsdp`: sharded over all ranks. `hsdp`: sharded within a host, copied across hosts."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """nccl trains on GPUs, and ends with exit code 69 where torch can use none; gloo trains on the CPU; `auto` is nccl where
-    torch can use a GPU, else gloo. The recipes that are meant for GPUs say nccl."""
+    """nccl trains on GPUs, and ends with exit code 69 where torch can use none; gloo trains on the CPU, or on GPUs with
+    `device=cuda`; `auto` is nccl where torch can use a GPU, else gloo. The recipes that are meant for GPUs say nccl."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cuda trains on GPUs with either backend, and ends with exit code 69 where torch can use none; cpu never uses one; `auto`
+    follows the backend."""
 
     shard_size: Annotated[int, Range(0)] = 0
     """hsdp: ranks over which one copy is sharded; 0 for the ranks of one host. A world that it does not divide, or a
@@ -165,6 +169,15 @@ class ParallelGroup:
 
     bucket_mb: Annotated[float, Range(0.0, exclusive=True)] = 25.0
     """ddp: size of the gradient buckets that are reduced together (2^20 bytes)."""
+
+    @property
+    def needs_gpu(self) -> str:
+        """The setting that needs a GPU; empty if there is none."""
+        return "parallel.device=cuda" if self.device == "cuda" else "parallel.backend=nccl" if self.backend == "nccl" else ""
+
+    @property
+    def avoids_gpu(self) -> bool:
+        return self.device == "cpu" or (self.backend == "gloo" and self.device == "auto")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
+from elastictrain.config.composed import ParallelGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
@@ -42,19 +43,13 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
             message = f"must be an IP address, since each host would look up a name for itself, but is {show(launch.address)}"
             problems.append(Problem("launch.address", message))
         if "://" in launch.log_dir:
-            message = (
-                f"must be a folder on the host, since it is written while storage may be away, but is {show(launch.log_dir)}"
-            )
+            message = f"must be a folder on the host and no URL, but is {show(launch.log_dir)}"
             problems.append(Problem("launch.log_dir", message))
         if 0 < launch.max_hosts < launch.min_hosts:
             message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
             problems.append(Problem("launch.max_hosts", message))
-    # A setting that the chosen kind would ignore is refused rather than dropped silently.
-    for name, kinds, default in SCOPES if "parallel" in groups else ():
-        value, kind = getattr(groups["parallel"], name), groups["parallel"].kind
-        if kind not in kinds and value != default:
-            message = f"has no effect with parallel={kind}: leave it out, or choose {' or '.join(kinds)}"
-            problems.append(Problem(f"parallel.{name}", f"is {show(value)}, but {message}"))
+    if "parallel" in groups:
+        problems += _check_parallel(groups["parallel"])
     if "fault" in groups and (grace_s := groups["fault"].shutdown_grace_s) >= TORCHRUN_KILL_S:
         message = f"must be < {TORCHRUN_KILL_S:g}, but is {grace_s:g}: torchrun kills its workers after that"
         problems.append(Problem("fault.shutdown_grace_s", message))
@@ -75,4 +70,17 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
         if low > high or (low == high and relation == "<"):
             message = f"must be {relation} `{upper}` = {show_number(high)}, but is {show_number(low)}"
             problems.append(Problem(lower, f"{message}: {reason}" if reason else message))
+    return problems
+
+
+def _check_parallel(parallel: ParallelGroup) -> list[Problem]:
+    problems = []
+    # A setting that the chosen kind would ignore is refused rather than dropped silently.
+    for name, kinds, default in SCOPES:
+        value = getattr(parallel, name)
+        if parallel.kind not in kinds and value != default:
+            message = f"has no effect with parallel={parallel.kind}: leave it out, or choose {' or '.join(kinds)}"
+            problems.append(Problem(f"parallel.{name}", f"is {show(value)}, but {message}"))
+    if (parallel.backend, parallel.device) == ("nccl", "cpu"):
+        problems.append(Problem("parallel.device", "must be auto or cuda with `parallel.backend` = nccl, but is cpu"))
     return problems

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from elastictrain.config.composed import FaultGroup
+from elastictrain.config.composed import FaultGroup, ParallelGroup
 from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
 from elastictrain.errors import ConfigError, HostUnfitError, Problem
 
@@ -17,12 +17,10 @@ logger = logging.getLogger(__name__)
 Backend = Literal["nccl", "gloo"]
 
 
-def start_device(
-    backend: Literal["auto", "nccl", "gloo"], *, local_rank: int, wait: Callable[[], object]
-) -> threading.Thread | None:
+def start_device(parallel: ParallelGroup, *, local_rank: int, wait: Callable[[], object]) -> threading.Thread | None:
     """Create the CUDA context of this rank's device, in the background; None where it uses none. Without room for it, the
     thread tries again when `wait` returns: another process releases the device. Errors are reported at the first use."""
-    if backend == "gloo" or torch.cuda.device_count() <= local_rank:
+    if parallel.avoids_gpu or torch.cuda.device_count() <= local_rank:
         return None
 
     def start() -> None:
@@ -43,11 +41,16 @@ def start_device(
 
 
 def find_backend(
-    wanted: Literal["auto", "nccl", "gloo"], *, environment: Mapping[str, str], local_world_size: int
+    wanted: Literal["auto", "nccl", "gloo"],
+    *,
+    environment: Mapping[str, str],
+    local_world_size: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> tuple[Backend, str]:
-    """The collective library, and the reason why GPUs of this host stay unused; empty if they are hidden, or gloo is requested.
-    Raises: HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs."""
-    if wanted == "gloo":
+    """The collective library, and the reason why GPUs of this host stay unused; empty if they are hidden, or the CPU is
+    requested. Raises: HostUnfitError without the GPUs that are requested; ConfigError for more ranks than GPUs."""
+    parallel = ParallelGroup("ddp", backend=wanted, device=device)
+    if parallel.avoids_gpu:
         return "gloo", ""
     with warnings.catch_warnings():
         # torch's warning is repeated below, in plain words.
@@ -60,13 +63,13 @@ def find_backend(
         except (RuntimeError, AssertionError) as problem:
             error = str(problem).strip().partition("\n")[0]
         reason = why_no_gpu(gpus, error=error)
-        if wanted == "nccl":
-            raise HostUnfitError(needs_gpu(reason))
+        if parallel.needs_gpu:
+            raise HostUnfitError(needs_gpu(parallel.needs_gpu, reason))
         return "gloo", reason if gpus.files and not gpus.all_hidden else ""
     if usable < local_world_size:
         message = f"must be <= {usable}, the CUDA devices that this host shows, but is {local_world_size}"
         raise ConfigError([Problem("--nproc-per-node", message)])
-    return "nccl", ""
+    return "gloo" if parallel.backend == "gloo" else "nccl", ""
 
 
 def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str, present: Mapping[str, str]) -> dict[str, str]:

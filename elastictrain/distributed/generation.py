@@ -118,7 +118,10 @@ def check_alike(generation: AgreedGeneration) -> None:
     for number, other in enumerate(generation.ranks):
         name = f"rank {number} on {other.host}"
         if other.backend != first.backend:
-            message = f"is {other.backend} for {name}, but {first.backend} for rank 0 on {first.host}; do all show their GPUs?"
+            message = (
+                f"is {other.backend} for {name}, but {first.backend} for rank 0 on {first.host}: GPUs and CPUs cannot train "
+                "together; make all hosts show their GPUs, leave those without out (nccl), or set parallel.device=cpu for all"
+            )
             problems.append(Problem("parallel.backend", message))
         if other.digest != first.digest:
             message = f"differ between {name} and rank 0 on {first.host}; give all hosts the same command, data and version"

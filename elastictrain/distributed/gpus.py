@@ -81,9 +81,9 @@ def why_no_gpu(gpus: Gpus, *, error: str = "") -> str:
     )
 
 
-def needs_gpu(reason: str) -> str:
-    """The message where a GPU is required and `why_no_gpu` has a reason."""
-    return f"parallel.backend=nccl needs a GPU, and none can be used: {reason}; parallel.backend=gloo uses the CPU"
+def needs_gpu(setting: str, reason: str) -> str:
+    """The message where a `setting` requires a GPU and `why_no_gpu` has a reason."""
+    return f"{setting} needs a GPU, and none can be used: {reason}; parallel.backend=gloo parallel.device=auto uses the CPU"
 
 
 def _cuda_of_driver() -> str:

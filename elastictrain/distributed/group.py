@@ -76,6 +76,7 @@ def make_group(
     identity: Identity,
     *,
     backend: Backend,
+    on_gpu: bool | None = None,
     init_timeout_s: float,
     save_timeout_s: float,
     poll: Callable[[], None] = lambda: None,
@@ -83,7 +84,7 @@ def make_group(
     """Make the training group and its control group over a store that no other generation uses. Collective: yes. `poll` is
     called while gloo waits for another rank, here and where a group is made later, and may raise to leave early; NCCL's threads
     use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`."""
-    device = _use_device(identity, backend)
+    device = _use_device(identity, backend == "nccl" if on_gpu is None else on_gpu)
     if backend == "gloo":
         store = PolledStore(store, limit_s=init_timeout_s, poll=poll)
     dist.init_process_group(
@@ -99,11 +100,11 @@ def make_group(
     return Group(control, backend, device, store)
 
 
-def lone_group(identity: Identity, *, backend: Backend) -> Group:
+def lone_group(identity: Identity, *, backend: Backend, on_gpu: bool) -> Group:
     """A group in which this process plays rank `identity.rank` of its world and communicates with nobody: collectives return at
     once and leave their results as they are. A standby builds, compiles and runs a step on it before it knows the other ranks;
     `reattach` then gives it real groups. Collective: no. Raises: HostUnfitError."""
-    device = _use_device(identity, backend)
+    device = _use_device(identity, on_gpu)
     init_fake_group(rank=identity.rank, world_size=identity.world_size)
     control: dist.ProcessGroup = dist.new_group(backend=FAKE)
     return Group(control, backend, device)
@@ -119,8 +120,8 @@ def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, 
         set_group_timeout(group, _collective_timeout(timeout_s, backend))
 
 
-def _use_device(identity: Identity, backend: Backend) -> torch.device:
-    if backend != "nccl":
+def _use_device(identity: Identity, on_gpu: bool) -> torch.device:
+    if not on_gpu:
         return torch.device("cpu")
     device = torch.device("cuda", identity.local_rank)
     torch.cuda.set_device(device)
@@ -135,7 +136,7 @@ def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
 def await_all(group: Group) -> None:
     """Wait until no rank needs another one. Collective: yes."""
     dist.barrier(group=group.control)
-    if group.backend == "nccl":
+    if group.device.type == "cuda":
         torch.cuda.synchronize()
 
 

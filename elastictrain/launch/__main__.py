@@ -256,7 +256,7 @@ def _processes(config: RunConfig, place: ClusterPlace) -> int:
 
 
 def _count_gpus(config: RunConfig) -> int:
-    return 0 if config.parallel.backend == "gloo" else count_gpus(os.environ)
+    return 0 if config.parallel.avoids_gpu else count_gpus(os.environ)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,10 @@ def count_gpus(environment: Mapping[str, str], *, root: str = "/") -> int:
 def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) -> str:
     """Why no GPU is usable where one is needed, or the first failed check with its remedy; empty if the host is fit.
     With `preflight=off` there are no checks."""
-    if config.parallel.backend == "nccl":
+    if setting := config.parallel.needs_gpu:
         reason = why_no_gpu(read_gpus(surroundings.environment, root=surroundings.root))
         if reason:
-            return needs_gpu(reason)
+            return needs_gpu(setting, reason)
     if config.preflight.level == "off":
         return ""
     asked = OwnChecks(

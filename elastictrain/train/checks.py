@@ -55,7 +55,12 @@ def check_alone(
     """Check what needs no other rank, and set torch's environment. Raises: ElasticTrainError."""
     began = time.monotonic()
     signing_key(config)
-    backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
+    backend, why_cpu = find_backend(
+        config.parallel.backend,
+        environment=os.environ,
+        local_world_size=identity.local_world_size,
+        device=config.parallel.device,
+    )
     if why_cpu and identity.local_rank == 0:
         logger.warning("training on the CPU, not on a GPU: %s", why_cpu)
     # torch opens this path without checking what is there.
@@ -250,7 +255,7 @@ def check_memory(context: TrainContext) -> None:
     parallel, local_world_size = config.parallel, identity.local_world_size
     shape = mesh_shape(parallel, world_size=identity.world_size, local_world_size=local_world_size)
     device = None
-    if context.backend == "nccl":
+    if context.on_gpu:
         total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
         device = MemorySize(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
     memory = psutil.virtual_memory()

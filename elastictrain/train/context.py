@@ -73,6 +73,11 @@ class TrainContext:
     unwritable: StorageError | None = field(default=None, init=False)
     group: Group = field(init=False)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this rank trains on a GPU."""
+        return self.backend == "nccl" or self.config.parallel.device == "cuda"
+
     def for_next(self, identity: Identity) -> "TrainContext":
         """The state in which the next generation begins in this process: checked alone, with another rank perhaps."""
         return TrainContext(

@@ -23,6 +23,7 @@ from elastictrain.errors import ObjectNotFoundError, PreflightError, StorageErro
 from elastictrain.events import Preflight, TransportPlanned
 from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupChecks, Request
+from elastictrain.preflight.group.collectives import Collectives
 from elastictrain.preflight.group.members import Planned
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.host_checks import OwnChecks
@@ -154,7 +155,13 @@ class RunPreflight:
             planned=planned,
         )
         group, hosts = self._context.group, layout.hosts_of_ranks
-        found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
+        collectives = None
+        if self._context.backend == "gloo":
+            # It copies a GPU's tensors through host memory, and cannot send one from rank to rank.
+            collectives = Collectives(self._identity.rank, self._identity.world_size, torch.device("cpu"))
+        found = GroupChecks(
+            group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part, collectives=collectives
+        ).run()
         if os.environ.get(FILE) == self._nccl_log:
             path = log_path(os.environ, host=self._identity.host, pid=os.getpid())
             for name in (DEBUG, SUBSYSTEMS, FILE):

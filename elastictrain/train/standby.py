@@ -44,7 +44,7 @@ def has_room(context: TrainContext) -> bool:
 def prepare(context: TrainContext, *, exact: bool) -> BuiltState | None:
     """What a standby builds before it has a rank; None if that could do harm, or without memory to spare. `exact`: it gets the
     rank of `context.identity`, or none. Collective: no."""
-    on_device = context.backend == "nccl"
+    on_device = context.on_gpu
     if not exact and (on_device or context.config.parallel.kind != "ddp"):
         # torch remembers per process which part of a tensor a rank has, by a mesh that is equal on all ranks; and this process
         # may get another rank.
@@ -93,7 +93,7 @@ def forget() -> None:
 def _build(context: TrainContext) -> BuiltState:
     identity = context.identity
     context.generation = AgreedGeneration("", (Introduction(identity.host, identity.local_world_size, context.backend, ""),))
-    context.group = lone_group(identity, backend=context.backend)
+    context.group = lone_group(identity, backend=context.backend, on_gpu=context.on_gpu)
     use_host_folder(context.config, task=context.task, device=context.group.device)
     wrapped, state = build_state(context)
     _run_step(context, Stepper(context, wrapped, state.optimizer))

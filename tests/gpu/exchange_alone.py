@@ -50,7 +50,7 @@ def main(kind: str, first: str, exchanges: int) -> None:
         store = dist.PrefixStore(str(generation), stores)
         make_group(store, ALONE, backend="nccl", init_timeout_s=60.0, save_timeout_s=60.0)
 
-    lone_group(ALONE, backend="nccl") if first == "lone" else meet(0)
+    lone_group(ALONE, backend="nccl", on_gpu=True) if first == "lone" else meet(0)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3))).to(DEVICE)
     wrapped = wrapping.finish(wrapping.wrap(model, list(model)))

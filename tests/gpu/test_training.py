@@ -91,3 +91,23 @@ def test_a_hung_rank_is_noticed_and_named(tmp_path: Path) -> None:
     assert failure["rank"] == 0
     assert any(name.startswith("rank 1 on ") for name in failure["last_heard"])
     assert (tmp_path / "run" / failure["flight_recorder"]).exists()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gloo_trains_on_gpus(kind: str, tmp_path: Path) -> None:
+    short = [*SMALL, "train.steps=20", f"parallel={kind}", "preflight=full"]
+    train([*short, f"run.dir={tmp_path}/nccl"], world_size=2, folder=tmp_path / "a")
+    gloo = ["parallel.backend=gloo", "parallel.device=cuda", f"run.dir={tmp_path}/gloo"]
+    train([*short, *gloo], world_size=2, folder=tmp_path / "b")
+    (start,) = events(tmp_path / "gloo", "start")
+    assert start["backend"] == "gloo"
+    assert start["device"] != "cpu"
+    assert losses(tmp_path / "gloo") == pytest.approx(losses(tmp_path / "nccl"), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_whose_device_waits_for_its_host_is_named(kind: str, tmp_path: Path) -> None:
+    slow = ("task._target_=tests.process.lagging.LaggingLlama", "task.lags=1", "task.longer_s=0.02", "train.steps=120")
+    train([*SMALL, *slow, f"parallel={kind}", f"run.dir={tmp_path}/run"], world_size=2, folder=tmp_path)
+    (found,) = events(tmp_path / "run", "straggler")
+    assert (found["of_rank"], found["phase"]) == (1, "forward")

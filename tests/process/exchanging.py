@@ -275,7 +275,7 @@ def first(plan: Plan, rank: int, newcomer: str, orders: Orders) -> Rank:
     if not newcomer:
         return build(plan, rank, meet(plan, rank, 0))
     if newcomer == "warm":
-        mine = build(plan, rank, lone_group(identity(plan, rank), backend="gloo"))
+        mine = build(plan, rank, lone_group(identity(plan, rank), backend="gloo", on_gpu=False))
         mine.train_step()
         mine.note(warm=graphs())
         detach(DETACH_S)

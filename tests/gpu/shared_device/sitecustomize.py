@@ -38,9 +38,9 @@ def _patch(module: ModuleType) -> None:
     if module.__name__.endswith(".group"):
         use_device = module._use_device
 
-        def use_shared(identity: Any, backend: str) -> torch.device:
+        def use_shared(identity: Any, on_gpu: bool) -> torch.device:
             os.environ["NCCL_HOSTID"] = f"rank-{identity.rank}"
-            device: torch.device = use_device(identity, backend)
+            device: torch.device = use_device(identity, on_gpu)
             return device
 
         module._use_device = use_shared  # type: ignore[attr-defined]

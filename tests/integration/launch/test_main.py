@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, cast
 
 import pytest
 
@@ -317,10 +317,12 @@ def test_a_task_beside_the_launcher_waits_for_it(monkeypatch: pytest.MonkeyPatch
         ("gloo", 0, 2, 4, 2),
         ("gloo", 3, 2, 4, 3),
         ("nccl", 0, 0, 4, 4),
+        ("gloo cuda", 0, 0, 4, 4),
+        ("auto cpu", 0, 0, 4, 1),
     ],
 )
 def test_how_many_workers_a_host_has(
-    backend: Literal["auto", "nccl", "gloo"],
+    backend: str,
     given: int,
     place: int,
     gpus: int,
@@ -329,7 +331,9 @@ def test_how_many_workers_a_host_has(
     monkeypatch: pytest.MonkeyPatch,
     launch: Launch,
 ) -> None:
-    parallel, options = replace(config.parallel, backend=backend), replace(config.launch, processes=given)
+    backend, _, device = backend.partition(" ")
+    parallel = replace(config.parallel, backend=cast(Any, backend), device=cast(Any, device or "auto"))
+    options = replace(config.launch, processes=given)
     changed = replace(config, parallel=parallel, launch=options)
     monkeypatch.setattr(launching, "load", lambda arguments, with_task: changed)
     monkeypatch.setattr(launching, "count_gpus", lambda environment: gpus)

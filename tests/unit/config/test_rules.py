@@ -44,6 +44,9 @@ def test_evaluation_needs_held_out_samples_of_token_files() -> None:
         (ParallelGroup("ddp", reshard_after_forward=False), ["parallel.reshard_after_forward"]),
         (ParallelGroup("ddp", bucket_mb=50.0), []),
         (ParallelGroup("hsdp", bucket_mb=50.0), ["parallel.bucket_mb"]),
+        (ParallelGroup("ddp", backend="gloo", device="cuda"), []),
+        (ParallelGroup("ddp", backend="nccl", device="cuda"), []),
+        (ParallelGroup("ddp", backend="nccl", device="cpu"), ["parallel.device"]),
     ],
 )
 def test_a_setting_that_the_kind_ignores_is_refused(parallel: ParallelGroup, expected: list[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 import torch
 
-from elastictrain.config.composed import FaultGroup
+from elastictrain.config.composed import FaultGroup, ParallelGroup
 from elastictrain.distributed import device as module
 from elastictrain.distributed.device import find_backend, plan_environment, start_device
 from elastictrain.distributed.gpus import Gpus
@@ -45,16 +45,24 @@ def test_a_device_that_is_being_given_back_is_waited_for(
     refusals: int, diary: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(monkeypatch, refusals=refusals)
-    thread = start_device("auto", local_rank=1, wait=device.wait)
+    thread = start_device(ParallelGroup("ddp"), local_rank=1, wait=device.wait)
     assert thread is not None
     thread.join(10)
     assert device.diary == diary
 
 
-@pytest.mark.parametrize(("backend", "local_rank"), [("gloo", 0), ("auto", 2), ("nccl", 3)])
-def test_who_has_no_device_starts_none(backend: str, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "local_rank"),
+    [
+        (ParallelGroup("ddp", backend="gloo"), 0),
+        (ParallelGroup("ddp", device="cpu"), 0),
+        (ParallelGroup("ddp"), 2),
+        (ParallelGroup("ddp", backend="nccl"), 3),
+    ],
+)
+def test_who_has_no_device_starts_none(parallel: ParallelGroup, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch, refusals=0)
-    assert start_device(backend, local_rank=local_rank, wait=device.wait) is None  # type: ignore[arg-type]
+    assert start_device(parallel, local_rank=local_rank, wait=device.wait) is None
     assert device.diary == []
 
 
@@ -73,6 +81,10 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostUnfitError, match=r"535\.104\.05") as caught:
         find_backend("nccl", environment={}, local_world_size=1)
     assert caught.value.exit_code == EXIT_UNFIT
+    for wanted in ("auto", "gloo"):
+        with pytest.raises(HostUnfitError, match=r"parallel\.device=cuda"):
+            find_backend(wanted, environment={}, local_world_size=1, device="cuda")  # type: ignore[arg-type]
+    assert find_backend("auto", environment={}, local_world_size=1, device="cpu") == ("gloo", "")
     found = replace(OLD_DRIVER, mask="CUDA_VISIBLE_DEVICES=", all_hidden=True)
     assert find_backend("auto", environment={}, local_world_size=1) == ("gloo", "")
     found = Gpus(torch="2.13.0+cpu")
@@ -108,6 +120,26 @@ def test_the_backend_follows_the_devices(
 ) -> None:
     show_devices(monkeypatch, devices)
     assert find_backend(wanted, environment={}, local_world_size=local) == (chosen, "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "chosen"),
+    [
+        ("gloo", "cuda", "gloo"),
+        ("auto", "cuda", "nccl"),
+        ("nccl", "cuda", "nccl"),
+        ("auto", "cpu", "gloo"),
+        ("gloo", "cpu", "gloo"),
+    ],
+)
+def test_the_device_that_is_asked_for(
+    wanted: Literal["auto", "nccl", "gloo"], device: Literal["cpu", "cuda"], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show_devices(monkeypatch, 2)
+    assert find_backend(wanted, environment={}, local_world_size=2, device=device) == (chosen, "")
+    if device == "cuda":
+        with pytest.raises(ConfigError):
+            find_backend(wanted, environment={}, local_world_size=3, device=device)
 
 
 def test_nccl_without_a_gpu_ends_with_69(monkeypatch: pytest.MonkeyPatch) -> None:

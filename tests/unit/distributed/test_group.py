@@ -127,7 +127,7 @@ def test_a_rank_that_never_comes_is_a_transport_error_in_time() -> None:
 
 
 def test_a_lone_group_plays_any_rank_of_any_world() -> None:
-    group = lone_group(Identity(2, 4, 2, 4, "here", launched=True), backend="gloo")
+    group = lone_group(Identity(2, 4, 2, 4, "here", launched=True), backend="gloo", on_gpu=False)
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (2, 4)
         figures = torch.ones(3)
@@ -136,3 +136,14 @@ def test_a_lone_group_plays_any_rank_of_any_world() -> None:
         assert figures.tolist() == [1.0, 1.0, 1.0]
     finally:
         forget_groups()
+
+
+def test_gloo_uses_the_device_that_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    group = make_group(dist.HashStore(), ALONE, backend="gloo", on_gpu=True, init_timeout_s=30.0, save_timeout_s=60.0)
+    try:
+        assert used == [group.device] == [torch.device("cuda", 0)]
+        assert dist.get_backend() == "gloo"
+    finally:
+        dist.destroy_process_group()

@@ -25,7 +25,7 @@ def no_group_is_left() -> Iterator[None]:
 
 
 def play(rank: int, world_size: int = 4) -> None:
-    lone_group(Identity(rank, world_size, rank, world_size, "here", launched=True), backend="gloo")
+    lone_group(Identity(rank, world_size, rank, world_size, "here", launched=True), backend="gloo", on_gpu=False)
 
 
 def wrapping(kind: Kind) -> Wrapping:

@@ -73,7 +73,8 @@ def test_a_gpu_that_is_needed_is_asked_for_first(config: RunConfig, monkeypatch:
     asked = Asked()
     monkeypatch.setattr("elastictrain.launch.own_host.check_host", asked)
     needing = replace(config, parallel=replace(config.parallel, backend="nccl"))
-    for one in (needing, replace(needing, preflight=replace(config.preflight, level="off"))):
+    on_gloo = replace(config, parallel=replace(config.parallel, backend="gloo", device="cuda"))
+    for one in (needing, on_gloo, replace(needing, preflight=replace(config.preflight, level="off"))):
         assert "GPU" in why_unfit(one, Surroundings(host="a", root=tmp_path, environment={}), processes=4)
     assert asked.asked == []
 

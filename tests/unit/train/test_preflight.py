@@ -22,6 +22,7 @@ from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity, Launcher, RecoveryPlan, Rung
 from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupFindings, Request
+from elastictrain.preflight.group.collectives import Collectives
 from elastictrain.preflight.host_preflight import HostPreflight, Report
 from elastictrain.preflight.policy import Chosen, Level, decide
 from elastictrain.preflight.transport.infiniband import Rdma
@@ -423,7 +424,7 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
     class FakeChecks:
         def __init__(self, group: object, exchange: object, identity: object, request: Request, **more: object) -> None:
-            told["request"], told["hosts"] = request, more["hosts"]
+            told["request"], told["hosts"], told["collectives"] = request, more["hosts"], more["collectives"]
 
         def run(self) -> GroupFindings:
             return GroupFindings(cast(list[Verdict], told["verdicts"]), bool(told["usable"]))
@@ -454,6 +455,14 @@ def test_a_slow_rank_trains_where_its_host_cannot_be_spared(
     (event,) = recorded
     assert isinstance(event, Preflight)
     assert [(row["status"], row["excused"]) for row in event.findings] == [("fail", False) if code else ("warn", True)]
+
+
+def test_gloo_is_checked_in_host_memory_also_beside_a_gpu(make: Make, collectives: dict[str, object]) -> None:
+    """It can send no tensor of a device from rank to rank."""
+    make(hosts="ab", backend="gloo")[0].check_group(on_part=lambda _: None)
+    assert collectives["collectives"] == Collectives(0, 2, torch.device("cpu"))
+    make(hosts="ab", backend="nccl")[0].check_group(on_part=lambda _: None)
+    assert collectives["collectives"] is None
 
 
 def test_a_world_of_one_has_no_collectives(make: Make, collectives: dict[str, object]) -> None:

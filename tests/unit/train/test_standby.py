@@ -43,6 +43,7 @@ class Stage:
             config=replace(plain, parallel=replace(plain.parallel, kind=cast(Any, kind))),
             identity=Identity(1, 2, 1, 2, "here", launched=True),
             backend=backend,
+            on_gpu=backend == "nccl",
             task=None,
         )
         return prepare(context, exact=exact)
@@ -108,7 +109,7 @@ def test_a_device_with_little_memory_stays_free(stage: Stage) -> None:
 
 def test_after_a_preparation_that_failed_the_process_can_take_part_in_a_group() -> None:
     alone = Identity(0, 1, 0, 1, "here", launched=True)
-    lone_group(alone, backend="gloo")
+    lone_group(alone, backend="gloo", on_gpu=False)
     forget()
     group = make_group(dist.HashStore(), alone, backend="gloo", init_timeout_s=30.0, save_timeout_s=60.0)
     leave(group)
