@@ -63,16 +63,15 @@ class ParameterGathers:
 
     def follow(self, module: nn.Module, *, compiled: bool) -> None:
         """Call this once `module` is sharded."""
+        for begins in (True, False):
 
-        def tell(begins: bool) -> None:
-            if self.mark is not None:
-                self.mark(begins)
+            def tell(*_: object, begins: bool = begins) -> None:
+                if self.mark is not None:
+                    self.mark(begins)
 
-        if compiled:
-            tell = torch.compiler.disable(tell)  # type: ignore[no-untyped-call]
-        # FSDP's own hook is between the two, and is not compiled either.
-        module.register_forward_pre_hook(lambda *_: tell(True), prepend=True)
-        module.register_forward_pre_hook(lambda *_: tell(False))
+            # FSDP's own hook is between the two, and is not compiled either.
+            hook = torch.compiler.disable(tell) if compiled else tell  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(hook, prepend=begins)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
-from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accumulation, mesh_shape, reshard_parameters
+from elastictrain.distributed.wrapping import (
+    MeshShape,
+    ParameterGathers,
+    Wrapped,
+    Wrapping,
+    accumulation,
+    mesh_shape,
+    reshard_parameters,
+)
 
 CPU = torch.device("cpu")
 TRAIN = TrainGroup(steps=1, global_batch=4, micro_batch=4)
@@ -275,3 +284,27 @@ def test_a_sharded_model_on_hosts_of_one_device_is_really_sharded(world: int) ->
     for shard in (0, 1):
         shape = mesh_shape(ParallelGroup(kind="hsdp", shard_size=shard), world_size=world, local_world_size=1)
         assert shape == MeshShape(1, world)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_waits_of_each_sharded_module_are_told_and_nothing_more_is_compiled(
+    compiled: bool, group_of_one: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = TrainGroup(steps=1, global_batch=4, micro_batch=4, compile=compiled)
+
+    def run() -> tuple[list[bool], dict[str, int]]:
+        torch._dynamo.reset()
+        counters["frames"].clear()
+        model, wrapped = make("fsdp", train, CompiledByCounter)
+        marks: list[bool] = []
+        wrapped.gathers.mark = marks.append
+        loss_and_gradients(model, wrapped)
+        return marks, dict(counters["frames"])
+
+    marks, frames = run()
+    # The model itself, and its two blocks; the backward pass tells nothing.
+    assert marks == [True, False] * 3
+    monkeypatch.setattr(ParameterGathers, "follow", lambda self, module, *, compiled: None)
+    assert run() == ([], frames)
+    assert bool(frames) is compiled
