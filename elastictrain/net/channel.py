@@ -21,6 +21,7 @@ from typing import Any, Self
 import xxhash
 
 from elastictrain.errors import TransportError
+from elastictrain.net.tcp_info import TcpCounters, read_counters
 
 FRAME_BYTES = 1 << 20  # most bytes in one frame of raw bytes
 MOST_JSON_BYTES = 64 << 20
@@ -28,6 +29,7 @@ SIGNATURE_BYTES = 16
 PROOF_BYTES = 32
 _HEAD = struct.Struct("<cQ16s")
 _JSON, _DATA = b"J", b"D"
+_SO_MAX_PACING_RATE = 47  # Python's socket module has no name for it
 
 
 class ChannelError(TransportError):
@@ -63,6 +65,16 @@ class Channel:
         with _channel_errors():
             self._socket.settimeout(max(limit_s, 0.001))
             return self._socket.send(data)
+
+    def send_gently(self, *, in_flight_bytes: int, bytes_per_s: int) -> None:
+        """From now on about so many bytes are on the way at a time, and no more are sent in a second. Raises: ChannelError."""
+        with _channel_errors():
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, in_flight_bytes)
+            with suppress(OSError):  # Linux
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_s)
+
+    def counters(self) -> TcpCounters | None:
+        return read_counters(self._socket)
 
     def end_sending(self) -> None:
         """Half-close: the other side reads the end. Raises: ChannelError."""

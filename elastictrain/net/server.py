@@ -21,8 +21,6 @@ from elastictrain.net.channel import PROOF_BYTES, Channel, ChannelError, Handsha
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 1024
-
 CONNECTIONS = 64  # served at once, by a thread each; further authenticated ones wait for a place
 _ACCEPTED_AT_ONCE = 16  # accepted between two reads of proofs, so that a flood does not push out a connection with a proof
 _TURN_S = 0.25

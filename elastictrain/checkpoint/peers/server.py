@@ -23,7 +23,8 @@ from elastictrain.checkpoint.peers.requests import (
 )
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, TransportError
 from elastictrain.net.channel import FRAME_BYTES, Channel, Secret
-from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer, PendingLimits
+from elastictrain.net.listening import BACKLOG
+from elastictrain.net.server import CONNECTIONS, ChannelServer, PendingLimits
 
 
 @contextmanager
