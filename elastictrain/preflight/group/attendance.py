@@ -121,9 +121,11 @@ def judge_attendance(check: str, attendance: Attendance, members: Sequence[Group
     if attendance.complete:
         return []
     culprits, words = _culprits(attendance), attendance.words
-    # An error that a rank raises is often about the other end of a connection.
-    raised = any(rank in words and words[rank].state is PartState.BROKEN for rank in culprits)
-    scope = Scope.GROUP if raised else scope_of(culprits, members)
+    # Errors are often about the other end of a connection, and a rank that answers and lags behind nobody waits for a peer.
+    others = [word.num_begun for rank, word in words.items() if rank not in culprits]
+    told = [words[rank] for rank in culprits if rank in words]
+    waits = any(word.state is PartState.BROKEN or (others and word.num_begun >= min(others)) for word in told)
+    scope = Scope.GROUP if waits else scope_of(culprits, members)
     expected = f"all {attendance.world_size} ranks through {attendance.part}"
     verdicts = []
     for rank, measured in list(culprits.items())[:_MOST_NAMED]:

@@ -206,7 +206,12 @@ def scopes(words: Mapping[int, RankResult], *hosts: str, entered: frozenset[int]
 def test_one_host_is_to_blame_if_all_culprits_are_its_ranks() -> None:
     assert scopes({0: STUCK}, "h1", "h2", "h2", entered=frozenset((0,))) == {Scope.HOST}
     assert scopes({0: STUCK, 1: STUCK}, "h1", "h2", "h3") == {Scope.HOST}
-    assert scopes({0: DONE, 1: STUCK, 2: DONE}, "h1", "h2", "h3") == {Scope.HOST}
+    assert scopes({0: FAR, 1: STUCK, 2: FAR}, "h1", "h2", "h3") == {Scope.HOST}
+
+
+def test_a_rank_that_answers_and_lags_behind_nobody_waits_for_a_peer() -> None:
+    done = RankResult(PartState.DONE, figure=1, num_begun=1)
+    assert scopes({0: done, 1: STUCK, 2: done}, "h1", "h2", "h3") == {Scope.GROUP}
 
 
 def test_else_it_is_the_groups() -> None:
