@@ -104,6 +104,7 @@ class OwnChecks:
     several_hosts: bool = False
     towards: str | None = None  # an address of another host (the rendezvous), which shows the own address
     ports_free: bool = False  # `preflight.ports` must be free: nothing of the run listens there yet
+    shared: storage_trip.SharedFolder | None = None  # with other hosts, which must see the same `run_dir`
     transport: bool = False  # judge interfaces and InfiniBand, too, by what this host alone knows
 
 
@@ -196,7 +197,8 @@ class HostFacts:
 
     def check_storage(self) -> Verdict:
         url, limit_s = self._asked.run_dir, self._asked.settings.limits.storage_s
-        trip = storage_trip.read_trip(self._surroundings, url=url, limit_s=limit_s) if url else None
+        read = partial(storage_trip.read_trip, self._surroundings, limit_s=limit_s, shared=self._asked.shared)
+        trip = read(url=url) if url else None
         return storage_trip.judge_trip(trip, host=self._host, environment=self._surroundings.environment)
 
     def check_disk(self) -> list[Verdict]:

@@ -17,6 +17,7 @@ from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import ElasticTrainError, PreflightError
 from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe, describe_devices
+from elastictrain.preflight.host.storage_trip import SharedFolder, blame_unshared
 from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
 from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
@@ -104,7 +105,7 @@ def judge_host_reports(
 ) -> list[Verdict]:
     """Findings of hosts about themselves, and their differences. None for a host: no report, or one that cannot be parsed."""
     known = {host: word for host, word in words.items() if word is not None}
-    verdicts = [verdict for word in known.values() for verdict in word.verdicts]
+    verdicts = blame_unshared([verdict for word in known.values() for verdict in word.verdicts], num_hosts=len(words))
     for host in (host for host, word in words.items() if word is None):
         looking = "it tells which check does not end; see the log of its ranks"
         remedy = f"python -m elastictrain.preflight  # on {host}: {looking}"
@@ -187,7 +188,8 @@ class HostPreflight:
     def _lead_host(self) -> tuple[TransportPlan, list[Verdict] | None]:
         """Check this host; returns its plan, and on the first host the result."""
         own: list[list[Verdict]] = []
-        at = HostFacts(self.surroundings, self.own)
+        shared = None if self._alone else SharedFolder(self.exchange, is_first=self.layout.node_rank == 0)
+        at = HostFacts(self.surroundings, replace(self.own, shared=shared))
         thread = threading.Thread(target=lambda: own.append(self._check_own(at)), name="own-checks", daemon=True)
         thread.start()
         look = partial(read_facts, self.surroundings, alone=self._alone)
@@ -229,6 +231,8 @@ class HostPreflight:
             return plan, None
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
         reports = judge_host_reports(self._words(gone), kinds=kinds, addresses=addresses, waited_s=self._limit_s)
+        if shared is not None:
+            shared.remove(self.own.run_dir or "")
         judged = apply_modes([*links.verdicts, *reports], self.own.settings.modes, spare=self.spare)
         result = drop_symptoms(judged, hosts=self.layout.hosts)
         self._publish(result, gone)
@@ -257,7 +261,7 @@ class HostPreflight:
                 address=(route.local if route is not None else None) or "127.0.0.1",
                 interface=interface.name if interface is not None else "",
                 mtu=interface.mtu_bytes if interface is not None else None,
-                tcp_ports=(0, *settings.ports),
+                tcp_ports=(0, 0, 0, *settings.ports),
                 kinds=kinds,
             ),
             names=self.layout.hosts,

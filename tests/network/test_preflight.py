@@ -230,6 +230,28 @@ def test_a_folder_that_cannot_be_written(
     assert words in outcome.remedy("storage")
 
 
+def own_disk(host: Host, run_dir: Path) -> None:
+    inside(place_of(host), "mount", "-t", "tmpfs", "tmpfs", str(run_dir))
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_a_run_folder_that_one_host_does_not_share(level: str, three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+    own_disk(three[2], run_dir)
+    outcome = preflight(three, tmp_path, run_dir=run_dir, level=level)
+    assert outcome.failed() == {("storage", "c")}, outcome.verdicts
+    assert UNDER_TORCHRUN or outcome.codes == {"a": EXIT_TRANSPORT, "b": EXIT_TRANSPORT, "c": EXIT_UNFIT}
+    assert not list(run_dir.iterdir()), "nothing is left behind"
+
+
+def test_a_run_folder_that_no_host_shares(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+    for host in three[1:]:
+        own_disk(host, run_dir)
+    outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick")
+    assert outcome.failed() == {("storage", "b"), ("storage", "c")}, outcome.verdicts
+    # Perhaps the first host is the only one with another folder: nobody is unfit.
+    assert set(outcome.codes.values()) == {1 if UNDER_TORCHRUN else EXIT_TRANSPORT}
+
+
 def test_a_host_with_other_code(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(REPOSITORY / "elastictrain", other / "elastictrain", ignore=shutil.ignore_patterns("__pycache__"))

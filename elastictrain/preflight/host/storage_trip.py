@@ -4,21 +4,28 @@ server blocks every access for ever, and a blocked thread cannot be ended; only 
 import errno
 import json
 import os
+import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from elastictrain.bounded_json import parse_record
 from elastictrain.cgroup import Mount, mount_of, read_mounts
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.distributed.bounded import within
+from elastictrain.preflight.host.trip import FOLDER
+from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
+from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 from elastictrain.storage.local import local_path
+from elastictrain.storage.opening import open_store
 
+_REMOVE_S = 2.0
+LOOK = "look"  # the step that looks for what the first host left
 SLOW_MS = 2000.0  # six small requests; slower ones delay every event and every commit
 
 _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
@@ -63,11 +70,50 @@ class TripFacts:
     mount: Mount | None = None  # of the folder, if it is on this host
 
 
-def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: Sequence[str] = _COMMAND) -> TripFacts:
-    """Run the trip, `limit_s` at most: milliseconds on a disk, a second on an object store, mostly for its import."""
+@dataclass(frozen=True, slots=True)
+class SharedFolder:
+    """Whether all hosts see what the first one leaves in the run's folder."""
+
+    exchange: Exchange
+    is_first: bool
+    name: str = field(default_factory=lambda: f"shared-{secrets.token_hex(8)}")
+
+    def announce(self, facts: TripFacts) -> None:
+        """As the first host, after its trip. Raises: TransportError."""
+        if self.is_first:
+            put_record(self.exchange, "storage/shared", "" if facts.failure else self.name)
+
+    def announced(self, *, limit_s: float) -> str:
+        """What this host must see. It was not looked for before: a file server's client would remember that it was missing.
+        Raises: TransportError."""
+        return "" if self.is_first else get_record(self.exchange, "storage/shared", str, limit_s=limit_s) or ""
+
+    def remove(self, url: str) -> None:
+        """As the first host, when all have looked. Raises: TransportError."""
+        if get_record(self.exchange, "storage/shared", str, limit_s=0.0):
+            within(_REMOVE_S, lambda: open_store(url).delete(f"{FOLDER}/{self.name}"))
+
+
+def blame_unshared(verdicts: Sequence[Verdict], *, num_hosts: int) -> list[Verdict]:
+    """If no host sees what the first one writes, any of them may be the cause: the failure is the group's."""
+    unseen = [one for one in verdicts if one.check == "storage" and str(one.measured).startswith(f"{LOOK}: ")]
+    alike = len(unseen) == num_hosts - 1
+    return [replace(one, scope=Scope.GROUP) if alike and one in unseen else one for one in verdicts]
+
+
+def read_trip(
+    surroundings: Surroundings,
+    *,
+    url: str,
+    limit_s: float,
+    command: Sequence[str] = _COMMAND,
+    shared: SharedFolder | None = None,
+) -> TripFacts:
+    """Run the trip, `limit_s` at most: milliseconds on a disk, a second on an object store, mostly for its import. Raises:
+    TransportError if the hosts share no table any more."""
+    until = time.monotonic() + limit_s
     path = local_path(url)
     mount = mount_of(path, read_mounts(surroundings.root)) if path else None
-    order = json.dumps({"url": url, "patience_s": limit_s, "parent": os.getpid()}).encode()
     package = str(Path(__file__).resolve().parents[3])
     paths = [package, *filter(None, [surroundings.environment.get("PYTHONPATH")])]
     process = subprocess.Popen(  # noqa: S603
@@ -79,8 +125,11 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
         # torchrun forwards stop signals to process groups: in its group this process would end, and storage be blamed.
         process_group=0,
     )
+    order = {"url": url, "patience_s": limit_s, "parent": os.getpid(), "leaves": "", "looks_for": ""}
+    if shared is not None:
+        order |= {"leaves": shared.name if shared.is_first else "", "looks_for": shared.announced(limit_s=limit_s / 2)}
     try:
-        output, complaints = process.communicate(order, timeout=limit_s)
+        output, complaints = process.communicate(json.dumps(order).encode(), timeout=max(0.0, until - time.monotonic()))
         last = (complaints.decode(errors="replace").strip().splitlines() or [""])[-1]
         how = f"exit code {process.returncode}: {last}" if process.returncode else "no word at its end"
         silent = TripMessage(fault="CRASHED", message=how)
@@ -92,7 +141,10 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
             process.communicate(timeout=0.5)
     for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
         pipe.close()
-    return parse_messages(output.decode(errors="replace"), url=url, mount=mount, silent=silent)
+    facts = parse_messages(output.decode(errors="replace"), url=url, mount=mount, silent=silent)
+    if shared is not None:
+        shared.announce(facts)
+    return facts
 
 
 def parse_messages(text: str, *, url: str, mount: Mount | None, silent: TripMessage) -> TripFacts:
@@ -143,6 +195,9 @@ def _remedy(facts: TripFacts, failure: TripMessage, host: str, environment: Mapp
             f"on {host}: `mount -o remount,rw {point}`, or set run.dir to a folder that can be written; a disk with errors "
             "becomes read-only by itself: `dmesg | tail`"
         )
+    if facts.doing == LOOK and failure.fault in ("NOT_FOUND", "PERMANENT"):
+        mount = f"mount the first host's file system at {path} on {host} (`df {path}`), or " if path else ""
+        return f"{mount}set run.dir to a place that is the same on all hosts"
     protocol, _, rest = url.partition("://")
     service = _SERVICES.get(protocol)
     match failure.fault:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from elastictrain.errors import ConfigError, StorageError
+from elastictrain.errors import ConfigError, ObjectNotFoundError, StorageError
 from elastictrain.fault.exits import follow_parent
 from elastictrain.storage.failures import RetryOptions, errno_of, fault_of
 from elastictrain.storage.local import LocalStore
@@ -21,6 +21,8 @@ from elastictrain.storage.store import Store
 
 FOLDER = "preflight/trips"  # below the store's root; empty after a trip, and on a file system deleted
 _STALE_S = 3600.0  # remains of a killed trip are older than this. Both times are the store's own
+
+_LOOKS_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each look
 
 Send = Callable[[Mapping[str, object]], None]
 
@@ -34,6 +36,17 @@ def travel(store: Store, *, name: str, send: Send) -> None:
             store.delete(other)
     if isinstance(store, LocalStore):
         store.sweep_temporaries(FOLDER)
+
+
+def look(store: Store, *, name: str, send: Send) -> None:
+    """Look for the object that the first host left. Raises: StorageError."""
+    with _step("look", send=send):
+        for pause_s in _LOOKS_S:
+            time.sleep(pause_s)
+            # A file server's client may remember that a name is missing; listing the folder makes it ask again.
+            if f"{FOLDER}/{name}" in {info.key for info in store.list(FOLDER)}:
+                return
+        raise ObjectNotFoundError("what the first host wrote is not there")
 
 
 @contextmanager
@@ -61,7 +74,8 @@ def _leaving_as_found(store: Store) -> Iterator[None]:
 
 
 def main() -> int:
-    """Reads `{"url": ..., "patience_s": ..., "parent": pid}`; returns 0 if the result was sent."""
+    """Reads `{"url": ..., "patience_s": ..., "parent": pid, "leaves": name, "looks_for": name}`, both names perhaps empty;
+    returns 0 if the result was sent."""
     order = json.loads(sys.stdin.read())
     # If the preflight is killed, this process must not wait on for a store that does not answer.
     if not follow_parent(order["parent"], with_signal=signal.SIGKILL):
@@ -79,6 +93,10 @@ def main() -> int:
         store = without_sync(open_store(str(order["url"]), retry=retry))
         with _leaving_as_found(store):
             travel(store, name=f"trip-{secrets.token_hex(8)}", send=send)
+            if order["leaves"]:
+                store.create(f"{FOLDER}/{order['leaves']}", b"This object may be deleted.\n")
+            if order["looks_for"]:
+                look(store, name=order["looks_for"], send=send)
     except ConfigError as error:
         send({"fault": "CONFIG", "errno": None, "message": str(error)})
     except StorageError as error:

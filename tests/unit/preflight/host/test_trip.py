@@ -1,21 +1,30 @@
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from elastictrain.cgroup import Mount
-from elastictrain.errors import ObjectExistsError, PermanentStorageError, StorageFullError
-from elastictrain.preflight.host.storage_trip import TripFacts, TripMessage, judge_trip, parse_messages
-from elastictrain.preflight.host.trip import FOLDER, travel
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, PermanentStorageError, StorageFullError
+from elastictrain.preflight.host import trip
+from elastictrain.preflight.host.storage_trip import (
+    SharedFolder,
+    TripFacts,
+    TripMessage,
+    blame_unshared,
+    judge_trip,
+    parse_messages,
+)
+from elastictrain.preflight.host.trip import FOLDER, look, travel
+from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 from elastictrain.storage.failures import RetryOptions
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.store import Bytes
+from elastictrain.storage.store import Bytes, ObjectInfo
+from tests.unit.preflight.table import Table
 
 SILENT = TripMessage(fault="CRASHED", message="no word at its end")
 STEPS = ["create", "create again", "replace", "read", "list", "delete"]
@@ -103,6 +112,74 @@ def test_failed_create_says_what_failed(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ObjectExistsError):
         travel(local(tmp_path), name="a", send=words)
     assert words.said == [{"begun": "create"}]
+
+
+def test_what_the_first_host_left_is_seen(tmp_path: Path) -> None:
+    words, store = Words(), local(tmp_path)
+    store.create(f"{FOLDER}/shared", b"x")
+    look(store, name="shared", send=words)
+    assert [word["done"] for word in words.said if "done" in word] == ["look"]
+
+
+def test_a_file_servers_client_may_see_it_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, looks, real = local(tmp_path), [], LocalStore.list
+    store.create(f"{FOLDER}/shared", b"x")
+
+    def late(self: LocalStore, prefix: str = "") -> Iterator[ObjectInfo]:
+        looks.append(prefix)
+        return real(self, prefix) if len(looks) > 2 else iter(())
+
+    monkeypatch.setattr(LocalStore, "list", late)
+    look(store, name="shared", send=Words())
+    assert len(looks) == 3
+
+
+def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trip, "_LOOKS_S", (0.0, 0.001))
+    words = Words()
+    with pytest.raises(ObjectNotFoundError):
+        look(local(tmp_path), name="shared", send=words)
+    assert words.said == [{"begun": "look"}]
+    facts = TripFacts("/runs/x", (), "look", TripMessage(fault="PERMANENT", message="not there"))
+    verdict = judge_trip(facts, host="h2", environment={})
+    assert (verdict.status, verdict.subject, verdict.scope, verdict.may_pass) == (Status.FAIL, "h2", Scope.HOST, False)
+    assert "mount" in verdict.remedy
+    bucket = TripFacts("s3://bucket/x", (), "look", TripMessage(fault="PERMANENT", message="not there"))
+    assert "mount" not in judge_trip(bucket, host="h2", environment={}).remedy
+
+
+def unshared(*hosts: str) -> list[Verdict]:
+    others = [Reporter("disk", host).failed("full", remedy="r") for host in ("a", "b", "c")]
+    return [*others, *(Reporter("storage", host).failed("look: not there", remedy="r") for host in hosts)]
+
+
+def test_who_does_not_share_is_unfit_if_another_host_does() -> None:
+    assert [one.scope for one in blame_unshared(unshared("c"), num_hosts=3)] == [Scope.HOST] * 4
+    assert [one.scope for one in blame_unshared(unshared("b", "c"), num_hosts=3)] == [Scope.HOST] * 3 + [Scope.GROUP] * 2
+    assert [one.scope for one in blame_unshared(unshared("b"), num_hosts=2)][-1] is Scope.GROUP
+
+
+def test_the_others_look_only_for_what_the_first_host_has_left(tmp_path: Path) -> None:
+    table = Table()
+    first, second = SharedFolder(table, is_first=True), SharedFolder(table, is_first=False)
+    assert second.announced(limit_s=0.0) == ""
+    second.announce(TripFacts("/x", ()))
+    assert table.rows == {}
+    first.announce(TripFacts("/x", ()))
+    assert second.announced(limit_s=0.0) == first.name
+    assert first.announced(limit_s=0.0) == ""
+    store = local(tmp_path)
+    store.create(f"{FOLDER}/{first.name}", b"x")
+    first.remove(str(tmp_path))
+    assert list(store.list()) == []
+
+
+def test_nothing_is_looked_for_after_a_trip_that_failed(tmp_path: Path) -> None:
+    table = Table()
+    first = SharedFolder(table, is_first=True)
+    first.announce(TripFacts("/x", (), "create", SILENT))
+    assert SharedFolder(table, is_first=False).announced(limit_s=0.0) == ""
+    first.remove("no protocol://")
 
 
 def test_words_of_a_whole_trip() -> None:
