@@ -21,7 +21,7 @@ CHECKS = {
     "memory": "Free memory of the host, and of its control group.",
     "cpu": "A control group leaves the CPUs that are needed.",
     "load": "Nobody else keeps the CPUs busy.",
-    "storage": "`run.dir` can be written, read back and cleaned up.",
+    "storage": "`run.dir` can be written, read back and cleaned up, and is the same on all hosts.",
     "alike": "All hosts have the same code, versions, settings of NCCL and kind of GPUs.",
     "gpus": "As many GPUs as local ranks are there.",
     "fabric_manager": "On machines with NVSwitches their manager runs, in the driver's version.",
@@ -38,6 +38,7 @@ CHECKS = {
     "clock": "Clocks agree to within 1 s (a warning) or 2 s (a failure).",
     "reachable": "Every host reaches every other on the ports that are used, in both directions.",
     "mtu": "Frames as large as the interfaces allow arrive.",
+    "loss": "Packets do not get lost: 0.1 % is a warning, 1 % a failure.",
     "latency": "Answers come in the time that is usual in the group.",
     "bandwidth": "No host and no link is much slower than the others.",
     "present": "Every rank takes part in collectives.",
@@ -77,6 +78,12 @@ class PreflightThresholds:
 
     clock_fail_s: Annotated[float, Range(0.0)] = 2.0
     """Clocks of two hosts that differ by more are a failure."""
+
+    loss_warn: Annotated[float, Range(0.0, 1.0)] = 0.001
+    """Where a larger part of the TCP segments gets lost for sure, it is a warning."""
+
+    loss_fail: Annotated[float, Range(0.0, 1.0)] = 0.01
+    """Where a larger part of the TCP segments gets lost for sure, it is a failure."""
 
     slow_ratio: Annotated[float, Range(0.0, 1.0)] = 0.5
     """A host whose best link has less than this part of the median of all hosts' best links is slow."""
@@ -128,7 +135,7 @@ class PreflightGroup:
     """How long the whole preflight may take before it counts as failed."""
 
     ports: tuple[Port, ...] = ()
-    """TCP ports on which hosts must reach each other, besides one that the kernel picks: those that a firewall should open."""
+    """TCP ports on which hosts must reach each other, besides three that are spread over those that the kernel picks from."""
 
     strict: bool = False
     """Whether a check with the mode `exclude` or `warn` stops the start, too, when it fails."""

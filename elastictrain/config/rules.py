@@ -26,6 +26,7 @@ ORDERS = (
     ("preflight.wait_s", "<", "preflight.limit_s", "waiting is a part of it"),
     ("preflight.limit_s", "<", "fault.init_timeout_s", "it names what hangs before"),
     ("preflight.thresholds.clock_warn_s", "<=", "preflight.thresholds.clock_fail_s", ""),
+    ("preflight.thresholds.loss_warn", "<=", "preflight.thresholds.loss_fail", ""),
 )
 
 # keys of `parallel` that only some kinds read, with their defaults

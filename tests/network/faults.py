@@ -128,6 +128,19 @@ def delay(host: Host, others: Sequence[Host], *, seconds: float, log: Path) -> N
     wait_until(lambda: "relays" in relay.output(), timeout_s=60, what="the relay")
 
 
+def lose(host: Host, percent: float, *, sent: bool = True, received: bool = True, other: Host | None = None) -> None:
+    """From now on the switch drops so many frames at random that this host sends or receives, or only from and to another."""
+    switch, port = switch_of(host)
+    table = f"loss_{host.name}"
+    rules = [f"add table netdev {table}"]
+    for wanted, hook, peer in ((sent, "ingress", "daddr"), (received, "egress", "saddr")):
+        if wanted:
+            only = f"ip {peer} {other.address}" if other else ""
+            rules.append(f"add chain netdev {table} {hook} {{ type filter hook {hook} device {port} priority 0; }}")
+            rules.append(f"add rule netdev {table} {hook} {only} numgen random mod 10000 < {round(100 * percent)} drop")
+    inside(switch, "nft", "; ".join(rules))
+
+
 def block(source: Host, target: Host, *, port: int) -> None:
     """Connections from one host to a TCP port of another get no answer; those in the other direction do."""
     place = place_of(target)

@@ -1,5 +1,6 @@
 """The link checks find what is wrong with a network of three hosts, say it alike on all of them, and find nothing otherwise."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from faults import (
     jumbo,
     jumbo_bridge,
     limit_rate,
+    lose,
+    without_offloads,
 )
 from hosts import Host, Network
 
@@ -20,7 +23,7 @@ LIMIT_S = 10.0
 """From a complete roster to verdicts on every host."""
 
 HEALTHY_RUNS = 3
-FULL = ["roster", "reachable", "mtu", "latency", "clock", "bandwidth"]
+FULL = ["roster", "reachable", "mtu", "loss", "latency", "clock", "bandwidth"]
 
 
 @pytest.fixture
@@ -103,6 +106,55 @@ def test_a_host_at_100_mbit_per_s(hosts: list[Host], tmp_path: Path, sent: bool,
     assert verdict["unit"] == unit
     assert 0.03 < verdict["measured"] < 0.2
     assert verdict["remedy"].partition("`")[2].startswith(look)
+
+
+def lossy_sender(hosts: list[Host], percent: float) -> None:
+    lose(hosts[2], percent, received=False)
+
+
+def lossy_host(hosts: list[Host], percent: float) -> None:
+    lose(hosts[2], percent)
+
+
+def lossy_link(hosts: list[Host], percent: float) -> None:
+    lose(hosts[1], percent, received=False, other=hosts[0])
+
+
+def lossy_pair(hosts: list[Host], percent: float) -> None:
+    lose(hosts[1], percent)
+    lose(hosts[3], percent)
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft, to drop frames")
+@pytest.mark.parametrize("percent", [1, 5, 20])
+@pytest.mark.parametrize(
+    ("fault", "num_hosts", "subjects", "full"),
+    [
+        (lossy_sender, 3, {"h3"}, False),
+        (lossy_host, 3, {"h3"}, True),
+        (lossy_link, 3, {"h2 -> h1"}, False),
+        (lossy_pair, 5, {"h2", "h4"}, False),
+    ],
+    ids=["sender", "host", "link", "two of five"],
+)
+def test_packets_that_get_lost(
+    fault: Callable[[list[Host], float], None],
+    num_hosts: int,
+    subjects: set[str],
+    full: bool,
+    percent: float,
+    network: Network,
+    tmp_path: Path,
+) -> None:
+    hosts = [network.add(f"h{number + 1}") for number in range(num_hosts)]
+    for host in hosts:
+        without_offloads(host)
+    fault(hosts, percent)
+    found = check_links(hosts, tmp_path / "words", full=full)
+    assert {subject for check, _, subject in found.of("warn", "fail") if check == "loss"} == subjects, found.verdicts
+    assert {subject for _, _, subject in found.failed()} == (subjects if percent > 1 else set()), found.verdicts
+    units = {row["unit"] for row in found.verdicts if row["check"] == "loss"}
+    assert units == {"% loss sent" if fault is lossy_sender else "% loss"}
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])

@@ -24,12 +24,12 @@ _MILLISECONDS = -1000.0  # figures of latency are negative seconds
 
 def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> set[Link]:
     """Links to try a second time before any host is blamed."""
-    late = late_blame(contacts, thresholds=thresholds)
-    hosts, links = {one.subject for one in late.hosts}, {one.subject for one in late.links}
+    found = late_blame(contacts, thresholds=thresholds), loss_blame(contacts, least=thresholds.loss_warn)
+    hosts, links = {bad.subject for one in found for bad in one.hosts}, {bad.subject for one in found for bad in one.links}
     return {
         link
         for link, contact in contacts.items()
-        if contact.blocked or contact.loses_large or contact.largest == 0 or link in links or hosts & set(link)
+        if contact.blocked or contact.loses_large or link in links or hosts & set(link)
     }
 
 
@@ -39,6 +39,36 @@ def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresho
 
     figures = [(link, -contact.latency_s) for link, contact in contacts.items() if contact.latency_s is not None]
     return blame(figures, too_bad=too_late, directed=False)
+
+
+def loss_blame(contacts: Mapping[Link, Contact], *, least: float) -> LinkBlame:
+    """Hosts and links that lose more than the part `least` of their segments, for sure."""
+    figures = [(link, -contact.least_loss) for link, contact in contacts.items() if contact.sent]
+    return blame(figures, too_bad=lambda figure, typical: -figure > least)
+
+
+def judge_loss(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
+    """Check `loss`: TCP segments by what both kernels counted. The figures are lower bounds."""
+    report, unit = LinkReporter("loss", roster), "% loss"
+    found = loss_blame(contacts, least=thresholds.loss_warn)
+    if found.typical is None:
+        return report.nothing_known()
+    fatal_below = -thresholds.loss_fail
+    if len(found.hosts) == len({host for link in contacts for host in link}):
+        least = min(-one.figure for one in found.hosts)
+        report_as = report(None).failed if least > thresholds.loss_fail else report(None).warned
+        remedy = "all hosts lose segments: look at the switch or the tunnel between them"
+        return [report_as(_shown(least, 100.0), expected=100 * thresholds.loss_warn, unit=unit, remedy=remedy)]
+    hint = "look at cable, transceiver and switch port (`ethtool -S`: CRC errors, drops); "
+    verdicts = _blamed(report, found, scale=-100.0, unit=unit, fatal_below=fatal_below, fatal_host_below=fatal_below, hint=hint)
+    return list(verdicts) or [report(None).passed(_shown(found.typical, -100.0), unit=unit)]
+
+
+def without_lossy(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> dict[Link, Contact]:
+    """The contacts without those that heavy loss explains."""
+    found = loss_blame(contacts, least=thresholds.loss_fail)
+    hosts, links = {one.subject for one in found.hosts}, {one.subject for one in found.links}
+    return {link: one for link, one in contacts.items() if not hosts & set(link) and not links & {link, link[::-1]}}
 
 
 def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
@@ -128,9 +158,10 @@ def _blamed(
     unit: str,
     words: str = "",
     fatal_below: float,
+    fatal_host_below: float = math.inf,
     hint: str = "",
 ) -> Iterator[Verdict]:
-    """`fatal_below`: a confirmed bad link fails below this figure, else it is a warning; a confirmed bad host fails."""
+    """`fatal_below`: a confirmed bad link fails below this figure, else it is a warning; a host below `fatal_host_below`."""
     typical = _shown(found.typical or 0.0, scale)
     # Unconfirmed: no time for a second measurement, or no processor.
     doubts = {True: "", False: " (not confirmed: repeat when processors are idle)"}
@@ -149,7 +180,7 @@ def _blamed(
                 f"the other); or run without one of them"
             )
         way = "" if one.way is Direction.BOTH else f" {one.way}"
-        fails = isinstance(one.subject, int) or one.figure < fatal_below
+        fails = one.figure < (fatal_host_below if isinstance(one.subject, int) else fatal_below)
         report_as = report(one.subject).failed if one.confirmed and fails else report(one.subject).warned
         measured, unit_here = _shown(one.figure, scale), f"{unit}{way}{words}{doubts[one.confirmed]}"
         yield report_as(measured, expected=typical, remedy=remedy, unit=unit_here)
@@ -168,17 +199,21 @@ def judge_links(
     thresholds: PreflightThresholds,
     names: Sequence[str],
 ) -> list[Verdict]:
-    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and `bandwidth`: one pass each, or the problems, without results
-    of silent hosts. `flows`: the first ones, and the second ones of suspects; None: not measured. `names`: of all hosts."""
+    """Checks `roster`, `reachable`, `mtu`, `loss`, `latency`, `clock` and `bandwidth`: one pass each, or the problems, without
+    results of silent hosts and, but for `loss`, what heavy loss explains. `flows`: the first ones, and the second ones of
+    suspects; None: not measured. `names`: of all hosts."""
     silent = {silence.place for silence in silences}
     contacts = {link: contact for link, contact in contacts.items() if not silent & set(link)}
+    counted, contacts = contacts, without_lossy(contacts, thresholds=thresholds)
+    lossy = counted.keys() - contacts.keys()
     verdicts = [*judge_roster(roster, silences=silences, names=names), *judge_reach(contacts, roster=roster)]
     if len(roster.hosts) < 2:
         return verdicts
     verdicts += judge_mtu(contacts, roster=roster)
+    verdicts += judge_loss(counted, roster=roster, thresholds=thresholds)
     verdicts += judge_latency(contacts, roster=roster, thresholds=thresholds)
     verdicts += judge_clocks(contacts, roster=roster, thresholds=thresholds)
     if flows is not None:
-        first, again = ([flow for flow in part if not silent & set(flow.link)] for part in flows)
+        first, again = ([flow for flow in part if not silent & set(flow.link) and flow.link not in lossy] for part in flows)
         verdicts += judge_bandwidth(first, again, roster=roster, thresholds=thresholds)
     return verdicts

@@ -106,8 +106,8 @@ def judge_reach(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Ver
 
 def _unreachable(report: LinkReporter, broken: BrokenLinks, bad: Sequence[Contact]) -> Verdict:
     hosts, subject, why = report.roster.hosts, broken.subject, _why(bad[0])
-    numbers = sorted({port for contact in bad for port, _ in contact.blocked})
-    ports = _listed(list(map(str, numbers)))
+    wanted = sorted({hosts[contact.link[1]].span_of(port) for contact in bad for port, _ in contact.blocked})
+    ports = _listed(wanted).replace(":", "-")
     if subject is None:
         remedy = (
             f"choose another interface than {hosts[bad[0].link[0]].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`), or "
@@ -124,10 +124,11 @@ def _unreachable(report: LinkReporter, broken: BrokenLinks, bad: Sequence[Contac
         target, expected = subject, "every link"
     else:
         source, target = hosts[subject[0]].address, subject[1]
-        wanted, measured, expected = ",".join(map(str, numbers)), why, "a connection"
+        measured, expected = why, "a connection"
         remedy = (
-            f"let {source} reach {hosts[target].address}, TCP ports {wanted}: on {report.label(target)} `iptables -I INPUT "
-            f"-p tcp -s {source} -m multiport --dports {wanted} -j ACCEPT`, and in the security group or firewall between them"
+            f"let {source} reach {hosts[target].address}, TCP ports {ports}: on {report.label(target)} `iptables -I INPUT "
+            f"-p tcp -s {source} -m multiport --dports {','.join(wanted)} -j ACCEPT`, and in the security group or firewall "
+            f"between them"
         )
     if any("answers" in _why(contact) for contact in bad if contact.link[1] == target):
         address, device = hosts[target].address, hosts[target].interface
@@ -153,7 +154,7 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
         return report.nothing_known()
     found, hosts = [], roster.hosts
     bad = {link: contact for link, contact in tried.items() if contact.loses_large}
-    for one in find_broken(bad, tried={link for link, contact in tried.items() if contact.largest}):
+    for one in find_broken(bad, tried=tried):
         passing = min(bad[link].largest or 0 for link in one.links)
         intended = max(bad[link].intended or 0 for link in one.links)
         whose = range(len(hosts)) if one.subject is None else (one.subject,) if isinstance(one.subject, int) else one.subject
@@ -168,13 +169,6 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
         which = {Direction.OUT: "that it sends ", Direction.IN: "that it should receive "}.get(one.way, "")
         measured = f"large frames {which}vanish above {passing} bytes"
         found.append(report(one.subject).failed(measured, expected=f"{intended} bytes", remedy=remedy))
-    silent = [link for link, contact in tried.items() if contact.largest == 0]
-    measured = "no UDP frame was acknowledged, so nothing is known"
-    remedy = (
-        "let hosts send each other UDP (any port), in firewalls and security group, and repeat; or preflight.checks.mtu=off"
-    )
-    for one in find_broken(silent, tried=tried):
-        found.append(report(one.subject).warned(measured, expected="an answer", remedy=remedy))
     least = min(contact.intended or 0 for contact in tried.values())
     return found or [report(None).passed(least, expected=least, unit="bytes")]
 

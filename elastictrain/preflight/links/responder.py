@@ -1,13 +1,9 @@
-"""Protocol between a host's responder and its peers: requests, byte streams and their rates, probe datagrams. The responder
-serves peers with the preflight's token, on the plan's address. Its nonce proves that it is the host that introduced itself."""
+"""Protocol between a host's responder and its peers: requests, byte streams and their rates. The responder serves peers with
+the preflight's token, on the plan's address. Its nonce proves that it is the host that introduced itself."""
 
-import hmac
-import logging
 import math
 import secrets
-import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,10 +11,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from elastictrain.errors import HostUnfitError
-from elastictrain.net.channel import SIGNATURE_BYTES, Channel, ChannelError, Handshake, Secret, signature
-from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer
-
-logger = logging.getLogger(__name__)
+from elastictrain.net.channel import Channel, ChannelError, Handshake, Secret
+from elastictrain.net.listening import listen
+from elastictrain.net.server import CONNECTIONS, ChannelServer
 
 HANDSHAKE = Handshake(magic=b"ETLINK01", nonce_bytes=16, separator=b"|")
 
@@ -27,20 +22,14 @@ REQUEST = struct.Struct("<cdQ")  # kind, seconds, and at most how many bytes (0:
 PING = struct.Struct("<d")
 PONG = struct.Struct("<dd")  # when the ping arrived and when the answer left, by the responder's clock
 
-RECEIPT = struct.Struct("<Qdd")
-"""Bytes received, best rate on the way in bytes per second, part of the time without a processor."""
+RECEIPT = struct.Struct("<QddI")
+"""Bytes received, best rate on the way in bytes per second, part of the time without a processor, TCP segments received."""
 
 TRAILER = struct.Struct("<d")  # ends a stream that is given: part of the time without a processor
 _CHUNK_BYTES = 1 << 20
 _LATE_S = 0.2
 _STALL_S = 10.0
 _IDLE_S = 2.0
-
-_FRAME = struct.Struct("<4scII")
-_FRAME_MAGIC = b"ETfr"
-_PROBE, _ACK = b"P", b"A"
-
-FRAME_BYTES = _FRAME.size + SIGNATURE_BYTES  # minimum size of a datagram
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +41,6 @@ class ResponderKey:
     def secret(self) -> Secret:
         """For connections. The client's proof leaves out the nonce: the client is the one that detects a wrong host."""
         return Secret(self.token, client=b"client|", server=b"responder|" + self.nonce.hex().encode())
-
-    def probe(self, number: int, *, size: int) -> bytes:
-        """A datagram of `size` bytes (at least `FRAME_BYTES`)."""
-        return self._frame(_PROBE, number, size).ljust(size, b"\0")
-
-    def answer(self, data: bytes) -> bytes | None:
-        """The answer to a datagram, never longer than it; None for one that is no probe under this token."""
-        number, size = self._read(_PROBE, data)
-        return self._frame(_ACK, number, size) if number is not None and size == len(data) else None
-
-    def acknowledged(self, data: bytes) -> int | None:
-        """The number of the probe that arrived; None if this is no answer to one."""
-        return self._read(_ACK, data)[0]
-
-    def _frame(self, kind: bytes, number: int, size: int) -> bytes:
-        head = _FRAME.pack(_FRAME_MAGIC, kind, number, size)
-        return head + signature(b"frame|" + self.nonce.hex().encode() + b"|" + head, self.token)
-
-    def _read(self, kind: bytes, data: bytes) -> tuple[int | None, int]:
-        if len(data) >= FRAME_BYTES:
-            _, _, number, size = _FRAME.unpack(data[: _FRAME.size])
-            if hmac.compare_digest(data[:FRAME_BYTES], self._frame(kind, number, size)):
-                return number, size
-        return None, 0
 
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -132,6 +97,7 @@ class StreamResult:
     num_bytes: int
     best_bytes_per_s: float
     waited: float  # part of the time in which an end had no processor
+    segments_in: int = 0  # data segments that the taking end received; 0: unknown
 
 
 def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_s: float) -> StreamResult:
@@ -143,8 +109,8 @@ def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
         ours = send_for(channel, seconds=seconds, max_bytes=num_bytes)
         channel.end_sending()
     left_s = max(0.0, deadline - time.monotonic())
-    came, best, theirs = RECEIPT.unpack(channel.receive(RECEIPT.size, limit_s=left_s + answer_s))
-    return StreamResult(came, best, _either(ours, theirs))
+    came, best, theirs, segments_in = RECEIPT.unpack(channel.receive(RECEIPT.size, limit_s=left_s + answer_s))
+    return StreamResult(came, best, _either(ours, theirs), segments_in)
 
 
 def ask_to_give(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_s: float) -> StreamResult:
@@ -206,38 +172,23 @@ class Responder:
     wall: Callable[[], float] = time.time  # the clock that peers compare with theirs
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     tcp_ports: tuple[int, ...] = field(default=(), init=False)
-    udp_port: int = field(default=0, init=False)
     _key: ResponderKey | None = field(default=None, init=False)
     _server: ChannelServer | None = field(default=None, init=False)
-    _closing: threading.Event = field(default_factory=threading.Event, init=False)
-    _datagrams: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Raises: HostUnfitError naming address and port."""
-        listeners: list[socket.socket] = []
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        datagrams = socket.socket(family, socket.SOCK_DGRAM)
         try:
-            for port in self.ports:
-                listeners.append(socket.create_server((self.address, port), family=family, backlog=BACKLOG))
-            datagrams.bind((self.address, 0))
+            listeners = listen(self.address, self.ports)
         except OSError as error:
-            for one in (*listeners, datagrams):
-                one.close()
             raise HostUnfitError(
                 f"link checks must listen on {self.address}, ports {list(self.ports)} (0: any), but cannot: "
                 f"{error.strerror or error}; choose an address of this host and ports that are free"
             ) from error
-        # Shutting down a UDP socket that was never connected does not wake its reader on every system.
-        datagrams.settimeout(0.05)
         self.tcp_ports = tuple(listener.getsockname()[1] for listener in listeners)
-        self.udp_port = datagrams.getsockname()[1]
         self._server = ChannelServer(
             listeners, handshake=HANDSHAKE, serve=self._serve, connections=self.connections, place_s=_IDLE_S, name="links"
         )
         self._server.start()
-        self._datagrams = threading.Thread(target=self._answer_datagrams, args=(datagrams,), name="links-mtu", daemon=True)
-        self._datagrams.start()
 
     def set_token(self, token: bytes) -> None:
         """Call after `start`: from now on peers with this token are served."""
@@ -247,11 +198,8 @@ class Responder:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End all at once; waits only for own threads."""
-        self._closing.set()
         if self._server is not None:
             self._server.close(timeout_s)
-        if self._datagrams is not None:
-            self._datagrams.join(timeout_s)
 
     def _serve(self, channel: Channel) -> None:
         kind, seconds, max_bytes = REQUEST.unpack(channel.receive(REQUEST.size, limit_s=_IDLE_S))
@@ -265,23 +213,10 @@ class Responder:
             raise ChannelError(f"it asks for {kind!r} for {seconds} s")
         if kind == SINK:
             meter = drain(channel, seconds=seconds, idle_s=_IDLE_S)
-            channel.send(RECEIPT.pack(meter.num_bytes, meter.best_bytes_per_s(), meter.waited), limit_s=_IDLE_S)
+            counted = channel.counters()
+            receipt = (meter.num_bytes, meter.best_bytes_per_s(), meter.waited, counted.segments_in if counted else 0)
+            channel.send(RECEIPT.pack(*receipt), limit_s=_IDLE_S)
         else:
             waited = send_for(channel, seconds=seconds, max_bytes=max_bytes)
             channel.send(TRAILER.pack(waited), limit_s=_IDLE_S)
             channel.end_sending()
-
-    def _answer_datagrams(self, datagrams: socket.socket) -> None:
-        with datagrams:
-            while not self._closing.is_set():
-                try:
-                    data, sender = datagrams.recvfrom(1 << 16)
-                    answer = None if self._key is None else self._key.answer(data)
-                    if answer is not None:
-                        datagrams.sendto(answer, sender)
-                except TimeoutError:
-                    continue
-                except OSError as error:
-                    # The kernel reports an earlier answer to a sender that has ended.
-                    logger.debug("a datagram is lost: %s", error)
-                    self._closing.wait(0.001)

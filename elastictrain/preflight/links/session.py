@@ -7,13 +7,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from elastictrain.bounded_json import MalformedJsonError
+from elastictrain.distributed.bounded import each_within
 from elastictrain.errors import HostUnfitError, TransportError
+from elastictrain.net.listening import read_port_range
 from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
-from elastictrain.preflight.links.judge_contacts import SilentHost, claimed_twice, leaderless, unheard
+from elastictrain.preflight.links.judge_contacts import SilentHost, claimed_twice, judge_roster, leaderless, unheard
 from elastictrain.preflight.links.messages import (
     Contact,
     Flow,
@@ -33,7 +34,6 @@ from elastictrain.preflight.verdict import Verdict
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5  # the first host waits this long for one report before it looks for another
-_AT_A_TIME = 16  # peers that one host probes in parallel: dead ones only cost time
 _ALL_PAIRS_UP_TO = 16  # a full check contacts every pair up to this many hosts; above, distances 1, 2, 4, 8 ... along the ring
 
 
@@ -56,6 +56,7 @@ class LinkSession:
     options: LinkOptions = field(default_factory=LinkOptions)
     wall: Callable[[], float] = time.time  # the clock that the hosts compare
     _roster: Roster = field(default_factory=lambda: Roster(hosts=(), absent=(), waited_s=0.0, token=""), init=False)
+    _twice: HostIntroduction | None = field(default=None, init=False)  # of a host whose node rank another one has
     _place: int = field(default=0, init=False)
     _num_orders: int = field(default=0, init=False)
     _probes: dict[int, PeerProbe] = field(default_factory=dict, init=False)
@@ -77,9 +78,13 @@ class LinkSession:
         began, own = time.monotonic(), replace(self.host, nonce=responder.nonce.hex())
         try:
             responder.start()
-            own = replace(own, tcp_ports=responder.tcp_ports, udp_port=responder.udp_port)
+            spans = tuple(str(port) if port else "{}:{}".format(*read_port_range()) for port in own.tcp_ports)
+            own = replace(own, tcp_ports=responder.tcp_ports, port_spans=spans)
         except HostUnfitError as error:
             own = replace(own, trouble=str(error))
+        if other := get_record(self.exchange, f"links/hello/{own.node_rank}", HostIntroduction, limit_s=0.0):
+            put_record(self.exchange, "links/twice", own)
+            return [claimed_twice(own, other)]
         put_record(self.exchange, f"links/hello/{own.node_rank}", own)
         # The first host may start a whole limit later than this one.
         late_s = 2 * self.options.roster_s + self.options.grace_s
@@ -101,15 +106,20 @@ class LinkSession:
         """As the first host: wait for all, publish the roster."""
         began, num_hosts = time.monotonic(), len(self.names)
         found = {own.node_rank: own}
-        for rank in range(1, num_hosts):
-            left_s = began + self.options.roster_s - time.monotonic()
+        waiting = deque(range(1, num_hosts))
+        while waiting and self._twice is None:
+            rank, left_s = waiting.popleft(), began + self.options.roster_s - time.monotonic()
             try:
-                introduction = get_record(self.exchange, f"links/hello/{rank}", HostIntroduction, limit_s=left_s)
+                limit_s = min(_TURN_S, left_s)
+                introduction = get_record(self.exchange, f"links/hello/{rank}", HostIntroduction, limit_s=limit_s)
             except MalformedJsonError as error:
                 logger.warning("node rank %d does not introduce itself as this release does: %s", rank, error)
                 continue
             if introduction is not None:
                 found[rank] = introduction
+            elif left_s > 0:
+                waiting.append(rank)
+            self._twice = get_record(self.exchange, "links/twice", HostIntroduction, limit_s=0.0)
         roster = Roster(
             hosts=tuple(found[rank] for rank in sorted(found)),
             absent=tuple(rank for rank in range(num_hosts) if rank not in found),
@@ -147,16 +157,24 @@ class LinkSession:
             probe = PeerProbe(hosts[self._place], hosts[target], link, token=token, options=self.options, wall=self.wall)
             # One per target: it knows which port of the other host is open.
             self._probes.setdefault(target, probe)
-        probes = [self._probes[target] for target in targets]
+        probes, limit_s = [self._probes[target] for target in targets], self.options.limit_s(measure=order.measure)
+        # Report in time, whatever a peer does: a host that does not report counts as silent.
         if order.measure:
-            found = LinkFindings((), tuple(flow for probe in probes for flow in probe.flows()))
+            measured = each_within([(limit_s, probe.flows) for probe in probes])
+            flows = (flow for probe, some in zip(probes, measured, strict=True) for flow in some or probe.no_flows())
+            found = LinkFindings((), tuple(flows))
         else:
-            with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="link-contact") as threads:
-                found = LinkFindings(tuple(threads.map(PeerProbe.contact, probes)), ())
+            made = each_within([(limit_s, probe.contact) for probe in probes])
+            contacts = (one or probe.no_contact(limit_s) for probe, one in zip(probes, made, strict=True))
+            found = LinkFindings(tuple(contacts), ())
         put_record(self.exchange, f"links/found/{self._num_orders}/{self._place}", found)
 
     def _lead(self) -> list[Verdict]:
         """As the first host: give the orders, gather the reports, and judge them."""
+        if self._twice is not None:
+            known = next(host for host in self._roster.hosts if host.node_rank == self._twice.node_rank)
+            put_record(self.exchange, "links/order/0", Order(()))
+            return [claimed_twice(known, self._twice), *judge_roster(self._roster, silences=(), names=self.names)]
         thresholds, num, full = self.options.thresholds, len(self._roster.hosts), self.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         first: tuple[Flow, ...] = ()

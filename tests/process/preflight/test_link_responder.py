@@ -82,8 +82,6 @@ def test_something_else_is_found_out() -> None:
 def test_malformed_input_ends_a_connection_and_nothing_else(responder: Responder, data: bytes) -> None:
     with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as connection:
         connection.send(data, limit_s=1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        datagrams.sendto(data, ("127.0.0.1", responder.udp_port))
     ping(responder)
 
 

@@ -10,14 +10,17 @@ import pytest
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.config.preflight import PreflightLimits
 from elastictrain.errors import TransportError
-from elastictrain.preflight.links.messages import Order, Roster
+from elastictrain.net.listening import read_port_range
+from elastictrain.preflight.links.messages import Contact, Order, Roster
+from elastictrain.preflight.links.probes import PeerProbe
 from elastictrain.preflight.links.session import LinkReport, LinkSession
+from elastictrain.preflight.surroundings import get_record, put_record
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
 from tests.unit.preflight.links.groups import QUICK, host, names, run_group
 from tests.unit.preflight.links.made import introduction
 from tests.unit.preflight.table import Table
 
-QUICK_CHECKS = ["roster", "reachable", "mtu", "latency", "clock"]
+QUICK_CHECKS = ["roster", "reachable", "mtu", "loss", "latency", "clock"]
 
 
 def failed(report: LinkReport) -> list[tuple[str, str]]:
@@ -101,6 +104,35 @@ def test_two_hosts_that_claim_the_same_node_rank_are_told() -> None:
     assert "--node-rank" in report.verdicts[0].remedy
 
 
+def test_a_doubled_node_rank_is_named_at_once() -> None:
+    """By the host that came second and by the first host, although another one is missing now."""
+    table, began = Table(), time.monotonic()
+    put_record(table, "links/hello/1", introduction(1, name="other", nonce="ab"))
+    reports = run_group(3, started=(0, 1), table=table)
+    assert time.monotonic() - began < QUICK.roster_s / 2
+    assert [one[0] for one in map(failed, reports)] == [("roster", "other, h2"), ("roster", "h2, other")]
+    assert {report.verdicts[0].scope for report in reports} == {Scope.GROUP}
+
+
+def test_a_doubled_first_host_is_named_at_once() -> None:
+    table = Table()
+    put_record(table, "links/hello/0", introduction(0, name="other", nonce="ab"))
+    (report,) = run_group(2, started=(0,), table=table)
+    assert failed(report) == [("roster", "h1, other")]
+
+
+def test_ports_are_spread() -> None:
+    table = Table()
+    run_group(2, table=table, session=lambda session: setattr(session, "host", replace(session.host, tcp_ports=(0, 0, 0))))
+    roster = get_record(table, "links/roster", Roster, limit_s=0.0)
+    assert roster is not None
+    for one in roster.hosts:
+        (first, last), size = read_port_range(), len(one.tcp_ports)
+        assert size == 3
+        assert [int(size * (port - first) / (last - first)) for port in one.tcp_ports] == [0, 1, 2]
+        assert set(one.port_spans) == {f"{first}:{last}"}
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -163,6 +195,23 @@ def test_a_host_that_does_not_take_up_an_order_is_not_waited_for() -> None:
     reports = run_group(3, full=True, options=options, table=Deaf(2, 1, words=("found", "taken")))
     assert ("roster", "h3") in failed(reports[0])
     assert time.monotonic() - began < 3.5
+
+
+def test_a_host_whose_peer_lets_it_wait_for_ever_reports_in_time() -> None:
+    """The link is named, and no host is silent."""
+
+    def stuck(self: PeerProbe) -> Contact:
+        if self.link == (2, 1):
+            time.sleep(5.0)
+        return real(self)
+
+    real, patch = PeerProbe.contact, pytest.MonkeyPatch()
+    options, began = replace(QUICK, limits=PreflightLimits(contact_s=0.5)), time.monotonic()
+    with patch.context() as patched:
+        patched.setattr(PeerProbe, "contact", stuck)
+        reports = run_group(3, options=options)
+    assert time.monotonic() - began < 4.0
+    assert failed(reports[0]) == [("reachable", "h3 -> h2")]
 
 
 class Garbling(Table):

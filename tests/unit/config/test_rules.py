@@ -146,6 +146,7 @@ def test_good_only_when_every_wait_is_longer_than_what_it_waits_for(beat: float,
         (PreflightGroup(limit_s=10.0, wait_s=10.0), ["preflight.wait_s"]),
         (PreflightGroup(limit_s=600.0, wait_s=700.0, level="off"), []),
         (PreflightGroup(thresholds=PreflightThresholds(clock_fail_s=0.5)), ["preflight.thresholds.clock_warn_s"]),
+        (PreflightGroup(thresholds=PreflightThresholds(loss_warn=0.02)), ["preflight.thresholds.loss_warn"]),
     ],
 )
 def test_a_preflight_ends_before_what_waits_for_it(preflight: PreflightGroup, expected: list[str]) -> None:

@@ -19,7 +19,7 @@ from tests.unit.preflight.transport.made import MadeHost
 Host = Callable[..., Surroundings]
 Answered = Callable[..., ToolOutput]
 NVIDIA_GPU = {"/sys/bus/pci/devices/0000:1b:00.0/vendor": "0x10de", "/sys/bus/pci/devices/0000:1b:00.0/class": "0x030200"}
-BETWEEN_HOSTS = {"alike", "roster", "clock", "reachable", "mtu", "latency", "bandwidth"}
+BETWEEN_HOSTS = {"alike", "roster", "clock", "reachable", "mtu", "loss", "latency", "bandwidth"}
 ASK = "nvidia-smi -q -x"
 SWITCH = {"/sys/bus/pci/devices/0000:05:00.0/vendor": "0x10de", "/sys/bus/pci/devices/0000:05:00.0/class": "0x068000"}
 

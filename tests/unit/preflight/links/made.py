@@ -14,7 +14,7 @@ def introduction(place: int, **changed: Any) -> HostIntroduction:
         "interface": "eth0",
         "mtu": 9000,
         "tcp_ports": (29501, 29502),
-        "udp_port": 29501,
+        "port_spans": ("32768:60999", "29502"),
         "nonce": f"{place:032x}",
     }
     return HostIntroduction(**{**facts, **changed})
@@ -30,7 +30,7 @@ def all_links(num_hosts: int) -> list[Link]:
 
 def contacts(num_hosts: int, change: Callable[[Link], Mapping[str, Any]] = lambda link: {}) -> dict[Link, Contact]:
     """All links, healthy but for what `change` says of them."""
-    healthy: dict[str, Any] = {"largest": 9000, "intended": 9000, "latency_s": 2e-4, "offset_s": 0.0}
+    healthy: dict[str, Any] = {"largest": 9000, "intended": 9000, "latency_s": 2e-4, "offset_s": 0.0, "sent": 10_000}
     return {link: Contact(**{"link": link, **healthy, **change(link)}) for link in all_links(num_hosts)}
 
 

@@ -18,12 +18,14 @@ def judged(found: Roster | None = None, **changed: Any) -> list[Verdict]:
 
 def test_each_check_says_something() -> None:
     verdicts = judged()
-    assert [verdict.check for verdict in verdicts] == ["roster", "reachable", "mtu", "latency", "clock", "bandwidth"]
+    assert [verdict.check for verdict in verdicts] == ["roster", "reachable", "mtu", "loss", "latency", "clock", "bandwidth"]
     assert {verdict.status for verdict in verdicts} == {Status.PASS}
 
 
 def test_what_silence_explains_is_not_held_against_links() -> None:
-    found = contacts(3, lambda link: {"blocked": ((1, "no answer"),), "largest": 0} if 2 in link else {})
+    found = contacts(
+        3, lambda link: {"blocked": ((1, "no answer"),), "largest": 576, "sent": 100, "lost": 90} if 2 in link else {}
+    )
     slow = tuple(flows(all_links(3), lambda link: 0.0 if 2 in link else 10.0))
     found_bad = judged(contacts=found, flows=(slow, slow), silences=(SilentHost(2, measured=False, waited_s=5.0),))
     bad = [verdict for verdict in found_bad if verdict.status is not Status.PASS]

@@ -65,12 +65,6 @@ def test_large_frames_vanish_on_one_link() -> None:
     assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, link("h3", "h1"))]
 
 
-def test_frames_that_nobody_acknowledges_are_a_warning() -> None:
-    assert subjects(mtu(EVERY, largest=0)) == [(Status.WARN, Scope.GROUP, "all")]
-    assert subjects(mtu(OF_H3, largest=0)) == [(Status.WARN, Scope.HOST, "h3")]
-    assert subjects(mtu({(0, 1)}, largest=0)) == [(Status.WARN, Scope.LINK, link("h1", "h2"))]
-
-
 def test_a_smaller_interface_on_one_side_is_nothing_to_find() -> None:
     found = contacts(3, lambda link: {"largest": 1500, "intended": 1500} if 2 in link else {})
     assert subjects(judge_mtu(found, roster=roster(3))) == [(Status.PASS, Scope.GROUP, "all")]
@@ -87,6 +81,16 @@ def test_a_port_blocked_one_way() -> None:
     assert "29502" in str(verdict.measured)
     command = "iptables -I INPUT -p tcp -s 10.0.0.3 -m multiport --dports 29502 -j ACCEPT"
     assert command in verdict.remedy
+
+
+@pytest.mark.parametrize("bad", [{(2, 0)}, OF_H3, EVERY])
+def test_a_port_that_the_kernel_picked_stands_for_its_range(bad: set[Link]) -> None:
+    """It is never used again, so no remedy names it."""
+    found = contacts(3, lambda link: {"blocked": ((29501, "no answer"),)} if link in bad else {})
+    (verdict,) = judge_reach(found, roster=roster(3))
+    assert "29501" not in verdict.remedy
+    assert "32768-60999" in verdict.remedy
+    assert ("--dports 32768:60999 -j" in verdict.remedy) == (bad == {(2, 0)})
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_all_that_looks_bad_is_tried_again() -> None:
     changes: dict[Link, dict[str, Any]] = {
         (0, 1): {"blocked": ((1, "refused"),)},
         (1, 2): {"largest": 1500},
-        (2, 3): {"largest": 0},
+        (2, 3): {"lost": 100},
         (3, 0): {"latency_s": 0.5},
     }
     found = contacts(4, lambda link: changes.get(link, {}))
