@@ -22,6 +22,11 @@ class TcpCounters:
     overhead_bytes: int  # TCP's own header and options in each segment
     least_rtt_s: float | None  # between the two kernels: no process has to run for it; None: not measured
 
+    def num_lost(self, *, arrived: int) -> int:
+        """Data segments that were lost, where the other end has counted `arrived` ones. What was sent again for nothing has
+        arrived, too, and what is still on the way was not sent again: neither counts."""
+        return min(self.retransmitted, max(0, self.segments_out - arrived))
+
 
 def read_counters(connection: socket.socket) -> TcpCounters | None:
     """None where the kernel does not tell."""

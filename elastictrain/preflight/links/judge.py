@@ -43,7 +43,7 @@ def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresho
 
 def loss_blame(contacts: Mapping[Link, Contact], *, least: float) -> LinkBlame:
     """Hosts and links that lose more than the part `least` of their segments, for sure."""
-    figures = [(link, -contact.least_loss) for link, contact in contacts.items() if contact.sent]
+    figures = [(link, -contact.least_loss) for link, contact in contacts.items() if contact.least_loss is not None]
     return blame(figures, too_bad=lambda figure, typical: -figure > least)
 
 

@@ -11,6 +11,7 @@ from elastictrain.preflight.transport.infiniband import Rdma
 
 _Z = 2.6  # standard deviations
 _LEAST_LOST = 5  # fewer may be one burst
+_LEAST_SENT = 500  # fewer clear nobody: under loss TCP sends little
 
 Place = Annotated[int, Meta(ge=0)]  # a host's index in the roster
 Link = tuple[Place, Place]  # from the first host to the second
@@ -50,10 +51,10 @@ class Contact:
     lost: int = 0  # of them, those that did not arrive
 
     @property
-    def least_loss(self) -> float:
-        """The part of segments that is lost at least, with a confidence of 99.5 %; 0 if unknown. Source: Wilson 1927."""
+    def least_loss(self) -> float | None:
+        """The part of segments that is lost at least, with a confidence of 99.5 %; None for too few. Source: Wilson 1927."""
         if self.lost < _LEAST_LOST:
-            return 0.0
+            return 0.0 if self.sent >= _LEAST_SENT else None
         part, z2n = self.lost / self.sent, _Z * _Z / self.sent
         return (part + z2n / 2 - math.sqrt(z2n * (part * (1 - part) + z2n / 4))) / (1 + z2n)
 
@@ -96,7 +97,7 @@ def merged(contacts: Iterable[Contact]) -> dict[Link, Contact]:
         one = found.get(other.link, other)
         ports = {port for port, _ in one.blocked}
         fastest = min(one, other, key=lambda contact: math.inf if contact.latency_s is None else contact.latency_s)
-        soundest = min(one, other, key=lambda contact: contact.least_loss if contact.sent else math.inf)
+        soundest = min(one, other, key=lambda contact: math.inf if contact.least_loss is None else contact.least_loss)
         found[other.link] = replace(
             other,
             blocked=tuple(blocked for blocked in other.blocked if blocked[0] in ports),

@@ -128,10 +128,8 @@ class PeerProbe:
             num_bytes = min(LOSS_SEGMENTS * (begun.segment_bytes if begun else _DEFAULT_MTU), _LOSS_BYTES)
             result = ask_to_take(channel, seconds=options.limits.stream_s, num_bytes=num_bytes, answer_s=options.answer_s)
             if result.num_bytes:
-                ended = channel.counters()
-                sent = ended.segments_out if ended and result.segments_in else 0
-                # Spurious retransmissions arrive, and what is on the way at the end was not sent again.
-                return intended, sent, min(ended.retransmitted, max(0, sent - result.segments_in)) if ended and sent else 0
+                ended, arrived = channel.counters(), result.segments_in
+                return intended, *((ended.segments_out, ended.num_lost(arrived=arrived)) if ended and arrived else (0, 0))
         sizes = [*(size for size in WELL_KNOWN if size < intended), intended]
         with ThreadPoolExecutor(len(sizes), thread_name_prefix="link-mtu") as threads:
             passing = [size for size, arrives in zip(sizes, threads.map(self._arrives, sizes), strict=True) if arrives]

@@ -68,6 +68,23 @@ def test_lost_segments_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_counters(Known()) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("retransmitted", "arrived", "lost"),
+    [
+        (0, 100, 0),
+        (5, 95, 5),
+        (7, 98, 2),  # five of them in vain
+        (3, 100, 0),  # all of them in vain
+        (2, 80, 2),  # 18 are on the way
+        (0, 90, 0),
+        (4, 103, 0),  # a card that joins segments counts as it likes
+    ],
+)
+def test_only_what_was_lost_counts(retransmitted: int, arrived: int, lost: int) -> None:
+    found = TcpCounters(100, 0, retransmitted, segment_bytes=1448, overhead_bytes=32, least_rtt_s=None)
+    assert found.num_lost(arrived=arrived) == lost
+
+
 def test_an_old_kernel_tells_nothing() -> None:
     class Old:
         def getsockopt(self, level: int, option: int, size: int) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.judge import judge_links, judge_loss, suspicious_contacts
 from elastictrain.preflight.links.messages import Contact, Link, merged
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Scope, Status, Verdict, findings
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster
 from tests.unit.preflight.made import link
 
@@ -39,7 +39,7 @@ def measured(num_hosts: int, part: Callable[[Link], float], *, sent: int, source
 
 
 def named(verdicts: list[Verdict]) -> Named:
-    return {(one.status, one.scope, one.subject) for one in verdicts if one.status is not Status.PASS}
+    return {(one.status, one.scope, one.subject) for one in findings(verdicts)}
 
 
 def judged(num_hosts: int, part: Callable[[Link], float], *, sent: int = 10_000, seed: int = 0) -> list[Verdict]:
@@ -97,14 +97,28 @@ def test_the_smallest_loss_that_is_found(percent: float) -> None:
 def test_few_segments_show_much_loss() -> None:
     """Under loss TCP sends little."""
     for seed in range(300):
-        assert named(judged(3, lambda link: 0.2 * (link[0] == 2), sent=150, seed=seed)) == {(Status.FAIL, Scope.HOST, "h3")}
+        source = random.Random(seed)
+        found = contacts(3, lambda link, source=source: {"sent": 150, "lost": draw(150, 0.2, source)} if link[0] == 2 else {})
+        expected = {(Status.FAIL, Scope.HOST, "h3")}
+        assert named(judge_loss(found, roster=roster(3), thresholds=THRESHOLDS)) == expected, seed
+
+
+def test_few_segments_clear_nobody() -> None:
+    """A link that sent hardly anything hides no host: neither alone, nor as the second measurement."""
+    facts = {(2, 0): (30, 2), (2, 1): (1500, 75)}
+    found = contacts(3, lambda link: dict(zip(("sent", "lost"), facts.get(link, (10_000, 0)), strict=True)))
+    expected = {(Status.FAIL, Scope.HOST, "h3")}
+    assert named(judge_loss(found, roster=roster(3), thresholds=THRESHOLDS)) == expected
+    again = merged([*found.values(), Contact(link=(2, 0), sent=900, lost=45), Contact(link=(2, 1), sent=40, lost=3)])
+    assert (again[2, 0].sent, again[2, 1].sent) == (900, 1500)
+    assert named(judge_loss(again, roster=roster(3), thresholds=THRESHOLDS)) == expected
 
 
 def test_one_burst_is_no_loss() -> None:
     """It does not come again."""
     burst = {(0, 1): Contact(link=(0, 1), sent=400, lost=8)}
     assert suspicious_contacts({**contacts(3), **burst}, thresholds=THRESHOLDS) == {(0, 1)}
-    found = merged([*contacts(3).values(), *burst.values(), Contact(link=(0, 1), sent=400)])
+    found = merged([*contacts(3).values(), *burst.values(), Contact(link=(0, 1), sent=600)])
     assert named(judge_loss(found, roster=roster(3), thresholds=THRESHOLDS)) == set()
 
 
