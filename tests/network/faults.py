@@ -141,6 +141,14 @@ def lose(host: Host, percent: float, *, sent: bool = True, received: bool = True
     inside(switch, "nft", "; ".join(rules))
 
 
+def drop_sent(host: Host, match: str) -> None:
+    """From now on the switch drops the frames of this host that nft's expression matches."""
+    switch, port = switch_of(host)
+    chain = f"add chain netdev drop_{host.name} sent {{ type filter hook ingress device {port} priority 0; }}"
+    rule = f"add rule netdev drop_{host.name} sent {match} drop"
+    inside(switch, "nft", f"add table netdev drop_{host.name}; {chain}; {rule}")
+
+
 def block(source: Host, target: Host, *, port: int) -> None:
     """Connections from one host to a TCP port of another get no answer; those in the other direction do."""
     place = place_of(target)

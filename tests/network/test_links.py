@@ -11,6 +11,7 @@ from faults import (
     block,
     check_links,
     delay,
+    drop_sent,
     jumbo,
     jumbo_bridge,
     limit_rate,
@@ -22,6 +23,7 @@ from hosts import Host, Network
 LIMIT_S = 10.0
 """From a complete roster to verdicts on every host."""
 
+NEEDS_NFT = pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft, to drop frames")
 HEALTHY_RUNS = 3
 FULL = ["roster", "reachable", "mtu", "loss", "latency", "clock", "bandwidth"]
 
@@ -83,6 +85,30 @@ def test_large_frames_that_vanish_at_one_port(hosts: list[Host], tmp_path: Path)
     assert "h1" not in found.verdict("mtu", "h3")["remedy"]
 
 
+@NEEDS_NFT
+def test_the_mtu_is_found_where_udp_is_blocked(hosts: list[Host], tmp_path: Path) -> None:
+    for host in hosts:
+        jumbo(host, switch_too=host is not hosts[2])
+        drop_sent(host, "meta l4proto udp")
+    jumbo_bridge(hosts[0])
+    found = check_links(hosts, tmp_path / "words", full=False)
+    assert_only(found, ("mtu", "host", "h3"))
+    assert not found.of("warn")
+
+
+@NEEDS_NFT
+def test_a_peer_that_drops_connections_makes_no_host_silent(hosts: list[Host], tmp_path: Path) -> None:
+    """From some packet on: contacts still succeed."""
+    for host in hosts:
+        without_offloads(host)
+    pair = f"ip saddr {hosts[1].address} ip daddr {hosts[0].address}"
+    drop_sent(hosts[1], f"{pair} meta l4proto tcp numgen inc mod 4000000000 > 30000")
+    found = check_links(hosts, tmp_path / "words")
+    # Flows of one direction may be over by then.
+    assert found.failed()
+    assert {(scope, subject) for _, scope, subject in found.failed()} <= {("link", "h1 -> h2"), ("link", "h2 -> h1")}
+
+
 def test_hosts_with_unequal_interfaces_are_well(hosts: list[Host], tmp_path: Path) -> None:
     """TCP agrees on the smaller one."""
     jumbo(hosts[2], switch_too=False)
@@ -125,7 +151,7 @@ def lossy_pair(hosts: list[Host], percent: float) -> None:
     lose(hosts[3], percent)
 
 
-@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft, to drop frames")
+@NEEDS_NFT
 @pytest.mark.parametrize("percent", [1, 5, 20])
 @pytest.mark.parametrize(
     ("fault", "num_hosts", "subjects", "full"),

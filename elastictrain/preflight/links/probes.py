@@ -92,7 +92,7 @@ class PeerProbe:
         return Contact(link=self.link, blocked=tuple((port, f"no answer in {waited_s:g} s") for port in self.target.tcp_ports))
 
     def no_flows(self) -> tuple[Flow, ...]:
-        return Flow(link=self.link, gbps=0.0), Flow(link=self.link[::-1], gbps=0.0)
+        return tuple(Flow(link=link, gbps=0.0, both=both) for both in (False, True) for link in (self.link, self.link[::-1]))
 
     def _try_port(self, port: int) -> tuple[float, float] | str:
         """Round trip and clock offset, or why the port cannot be used."""

@@ -9,7 +9,7 @@ import pytest
 from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.judge import judge_links, judge_loss, suspicious_contacts
 from elastictrain.preflight.links.messages import Contact, Link, merged
-from elastictrain.preflight.verdict import Scope, Status, Verdict, findings
+from elastictrain.preflight.verdict import Scope, Status, Verdict, failures, findings
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster
 from tests.unit.preflight.made import link
 
@@ -134,12 +134,15 @@ def test_what_is_not_counted_is_not_judged() -> None:
 
 
 def test_heavy_loss_explains_what_else_is_wrong_with_a_host() -> None:
-    ill = {"blocked": ((29502, "no answer"),), "largest": 576, "latency_s": 0.5, "sent": 500, "lost": 100}
-    found = contacts(3, lambda link: ill if 2 in link else {})
+    ill = {"blocked": ((29502, "no answer"),), "largest": 576, "latency_s": 0.5}
     slow = flows(all_links(3), lambda link: 0.01 if 2 in link else 10.0)
-    facts = {"silences": (), "thresholds": THRESHOLDS, "names": ("h1", "h2", "h3")}
-    assert named(judge_links(roster(3), contacts=found, flows=(slow, slow), **facts)) == {(Status.FAIL, Scope.HOST, "h3")}
+
+    def failed(sent: int, lost: int) -> set[tuple[str, str]]:
+        found = contacts(3, lambda link: {**ill, "sent": sent, "lost": lost} if 2 in link else {})
+        names = ("h1", "h2", "h3")
+        verdicts = judge_links(roster(3), contacts=found, flows=(slow, slow), silences=(), thresholds=THRESHOLDS, names=names)
+        return {(one.check, one.subject) for one in failures(verdicts)}
+
+    assert failed(sent=500, lost=100) == {("loss", "h3")}
     # A little loss does not.
-    little = contacts(3, lambda link: {**ill, "lost": 3} if link == (2, 0) else {})
-    found_little = judge_links(roster(3), contacts=little, flows=None, **facts)
-    assert {one.check for one in found_little if one.status is Status.FAIL} >= {"reachable", "mtu"}
+    assert failed(sent=10_000, lost=40) == {(check, "h3") for check in ("reachable", "mtu", "latency", "bandwidth")}
