@@ -106,7 +106,7 @@ class PreflightLimits:
     """Writing, reading and deleting an object in `run.dir`."""
 
     contact_s: Annotated[float, Range(0.0, exclusive=True)] = 4.0
-    """All that one host asks of the others at a time: reachability, MTU, latency, clock."""
+    """All that one host asks of the others at a time: reachability, MTU, loss, latency, clock."""
 
     stream_s: Annotated[float, Range(0.0, exclusive=True)] = 0.3
     """How long bytes flow between two hosts in one direction."""

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from elastictrain.bounded_json import parse_record
+from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.cgroup import Mount, mount_of, read_mounts
 from elastictrain.distributed.bounded import within
+from elastictrain.errors import TransportError
 from elastictrain.preflight.host.trip import FOLDER
 from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
@@ -79,14 +80,16 @@ class SharedFolder:
     name: str = field(default_factory=lambda: f"shared-{secrets.token_hex(8)}")
 
     def announce(self, facts: TripFacts) -> None:
-        """As the first host, after its trip. Raises: TransportError."""
-        if self.is_first:
-            put_record(self.exchange, "storage/shared", "" if facts.failure else self.name)
+        """As the first host, after its trip."""
+        with suppress(TransportError):
+            if self.is_first:
+                put_record(self.exchange, "storage/shared", "" if facts.failure else self.name)
 
     def announced(self, *, limit_s: float) -> str:
-        """What this host must see. It was not looked for before: a file server's client would remember that it was missing.
-        Raises: TransportError."""
-        return "" if self.is_first else get_record(self.exchange, "storage/shared", str, limit_s=limit_s) or ""
+        """What this host must see, or nothing. It does not look earlier: a file server's client remembers what is missing."""
+        with suppress(TransportError, MalformedJsonError):
+            return "" if self.is_first else get_record(self.exchange, "storage/shared", str, limit_s=limit_s) or ""
+        return ""
 
     def remove(self, url: str) -> None:
         """As the first host, when all have looked. Raises: TransportError."""
@@ -109,8 +112,7 @@ def read_trip(
     command: Sequence[str] = _COMMAND,
     shared: SharedFolder | None = None,
 ) -> TripFacts:
-    """Run the trip, `limit_s` at most: milliseconds on a disk, a second on an object store, mostly for its import. Raises:
-    TransportError if the hosts share no table any more."""
+    """Run the trip, `limit_s` at most: milliseconds on a disk, a second on an object store, mostly for its import."""
     until = time.monotonic() + limit_s
     path = local_path(url)
     mount = mount_of(path, read_mounts(surroundings.root)) if path else None

@@ -32,7 +32,7 @@ class LinkOptions:
 
     def limit_s(self, *, measure: bool) -> float:
         """When all must have carried out an order. Each stream of a pair takes a connection, a handshake and a receipt."""
-        return 3 * (1.6 * self.connect_s + 2.6 * self.answer_s + self.limits.stream_s) if measure else self.limits.contact_s
+        return 3 * (self.connect_s + 2 * self.answer_s + self.limits.stream_s) if measure else self.limits.contact_s
 
 
 _NUM_PINGS = 9

@@ -15,7 +15,7 @@ from elastictrain.net.channel import Channel, ChannelError, Handshake, Secret
 from elastictrain.net.listening import listen
 from elastictrain.net.server import CONNECTIONS, ChannelServer
 
-HANDSHAKE = Handshake(magic=b"ETLINK01", nonce_bytes=16, separator=b"|")
+HANDSHAKE = Handshake(magic=b"ETLINK02", nonce_bytes=16, separator=b"|")
 
 ECHO, SINK, GIVE = b"E", b"S", b"G"
 REQUEST = struct.Struct("<cdQ")  # kind, seconds, and at most how many bytes (0: no limit)
