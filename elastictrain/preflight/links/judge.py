@@ -26,7 +26,9 @@ def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: Preflig
     """Links to try a second time before any host is blamed."""
     found = late_blame(contacts, thresholds=thresholds), loss_blame(contacts, least=thresholds.loss_warn)
     hosts, links = {bad.subject for one in found for bad in one.hosts}, {bad.subject for one in found for bad in one.links}
-    return {
+    counted = any(contact.least_loss is not None for contact in contacts.values())
+    uncounted = {link for link, contact in contacts.items() if counted and contact.least_loss is None}
+    return uncounted | {
         link
         for link, contact in contacts.items()
         if contact.blocked or contact.loses_large or link in links or hosts & set(link)

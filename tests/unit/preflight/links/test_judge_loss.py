@@ -114,6 +114,12 @@ def test_few_segments_clear_nobody() -> None:
     assert named(judge_loss(again, roster=roster(3), thresholds=THRESHOLDS)) == expected
 
 
+def test_what_was_not_counted_is_tried_again_if_others_were() -> None:
+    some = contacts(3, lambda link: {"sent": 100 if link == (0, 1) else 0} if 0 in link else {})
+    assert suspicious_contacts(some, thresholds=THRESHOLDS) == {link for link in some if 0 in link}
+    assert suspicious_contacts(contacts(3, lambda link: {"sent": 0}), thresholds=THRESHOLDS) == set()
+
+
 def test_one_burst_is_no_loss() -> None:
     """It does not come again."""
     burst = {(0, 1): Contact(link=(0, 1), sent=400, lost=8)}
