@@ -189,7 +189,7 @@ def _blamed(
 
 
 def _shown(figure: float, scale: float) -> float:
-    return float(f"{scale * figure:.3g}")
+    return float(f"{scale * figure:.3g}") + 0.0  # no -0.0
 
 
 def judge_links(
