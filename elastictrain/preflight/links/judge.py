@@ -67,9 +67,10 @@ def judge_loss(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: 
 
 
 def without_lossy(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> dict[Link, Contact]:
-    """The contacts without those that heavy loss explains."""
-    found = loss_blame(contacts, least=thresholds.loss_fail)
-    hosts, links = {one.subject for one in found.hosts}, {one.subject for one in found.links}
+    """The contacts without those that loss explains for which `judge_loss` fails a host or link."""
+    found = loss_blame(contacts, least=thresholds.loss_warn)
+    hosts = {one.subject for one in found.hosts if -one.figure > thresholds.loss_fail}
+    links = {one.subject for one in found.links if -one.figure > thresholds.loss_fail}
     return {link: one for link, one in contacts.items() if not hosts & set(link) and not links & {link, link[::-1]}}
 
 

@@ -152,3 +152,14 @@ def test_heavy_loss_explains_what_else_is_wrong_with_a_host() -> None:
     assert failed(sent=500, lost=100) == {("loss", "h3")}
     # A little loss does not.
     assert failed(sent=10_000, lost=40) == {(check, "h3") for check in ("reachable", "mtu", "latency", "bandwidth")}
+
+
+def test_who_is_slow_is_named_whatever_gets_lost_on_the_way() -> None:
+    """A link may lose more than its host does on the whole."""
+    slow, names = flows(all_links(3), lambda link: 0.01 if 2 in link else 10.0), ("h1", "h2", "h3")
+    for seed in range(2000):
+        source = random.Random(seed)
+        parts = {link: source.choice([0.0, 0.004, 0.02, 0.1]) for link in all_links(3) if 2 in link}
+        found = measured(3, lambda link, parts=parts: parts.get(link, 0.0), sent=source.choice([300, 3000]), source=source)
+        verdicts = judge_links(roster(3), contacts=found, flows=(slow, slow), silences=(), thresholds=THRESHOLDS, names=names)
+        assert any("h3" in one.subject for one in failures(verdicts)), seed
