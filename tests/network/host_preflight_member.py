@@ -3,6 +3,7 @@
 Arguments: name, node rank, names of all hosts with commas, address of the first, level, run.dir, port, folder.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def main() -> int:
     layout = HostLayout(
         hosts=tuple(names.split(",")), node_rank=int(node_rank), local_rank=0, local_world_size=1, rendezvous=first
     )
-    settings = PreflightGroup(wait_s=20.0, ports=(int(port),))
+    settings = PreflightGroup(wait_s=float(os.environ.get("WAIT_S", "20")), ports=(int(port),))
     own = OwnChecks(level=Level(level), settings=settings, run_dir=run_dir, several_hosts=True, towards=first)
     report = HostPreflight(layout=layout, own=own, exchange=WordFolder(Path(folder))).check()
     if layout.leads_host and layout.node_rank == 0:
