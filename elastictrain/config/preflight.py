@@ -46,6 +46,7 @@ CHECKS = {
     "bus_bandwidth": "Collectives are as fast as the links between the devices allow.",
     "p2p": "The GPUs of a host reach each other directly.",
     "matmul": "No rank multiplies matrices much more slowly than the others.",
+    "sdc": "No device computes, stores or copies wrong bits (silent data corruption).",
     "nccl_transport": "NCCL uses the transport that was planned.",
 }
 """Each check, and what it makes sure of."""

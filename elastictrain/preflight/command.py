@@ -38,7 +38,7 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
     exchange = store.ask(lambda: StoreExchange(shared))
     report = HostPreflight(layout=layout, own=own, exchange=exchange).check()
     verdicts, error = list(report.verdicts), report.error
-    if error is None and identity.world_size > 1:
+    if error is None and (identity.world_size > 1 or backend == "nccl"):
         # On broken links, collectives would only hang.
         request = Request(full=own.level is Level.FULL, settings=own.settings)
         try:

@@ -145,7 +145,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | No
         Check("throttle", lambda: at.of_used(judge_throttle), _TOOLS_S),
         Check("pcie", lambda: visible.judge_pcie(visible.read_lanes(surroundings, at.used()), host=host), _TOOLS_S),
         Check("nvlink", at.check_nvlink, 2 * _TOOLS_S, quick=False),
-        Check("counters", lambda: counters.check_counters(surroundings, now=time.time()), 10.0),
+        Check("counters", at.check_counters, 2 * _TOOLS_S),
     ]
     if asked.transport:
         table.append(Check("interface", lambda: judge_interface(at.transport()), _TRANSPORT_LIMIT_S))
@@ -179,12 +179,9 @@ class HostFacts:
         return report
 
     def used(self) -> GpuReport | None:
-        """The GPUs that the environment leaves to this process: a broken one that is hidden does no harm."""
+        """With those GPUs that this process may use."""
         report = self.report()
-        if report is None:
-            return None
-        selection = visible.select(report.gpus, self._surroundings.environment, report.vendor)
-        return report if selection.mig_instances else replace(report, gpus=selection.gpus)
+        return report and replace(report, gpus=visible.visible_gpus(report, self._surroundings.environment))
 
     def uses_rdma(self) -> bool:
         """Whether this host will use InfiniBand, RoCE or EFA."""
@@ -240,6 +237,14 @@ class HostFacts:
             hidden = {gpu.bus for gpu in report.gpus} - {gpu.bus for gpu in (used.gpus if used else ())}
             xids = [xid for xid in xids if xid.bus not in hidden]
         return kernel_log.judge_xids(xids, report, host=self._host)
+
+    def check_counters(self) -> list[Verdict]:
+        report = self.used()
+        gpus = report.gpus if report is not None else ()
+        linked = len(gpus) > 1 and report is not None and report.vendor is Vendor.NVIDIA
+        text = self._surroundings.ask("nvidia-smi", "nvlink", "-e", limit_s=20.0) if linked else ""
+        after = counters.read_counters(self._surroundings, now=time.time(), gpus=gpus, errors=nvlink.parse_errors(text))
+        return counters.check_counters(self._surroundings, after)
 
     def check_nvlink(self) -> list[Verdict]:
         report = self.used()

@@ -138,7 +138,7 @@ class RunPreflight:
     def check_group(self, *, on_part: Callable[[str], None]) -> None:
         """Check the collectives of the new group. `on_part` is called with each part that this rank enters. Collective: yes.
         Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in flight."""
-        if self.chosen.level is Level.OFF or self._identity.world_size == 1:
+        if self.chosen.level is Level.OFF or (self._identity.world_size == 1 and self._context.backend != "nccl"):
             return
         layout, began = self._layout, time.monotonic()
         if self.chosen.first_collective:

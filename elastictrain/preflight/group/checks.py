@@ -3,11 +3,13 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.group import Group
@@ -15,10 +17,14 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.group import judge, measurements
 from elastictrain.preflight.group.attendance import Act, Attendance, Entries, judge_attendance, run_act
 from elastictrain.preflight.group.collectives import Collective, Collectives, WrongResult, examine
-from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth, matmul_tflops
+from elastictrain.preflight.group.corruption import CPU_S, FULL_S, QUICK_S, DeviceFindings, examine_device, multiply
+from elastictrain.preflight.group.judge_devices import judge_corruption, judge_load
+from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
-from elastictrain.preflight.surroundings import Exchange
+from elastictrain.preflight.host.nvidia import LIMIT_S, read_nvidia
+from elastictrain.preflight.host.visible import visible_gpus
+from elastictrain.preflight.surroundings import Exchange, Surroundings
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 
@@ -55,8 +61,8 @@ class GroupChecks:
     _: KW_ONLY
     hosts: Sequence[str]  # of each rank
     on_part: Callable[[str], None] = lambda _: None  # gets, in the caller's thread, the part to enter; may raise to leave
-    collectives: Collectives | None = None  # what is measured, and `matmul`
-    matmul: Callable[..., float] = matmul_tflops
+    collectives: Collectives | None = None  # what is measured, and `product`
+    product: Callable[[Tensor, Tensor], Tensor] = multiply
 
     def __post_init__(self) -> None:
         identity, self._device, self._nccl = self.identity, self.group.device, self.group.backend == "nccl"
@@ -71,14 +77,15 @@ class GroupChecks:
         """Run all checks until the first that not all ranks complete, which ends with verdicts on its culprits. Collective:
         yes. Returns in bounded time, also if a collective hangs. Raises: TransportError if the exchange cannot be reached."""
         verdicts: list[Verdict] = []
-        for check, step in self._steps():
-            off = getattr(self.request.settings.checks, check) == "off"
-            # Also if it is off: without it, no rank knows the others.
-            if off and check != "present":
+        for names, step in self._steps():
+            # Without `present` no rank knows the others: it runs also if it is off.
+            chosen = {name for name in names.split() if getattr(self.request.settings.checks, name) != "off"}
+            if not chosen and names != "present":
                 continue
             self._seconds = 0.0
             found = step()
-            verdicts += [] if off else [replace(verdict, seconds=self._seconds) for verdict in found]
+            dropped = {*names.split()} - chosen
+            verdicts += [replace(one, seconds=self._seconds) for one in found if one.check not in dropped]
             if self._culprits:
                 break
         if self._device.type == "cuda" and not self._culprits:
@@ -94,7 +101,7 @@ class GroupChecks:
             if self._nccl:
                 yield "nccl_transport", self._transport
             yield "bus_bandwidth", self._bandwidth
-        yield "matmul", self._matmul
+        yield "matmul sdc", self._devices
         if self.request.full and self._nccl:
             yield "p2p", self._p2p
 
@@ -163,23 +170,36 @@ class GroupChecks:
         ratio = self.request.settings.thresholds.bus_ratio
         return [judge.judge_bandwidth(self._point, self._members, nccl=self._nccl, least_ratio=ratio)]
 
-    def _matmul(self) -> list[Verdict]:
-        cuda = self._device.type == "cuda"
-        ratio = self.request.settings.thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
+    def _devices(self) -> list[Verdict]:
+        full, cuda, thresholds = self.request.full, self._device.type == "cuda", self.request.settings.thresholds
+        look = partial(
+            examine_device,
+            self._device,
+            budget_s=(FULL_S if full else QUICK_S) if cuda else CPU_S,
+            free_bytes=min(member.free_bytes for member in self._members),
+            product=self.product,
+        )
+
+        def act(at: Callable[[str], None]) -> DeviceFindings:
+            if not full or not cuda or self.identity.local_rank != 0:
+                return look(at)
+            with ThreadPoolExecutor(1) as thread:
+                reading = thread.submit(read_nvidia, Surroundings())
+                found, report = look(at, busy=lambda: not reading.done()), reading.result()
+            return replace(found, gpus=visible_gpus(report, os.environ) if report is not None else ())
+
+        ratio = thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
+        found: list[Mapping[int, DeviceFindings]] = []
         rates: list[Mapping[int, float]] = []
         for part in ("matmul", "matmul, second time"):
             if rates and not judge.stragglers(rates[0], ratio=ratio):
                 break
-            attendance = self._run(
-                "matmul",
-                lambda _: self.matmul(self._device, budget_s=0.02),
-                limit_s=self._limits.matmul_s,
-                part=part,
-            )
-            if attendance is None:
+            if (attendance := self._run("matmul", act, limit_s=self._limits.matmul_s + LIMIT_S, part=part)) is None:
                 return []
-            rates.append(attendance.figures(float))
-        return judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
+            found.append(attendance.figures(DeviceFindings))
+            rates.append({rank: one.tflops for rank, one in found[-1].items()})
+        slow = judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
+        return [*slow, *judge_corruption(found, self._members), *judge_load(found[0], self._members)]
 
     def _p2p(self) -> list[Verdict]:
         local = neighbours(self._members, host=self._members[self.identity.rank].host)

@@ -1,4 +1,4 @@
-"""Measures bus bandwidth, the rate of matrix products, and bandwidth between pairs of GPUs."""
+"""Measures bus bandwidth, and bandwidth between pairs of GPUs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +14,6 @@ from elastictrain.preflight.links.rounds import tournament
 SWEEP_BUDGET_S = 5.0  # no larger message starts after this: a slow link already shows with the smaller ones
 _POINT_BUDGET_S = 0.05  # for one size, but at least `_FEWEST` rounds
 _FEWEST, _MOST = 3, 40
-_CUDA_SIDE, _CPU_SIDE = 8192, 256
-_FEWEST_PRODUCTS, _MOST_PRODUCTS = 5, 200
-_MATRICES = 3
 PAIR_BYTES = 64 * MB
 _ROUNDS = 5
 
@@ -67,11 +64,11 @@ def measure_all_reduce(
 
     def measure(buffer: Tensor, *, rounds: int) -> float:
         """Seconds of one round, on the slowest rank."""
-        _settle(device)
+        settle(device)
         began = clock()
         for _ in range(rounds):
             collectives.all_reduce(buffer)
-        _settle(device)
+        settle(device)
         times = torch.zeros(world_size, dtype=torch.float64, device=device)
         times[collectives.rank] = (clock() - began) / rounds
         collectives.all_reduce(times)
@@ -100,30 +97,7 @@ def free_memory(device: torch.device, *, local_world_size: int) -> int:
     return int(psutil.virtual_memory().available) // local_world_size
 
 
-def matmul_tflops(device: torch.device, *, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """TFLOP/s of the fastest product within `budget_s`, after a warm-up: bfloat16 on a GPU, float32 on a CPU. The fastest:
-    other work on a processor makes products slower, never faster. Raises: RuntimeError if the device fails, or lacks memory."""
-    cuda = device.type == "cuda"
-    side = _CUDA_SIDE if cuda else _CPU_SIDE
-    dtype = torch.bfloat16 if cuda else torch.float32
-    if cuda and torch.cuda.mem_get_info(device)[0] < 2 * _MATRICES * side * side * dtype.itemsize:
-        side //= 4
-    one = torch.ones(side, side, dtype=dtype, device=device)
-    out = torch.empty_like(one)
-    times: list[float] = []
-    _settle(device)
-    until = clock() + 2 * budget_s
-    # The first ones wake the device up and load its library: they do not count.
-    while len(times) < 2 * _FEWEST_PRODUCTS or (clock() < until and len(times) < _MOST_PRODUCTS):
-        began = clock()
-        torch.mm(one, one, out=out)
-        _settle(device)
-        times.append(clock() - began)
-    best = min(times[_FEWEST_PRODUCTS:])
-    return 2 * side**3 / best / 1e12
-
-
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -170,8 +144,8 @@ def _pass_on(collectives: Collectives, buffer: Tensor, *, peer: int, sends: bool
     began = 0.0
     for index in range(_ROUNDS + 1):
         if index == 1:
-            _settle(buffer.device)
+            settle(buffer.device)
             began = clock()
         collectives.send_recv(None if sends else buffer, buffer if sends else None, source=peer, target=peer)
-    _settle(buffer.device)
+    settle(buffer.device)
     return (clock() - began) / _ROUNDS

@@ -1,16 +1,16 @@
-"""Error counters of ports, and how often they lost their carrier, since the last preflight on this host."""
+"""Error counters of ports and GPUs, and how often ports lost their carrier, since the last preflight on this host."""
 
 import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from elastictrain.bounded_json import RECORD, parse_record
-from elastictrain.preflight.host.gpu import decimal, integer
+from elastictrain.preflight.host.gpu import Gpu, decimal, integer
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 from elastictrain.storage.private import write_file
@@ -25,9 +25,14 @@ PER_HOUR = {
     "rx_errors": 10.0,
     "rx_crc_errors": 10.0,
     "tx_errors": 10.0,
+    "pcie_replays": 480.0,
+    "nvlink_replay": 1.0,
+    "nvlink_recovery": 1.0,
+    "nvlink_crc": 360_000.0,
 }
 """More of these per hour deserve a look at the cable; fewer are noise. One wrong bit in 10^12, as InfiniBand's specification
-allows, makes about 120 an hour at 32 Gbit/s of data; the other figures are rules of thumb, not a standard."""
+allows, makes about 120 an hour at 32 Gbit/s of data. DCGM warns of 8 PCIe replays a minute, of any NVLink replay or recovery,
+and of 100 NVLink CRC errors a second. The other figures are rules of thumb, not a standard."""
 
 FLAPPING_OUTAGES = 3
 FLAPPING_PER_HOUR = 3.0  # a link with at least both of these is unfit for a run: each outage can end it
@@ -42,6 +47,7 @@ _PORT_FILES = {
     ),
     "hw_counters": ("local_ack_timeout_err",),
 }
+_GPU = "GPU "
 _NET_FILES = ("carrier_changes", "statistics/rx_errors", "statistics/tx_errors", "statistics/rx_crc_errors")
 
 
@@ -54,9 +60,14 @@ class PortCounters:
     format: Literal[1] = 1  # other formats are rejected
 
 
-def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
-    """Counters of InfiniBand and RoCE ports and of wired network cards."""
+def read_counters(
+    surroundings: Surroundings, *, now: float, gpus: Sequence[Gpu] = (), errors: Mapping[int, Mapping[str, int]] = {}
+) -> PortCounters:
+    """Counters of InfiniBand and RoCE ports, of wired network cards, and of `gpus`. `errors`: of their NVLinks, by index."""
     ports: dict[str, dict[str, int]] = {}
+    for gpu in gpus:
+        replays = {} if gpu.replays is None else {"pcie_replays": gpu.replays}
+        ports[f"{_GPU}{gpu.index} at {gpu.where}"] = {**replays, **errors.get(gpu.index, {})}
     for device in surroundings.names("/sys/class/infiniband"):
         for port in surroundings.names(f"/sys/class/infiniband/{device}/ports"):
             base = f"/sys/class/infiniband/{device}/ports/{port}"
@@ -97,6 +108,8 @@ def judge_counters(before: PortCounters | None, after: PortCounters, *, host: st
     """Ports that lost their link, or made more errors than noise explains. `before`: the earlier reading, if any."""
     verdict = Reporter("counters", host)
     gone = sorted(set(before.ports) - set(after.ports)) if before is not None else []
+    # The check `gpus` names a GPU that is lost.
+    gone = [port for port in gone if not port.startswith(_GPU)]
     if not after.ports and not gone:
         return []
     if before is None:
@@ -113,6 +126,8 @@ def judge_counters(before: PortCounters | None, after: PortCounters, *, host: st
     for port, counters in ports.items():
         about = f"{port} on {host}"
         look = f"mlxlink -d {port.partition('/')[0]} -m" if "/" in port else f"ethtool -S {port}; ethtool -m {port}"
+        if port.startswith(_GPU):
+            look = f"nvidia-smi nvlink -e -i {port.split()[1]}; dmesg | grep -i -e xid -e aer"
         # A carrier change is counted when the link goes down and when it comes up: two changes are one outage.
         if outages := max(counters.get("link_downed", 0), (counters.get("carrier_changes", 0) + 1) // 2):
             flapping = outages >= FLAPPING_OUTAGES and outages >= FLAPPING_PER_HOUR * counted_h
@@ -122,7 +137,10 @@ def judge_counters(before: PortCounters | None, after: PortCounters, *, host: st
         if many := {name: count for name, count in counters.items() if count > PER_HOUR.get(name, math.inf) * counted_h}:
             measured = ", ".join(f"{name} +{count}" for name, count in many.items()) + f" in {hours:.2g} h"
             expected = ", ".join(f"{name} at most {PER_HOUR[name]:g} an hour" for name in many)
-            remedy = f"check cable and transceiver, and the switch's own counters of that port; look: {look}"
+            mending = "check cable and transceiver, and the switch's own counters of that port"
+            if port.startswith(_GPU):
+                mending = "reseat the GPU or its bridge, reboot, and replace the host if it stays"
+            remedy = f"{mending}; look: {look}"
             found.append(verdict(about, Status.WARN, measured, expected, remedy))
     return found or [verdict.passed(f"{len(ports)} ports without trouble in {hours:.2g} h")]
 
@@ -148,10 +166,9 @@ def store(path: Path, counters: PortCounters) -> None:
     write_file(str(path), json.dumps(asdict(counters), indent=1).encode())
 
 
-def check_counters(surroundings: Surroundings, *, now: float) -> list[Verdict]:
+def check_counters(surroundings: Surroundings, after: PortCounters) -> list[Verdict]:
     """Compare with the stored reading, and store the new one."""
-    path = counters_path(surroundings)
-    host, after = surroundings.host, read_counters(surroundings, now=now)
+    host, path = surroundings.host, counters_path(surroundings)
     verdicts = judge_counters(load(path), after, host=host)
     if after.ports:
         try:

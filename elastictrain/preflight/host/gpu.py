@@ -85,6 +85,9 @@ class Gpu:
     temperature_c: float | None = None
     width: int | None = None  # PCIe lanes in use
     max_width: int | None = None  # PCIe lanes possible
+    generation: int | None = None  # of PCIe in use: an idle link lowers it
+    max_generation: int | None = None  # possible for the GPU in its slot
+    replays: int | None = None  # PCIe packets sent again since the driver was loaded
     ecc_on: bool | None = None
     uncorrected: int | None = None  # memory errors since the driver was loaded or the GPU was reset
     worn_out: bool | None = None  # so many errors that the vendor says: replace

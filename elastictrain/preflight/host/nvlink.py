@@ -19,6 +19,7 @@ _DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+){1,3})\s")
 _STATES = frozenset({"active", "inactive", "failed", "activating", "deactivating", "reloading"})
 _GPU = re.compile(r"\s*GPU (\d{1,3}):")
 _LINK = re.compile(r"\s*Link (\d{1,3}):\s*(.*)")
+_ERRORS = re.compile(r"\s*Link \d{1,3}: (Replay|Recovery|CRC) Errors: (\d{1,18})\s*$")
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|PSB|NV\d{1,2}")
 _DEVICE = re.compile(r"GPU\d{1,3}")
@@ -97,6 +98,19 @@ def parse_links(text: str) -> list[GpuLinks]:
         elif index is not None and "all links are inactive" in line.lower():
             found[index] = GpuLinks(index, all_down=True)
     return list(found.values())
+
+
+def parse_errors(text: str) -> dict[int, dict[str, int]]:
+    """By GPU, the errors of all its NVLinks together: `nvlink_replay`, `nvlink_recovery`, `nvlink_crc`."""
+    found: dict[int, dict[str, int]] = {}
+    counts: dict[str, int] = {}
+    for line in text.splitlines():
+        if header := _GPU.match(line):
+            counts = found.setdefault(int(header[1]), {})
+        elif error := _ERRORS.match(line):
+            name = f"nvlink_{error[1].lower()}"
+            counts[name] = counts.get(name, 0) + int(error[2])
+    return found
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:

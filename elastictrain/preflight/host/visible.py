@@ -65,6 +65,12 @@ def select(gpus: Sequence[Gpu], environment: Mapping[str, str], vendor: Vendor) 
     return left
 
 
+def visible_gpus(report: GpuReport, environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The GPUs that the environment leaves to this process: a broken one that is hidden does no harm."""
+    selection = select(report.gpus, environment, report.vendor)
+    return report.gpus if selection.mig_instances else selection.gpus
+
+
 def _selected(gpus: Sequence[Gpu], variable: str, value: str) -> Selection:
     chosen: list[Gpu] = []
     instances = 0
@@ -180,6 +186,8 @@ class Lanes:
     bus: str
     width: int | None
     max_width: int | None
+    generation: int | None = None  # only of a link that works, see `Gpu`
+    max_generation: int | None = None
 
 
 def read_lanes(surroundings: Surroundings, report: GpuReport | None) -> list[Lanes]:
@@ -203,7 +211,7 @@ def read_lanes(surroundings: Surroundings, report: GpuReport | None) -> list[Lan
 
 
 def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:
-    """Only the width counts: an idle link lowers its speed to save power, but never its width."""
+    """The width, and the generation of links that work: an idle link lowers its speed to save power, but never its width."""
     verdict = Reporter("pcie", host)
     known = [(one, one.width, one.max_width) for one in lanes if one.width is not None and one.max_width is not None]
     if not known:
@@ -215,4 +223,7 @@ def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:
             slot = f"as root: lspci -vv -s {one.bus} | grep -e LnkCap: -e LnkSta:"
             remedy = f"if the slot has {max_width} lanes ({slot}), reseat the card or its riser, or replace the host"
             found.append(verdict(one.subject, Status.WARN, width, max_width, remedy, unit="lanes"))
+        if one.generation and one.max_generation and one.generation < one.max_generation:
+            remedy = f"look for errors (dmesg | grep -i -e aer -e {one.bus}), reseat the card or its riser, or replace the host"
+            found.append(verdict(one.subject, Status.WARN, one.generation, one.max_generation, remedy, unit="PCIe generation"))
     return found or [verdict.passed(f"{len(known)} links at full width")]

@@ -16,7 +16,8 @@ from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.collectives import MB, Collective, Collectives, Trial, Values
-from elastictrain.preflight.group.measurements import free_memory, matmul_tflops, measure_all_reduce, sweep_sizes
+from elastictrain.preflight.group.corruption import multiply
+from elastictrain.preflight.group.measurements import free_memory, measure_all_reduce, sweep_sizes
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.group.ranks import members
@@ -36,7 +37,13 @@ class Alone(Collectives):
     def all_reduce(self, buffer: Tensor) -> None: ...
 
 
-def run(collectives: Alone, request: Request, *, on_part: Callable[[str], None] = lambda _: None) -> GroupFindings:
+def run(
+    collectives: Alone,
+    request: Request,
+    *,
+    on_part: Callable[[str], None] = lambda _: None,
+    product: Callable[[Tensor, Tensor], Tensor] = multiply,
+) -> GroupFindings:
     group = Group(cast(dist.ProcessGroup, None), "gloo", CPU)
     identity = Identity(0, 1, 0, 1, "h1", launched=False)
     checks = GroupChecks(
@@ -47,7 +54,7 @@ def run(collectives: Alone, request: Request, *, on_part: Callable[[str], None] 
         hosts=["h1"],
         on_part=on_part,
         collectives=collectives,
-        matmul=lambda device, *, budget_s: 1.0,
+        product=product,
     )
     return checks.run()
 
@@ -55,20 +62,40 @@ def run(collectives: Alone, request: Request, *, on_part: Callable[[str], None] 
 def test_a_world_of_one() -> None:
     findings = run(Alone(*PLACE), Request(full=True))
     assert findings.usable
-    assert {verdict.check for verdict in findings.verdicts} == {"present", "collectives", "matmul"}
+    assert {verdict.check for verdict in findings.verdicts} == {"present", "collectives", "matmul", "sdc"}
     assert all(verdict.status is Status.PASS for verdict in findings.verdicts)
     assert findings.point is None
 
 
-@pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
+@pytest.mark.parametrize("check", ["present", "collectives", "matmul", "sdc"])
 def test_each_can_be_left_out(check: str) -> None:
     assert check in OF_GROUPS
     entered: list[str] = []
     findings = run(Alone(*PLACE), Request(full=False, settings=settings(**{check: "off"})), on_part=entered.append)
     # Without it nobody knows who the others are.
-    assert ({"collectives": "broadcast"}.get(check, check) in entered) is (check == "present")
+    assert ("broadcast" in entered) is (check != "collectives")
+    # One part measures both.
+    assert {"present", "matmul"} <= set(entered)
     assert check not in {verdict.check for verdict in findings.verdicts}
-    assert len({verdict.check for verdict in findings.verdicts}) == 2
+    assert len({verdict.check for verdict in findings.verdicts}) == 3
+
+
+def test_what_nobody_wants_to_know_is_not_measured() -> None:
+    entered: list[str] = []
+    run(Alone(*PLACE), Request(full=False, settings=settings(matmul="off", sdc="off")), on_part=entered.append)
+    assert "matmul" not in entered
+
+
+def test_a_wrong_bit_names_the_device() -> None:
+    def flip(left: Tensor, right: Tensor) -> Tensor:
+        result = multiply(left, right)
+        result.view(torch.int32)[5, 7] ^= 1
+        return result
+
+    found = run(Alone(*PLACE), Request(full=False), product=flip)
+    assert [(one.check, one.subject, one.status) for one in found.verdicts if one.status is not Status.PASS] == [
+        ("sdc", rank(0, "h1"), Status.FAIL)
+    ]
 
 
 def test_a_collective_that_does_nothing_is_wrong() -> None:
@@ -153,13 +180,6 @@ def test_large_messages_are_few_where_memory_is() -> None:
     assert sweep_sizes(cuda=False, full=False, free_bytes=1 << 40) == (MB,)
     assert sweep_sizes(cuda=True, full=True, free_bytes=10) == (MB,)
     assert free_memory(CPU, local_world_size=2) * 2 == pytest.approx(free_memory(CPU, local_world_size=1), rel=0.2)
-
-
-def test_products_have_a_rate() -> None:
-    ticks = iter(range(10_000))
-    # One second each: 2 * 256^3 operations.
-    assert matmul_tflops(CPU, budget_s=3, clock=lambda: float(next(ticks))) == pytest.approx(3.3554e-5, rel=1e-3)
-    assert matmul_tflops(CPU, budget_s=0.001) > 0
 
 
 def test_neighbours_are_in_the_order_of_their_devices() -> None:

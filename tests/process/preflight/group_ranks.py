@@ -23,7 +23,8 @@ from elastictrain.distributed.store import StoreExchange
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.collectives import Collective, Collectives, Trial, root
-from elastictrain.preflight.group.measurements import matmul_tflops, measure_pairs
+from elastictrain.preflight.group.corruption import multiply
+from elastictrain.preflight.group.measurements import measure_pairs
 
 LESS = PreflightChecks(collectives="off", bus_bandwidth="off", present="off")
 HASTY = Request(full=False, settings=PreflightGroup(limits=PreflightLimits(collective_s=1.0)), present_s=1.0, grace_s=0.5)
@@ -70,7 +71,7 @@ class Rank:
         *,
         on_part: Callable[[str], None] = lambda _: None,
         collectives: type[Collectives] = Collectives,
-        matmul: Callable[..., float] = matmul_tflops,
+        product: Callable[[Tensor, Tensor], Tensor] = multiply,
     ) -> GroupFindings:
         dist.barrier()
         exchange = StoreExchange(dist.PrefixStore(name, self.store))
@@ -84,7 +85,7 @@ class Rank:
             hosts=hosts,
             on_part=on_part,
             collectives=collectives(self.identity.rank, self.identity.world_size, self.group.device),
-            matmul=matmul,
+            product=product,
         )
         findings = checks.run()
         seconds = time.monotonic() - began
@@ -113,18 +114,27 @@ def wrong(rank: Rank) -> None:
 
 
 def slow(rank: Rank) -> None:
-    def matmul(device: torch.device, *, budget_s: float) -> float:
-        return 0.5 if rank.identity.rank == 1 else 1.0
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        time.sleep(0.05 if rank.identity.rank == 1 else 0.0)
+        return multiply(left, right)
 
-    rank.check("slow", Request(full=False), matmul=matmul)
+    rank.check("slow", Request(full=False), product=product)
+
+
+def corrupt(rank: Rank) -> None:
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        result = multiply(left, right)
+        result.view(torch.int32)[5, 7] ^= rank.identity.rank == 1
+        return result
+
+    rank.check("corrupt", Request(full=False), product=product)
 
 
 def pieces(rank: Rank) -> None:
     """What under gloo only a test calls, and what cannot be broken from outside."""
     own, world = rank.identity.rank, rank.identity.world_size
     reached = measure_pairs(Collectives(own, world, torch.device("cpu")), neighbours=list(range(world)), num_bytes=1 << 16)
-    rate = matmul_tflops(torch.device("cpu"), budget_s=0.01)
-    rank.write("pieces", {"reached": [asdict(one) for one in reached], "rate": rate})
+    rank.write("pieces", {"reached": [asdict(one) for one in reached]})
 
 
 def absent(rank: Rank) -> None:

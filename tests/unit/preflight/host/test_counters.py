@@ -1,5 +1,6 @@
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from elastictrain.preflight.host.counters import (
     read_counters,
     store,
 )
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.host.nvidia import parse_nvidia
+from elastictrain.preflight.host.nvlink import parse_errors
+from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.made import port
 
@@ -206,3 +209,26 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = f"elastictrain-counters-h1-{os.getuid()}.json"
     assert counters_path(Surroundings(host="h1", environment={})) == Path("/tmp") / ending
     assert counters_path(Surroundings(host="h1", environment={"TMPDIR": "/scratch"})) == Path("/scratch") / ending
+
+
+def test_errors_of_gpus_count_between_preflights(
+    make_host: Callable[..., Surroundings], answered: Callable[..., ToolOutput], recorded: Callable[[str], str]
+) -> None:
+    report = parse_nvidia(answered("nvidia_smi_550_h100.xml"))
+    host, errors = make_host(), parse_errors(recorded("nvlink_errors_h100.txt"))
+    before = read_counters(host, now=0.0, gpus=report.gpus)
+    assert before.ports["GPU 1 at 0000:43:00.0"] == {"pcie_replays": 0}
+    first = read_counters(host, now=0.0, gpus=report.gpus, errors=errors)
+    second = dict(errors)
+    second[1] = {**errors[1], "nvlink_replay": 9}
+    worn = [replace(report.gpus[0], replays=500), report.gpus[1]]
+    found = judge_counters(first, read_counters(host, now=3600.0, gpus=worn, errors=second), host="h1")
+    assert [(one.subject, one.status) for one in found] == [
+        ("GPU 0 at 0000:1b:00.0 on h1", Status.WARN),
+        ("GPU 1 at 0000:43:00.0 on h1", Status.WARN),
+    ]
+    assert all("GPU" in one.remedy and "mlxlink" not in one.remedy for one in found)
+    # CRC errors at a usual rate are noise, and a GPU that is hidden now is not gone.
+    second[1] = {**errors[1], "nvlink_crc": 5000}
+    quiet = judge_counters(first, read_counters(host, now=3600.0, gpus=report.gpus[1:], errors=second), host="h1")
+    assert [one.status for one in quiet] == [Status.PASS]

@@ -9,6 +9,7 @@ from elastictrain.preflight.host.nvlink import (
     GpuLinks,
     check_fabric,
     judge_nvlink,
+    parse_errors,
     parse_links,
     parse_topology,
     switched_fabric,
@@ -197,3 +198,10 @@ def test_a_pair_without_the_links_that_others_have(recorded: Recorded) -> None:
     (found,) = judge(links, parse_topology(text))
     assert (found.status, found.subject, found.measured, found.expected) == (Status.FAIL, gpu_pair(0, 2), "SYS", "NV18")
     assert judge(links, parse_topology(text), switched=False)[0].status is Status.PASS
+
+
+def test_errors_of_all_links(recorded: Recorded) -> None:
+    found = parse_errors(recorded("nvlink_errors_h100.txt"))
+    assert found[0] == {"nvlink_replay": 0, "nvlink_recovery": 0, "nvlink_crc": 17}
+    assert found[1] == {"nvlink_replay": 5, "nvlink_recovery": 1, "nvlink_crc": 0}
+    assert parse_errors("Link 0: Replay Errors: 5\n") == parse_errors("") == {}

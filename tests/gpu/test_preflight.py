@@ -1,0 +1,73 @@
+"""The preflight's device checks on real GPUs. Run: `python -m pytest tests/gpu/test_preflight.py -p no:xdist`."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastictrain.preflight.group.corruption import (
+    BFLOAT16,
+    FLOAT8,
+    FLOAT32,
+    FULL_S,
+    QUICK_S,
+    DeviceFindings,
+    KnownProduct,
+    examine_device,
+    multiply,
+)
+from elastictrain.preflight.group.judge_devices import judge_corruption
+from elastictrain.preflight.group.members import GroupMember
+
+FLOAT8_FROM = (8, 9)  # compute capability
+
+
+def examine(budget_s: float, **options: object) -> DeviceFindings:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return examine_device(
+        device,
+        lambda _: None,
+        budget_s=budget_s,
+        free_bytes=torch.cuda.mem_get_info(device)[0],
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("known", [FLOAT32, BFLOAT16, FLOAT8])
+def test_products_are_exact(known: KnownProduct) -> None:
+    if known is FLOAT8 and torch.cuda.get_device_capability() < FLOAT8_FROM:
+        pytest.skip("this GPU has no float8")
+    for side in (256, 4096, 8192):
+        left, right, expected = known.make(side, torch.device("cuda", 0))
+        assert torch.equal(multiply(left, right), expected)
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("budget_s", [QUICK_S, FULL_S])
+def test_a_healthy_gpu_passes_in_time(budget_s: float) -> None:
+    examine(0.0)
+    began = time.monotonic()
+    found = examine(budget_s)
+    seconds = time.monotonic() - began
+    assert found.wrong == ()
+    assert min(found.copies_gbs) > 1
+    assert seconds < budget_s + 0.3
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_planted_wrong_bit_names_the_gpu(dtype: torch.dtype) -> None:
+    def flip(left: Tensor, right: Tensor) -> Tensor:
+        result = multiply(left, right)
+        if left.dtype is dtype:
+            result.view(torch.int32)[-1, -1] ^= 1
+        return result
+
+    found = examine(QUICK_S, product=flip)
+    assert len(found.wrong) == 1
+    member = GroupMember(rank=0, host="h1", local_rank=0, device=torch.cuda.get_device_name(0))
+    (verdict,) = judge_corruption([{0: found}], [member])
+    assert (verdict.check, verdict.subject, verdict.status.value) == ("sdc", "GPU 0 on h1", "fail")

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch import Tensor
+
+from elastictrain.preflight.group.corruption import BFLOAT16, FLOAT8, FLOAT32, KnownProduct, examine_device, multiply
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("known", [FLOAT32, BFLOAT16, FLOAT8])
+@pytest.mark.parametrize("side", [1, 33, 300])
+def test_the_result_is_known(known: KnownProduct, side: int) -> None:
+    left, right, expected = known.make(side, CPU)
+    assert left.dtype is right.dtype is known.dtype
+    assert torch.equal(left.double().long() @ right.double().long().T, expected.long())
+
+
+@pytest.mark.parametrize(("known", "bits"), [(FLOAT32, 24), (BFLOAT16, 24), (FLOAT8, 13)])
+def test_no_partial_sum_can_be_rounded(known: KnownProduct, bits: int) -> None:
+    assert known.most**2 * known.period <= 2**bits
+    assert int(torch.tensor(float(known.most)).to(known.dtype).float()) == known.most
+
+
+@pytest.mark.parametrize("known", [FLOAT32, FLOAT8])
+def test_products_are_exact(known: KnownProduct) -> None:
+    left, right, expected = known.make(48, CPU)
+    assert torch.equal(multiply(left, right), expected)
+
+
+def test_a_healthy_device() -> None:
+    found = examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30)
+    assert (found.wrong, found.copies_gbs, found.tflops > 0) == ((), (), True)
+
+
+@pytest.mark.parametrize("bit", [0, 31])
+def test_one_wrong_bit_of_one_product(bit: int) -> None:
+    calls: list[None] = []
+
+    def flip(left: Tensor, right: Tensor) -> Tensor:
+        result = multiply(left, right)
+        calls.append(None)
+        if len(calls) == 3:
+            result.view(torch.int32)[63, 63] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+        return result
+
+    (wrong,) = examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30, product=flip).wrong
+    assert "float32" in wrong
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_one_wrong_bit_of_the_memory(on: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, calls = torch.bitwise_xor, list[None]()
+
+    def forget(pattern: Tensor, marks: Tensor, *, out: Tensor) -> None:
+        write(pattern, marks, out=out)
+        if len(calls) == on:
+            out[-1, -1] ^= 1 << 40
+        calls.append(None)
+
+    monkeypatch.setattr(torch, "bitwise_xor", forget)
+    (wrong,) = examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30).wrong
+    assert wrong.startswith("1 of ")
+
+
+def test_it_goes_on_while_others_read() -> None:
+    left = iter([True] * 20 + [False])
+    calls: list[None] = []
+
+    def count(one: Tensor, other: Tensor) -> Tensor:
+        calls.append(None)
+        return multiply(one, other)
+
+    examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30, busy=lambda: next(left), product=count)
+    assert len(calls) == 10 + 20
