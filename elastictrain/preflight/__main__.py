@@ -6,6 +6,7 @@ fail alike.
 """
 
 import os
+import re
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -16,9 +17,9 @@ import argparse
 import logging
 import secrets
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from decimal import Decimal
 from functools import partial
 from typing import get_args
 
@@ -26,15 +27,17 @@ from elastictrain.bounded_json import as_record
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.config.preflight import Mode, PreflightChecks, PreflightGroup
 from elastictrain.entry_point import leave_process, run_command
-from elastictrain.errors import EXIT_OK
+from elastictrain.errors import EXIT_OK, UsageError
 from elastictrain.identity import pods_without_workers
 from elastictrain.preflight.host_checks import OwnChecks, check_host
-from elastictrain.preflight.links.speedtest import PORT, listen, measure_speed, parse_size
 from elastictrain.preflight.policy import Level, decide
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
 
 MEMORY_DIR = CheckpointGroup().memory_dir
+_SPEED_PORT = 29477
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _MODES = get_args(Mode)
 
 
@@ -69,25 +72,26 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _run_speed(parsed: argparse.Namespace) -> int:
     """Returns the exit code. Raises: UsageError; HostUnfitError; TransportError naming the address."""
-    if not parsed.listen:
-        size_bytes = parse_size(parsed.size)
-        times = measure_speed(parsed.to, port=parsed.port, token=parsed.token or "", size_bytes=size_bytes)
-        ways = (f"to {parsed.to}", f"from {parsed.to}")
-        for what, seconds in zip((*ways, *(f"{way}, both ways at once" for way in ways)), times, strict=True):
-            gbps = 8e-9 * size_bytes / seconds if seconds > 0 else 0.0
-            sys.stdout.write(f"{what:<48} {gbps:8.2f} Gbit/s  ({size_bytes / 2**20:.0f} MiB in {seconds:.2f} s)\n")
-        return EXIT_OK
-    token = parsed.token or secrets.token_hex(8)
-    responder = listen(parsed.listen, port=parsed.port, token=token)
-    try:
-        place = f"--to {parsed.listen} --port {responder.tcp_ports[0]}"
-        command = f"python -m elastictrain.preflight speed {place} --token {token} --size {parsed.size}"
-        sys.stdout.write(f"listening; on the other host type\n\n    {command}\n\nCtrl-C ends it.\n")
-        sys.stdout.flush()
-        threading.Event().wait()
-    finally:
-        responder.close()
+    size_bytes = parse_size(parsed.size)
+    # After the errors of the command line: torch takes seconds.
+    from elastictrain.preflight.group.speedtest import SpeedTest
+
+    test = SpeedTest(parsed.listen or parsed.to, parsed.port, parsed.token or secrets.token_hex(8), parsed.device)
+    if parsed.listen:
+        num_bytes, times = test.listen(lambda port: _tell_command(port, parsed, test.token))
+    else:
+        num_bytes, times = test.connect(size_bytes)
+    ways = [f"{'from' if parsed.listen else 'to'} {test.peer}", f"{'to' if parsed.listen else 'from'} {test.peer}"]
+    for what, seconds in zip((*ways, "each way, both at once"), times, strict=True):
+        rate = f"{8e-9 * num_bytes / seconds:8.2f} Gbit/s {1e-9 * num_bytes / seconds:8.2f} GB/s"
+        sys.stdout.write(f"{what:<48} {rate}  ({num_bytes / 2**20:.0f} MiB in {seconds:.4f} s)\n")
     return EXIT_OK
+
+
+def _tell_command(port: int, parsed: argparse.Namespace, token: str) -> None:
+    command = f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {token} --size {parsed.size}"
+    sys.stdout.write(f"listening; on the other host type\n\n    {command}\n\n")
+    sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,15 +113,26 @@ def _parser() -> argparse.ArgumentParser:
     speed = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser(
         "speed",
         help="bandwidth between two hosts",
-        description="Bandwidth between two hosts. Begin with --listen on one of them; it tells what to type on the other.",
+        description="Bandwidth between two hosts, by NCCL between GPUs, else by gloo. Begin with --listen on one of them; it "
+        "prints what to type on the other.",
     )
     side = speed.add_mutually_exclusive_group(required=True)
     side.add_argument("--listen", metavar="ADDRESS", help="an address of this host, to which the other one connects")
     side.add_argument("--to", metavar="HOST", help="the host that listens")
     speed.add_argument("--size", default="64M", metavar="SIZE", help="bytes each way, such as 64M or 10G (%(default)s)")
-    speed.add_argument("--port", type=int, default=PORT, metavar="N", help="TCP port of the listener (%(default)s)")
+    speed.add_argument("--port", type=int, default=_SPEED_PORT, metavar="N", help="TCP port of the listener (%(default)s)")
+    speed.add_argument("--device", type=_index, default=0, metavar="N", help="GPU, if both sides have one (%(default)s)")
     speed.add_argument("--token", metavar="TEXT", help="the same on both sides; made up by --listen")
     return parser
+
+
+def parse_size(text: str) -> int:
+    """Bytes; units are powers of 1024: `64M` is 67108864. Raises: UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    num_bytes = int(Decimal(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if not 1 <= num_bytes <= _UNITS["T"] << 10:
+        raise UsageError(f"a size must be 1 byte to 1024T, with K, M, G or T as in 64M or 10G, but is {text!r}")
+    return num_bytes
 
 
 def _mode(text: str) -> tuple[str, str]:
@@ -128,6 +143,12 @@ def _mode(text: str) -> tuple[str, str]:
     if mode not in _MODES:
         raise argparse.ArgumentTypeError(f"the mode must be one of {', '.join(_MODES)}, but is {mode!r}")
     return name, mode
+
+
+def _index(text: str) -> int:
+    if not text.isdecimal() or len(text) > 4:
+        raise argparse.ArgumentTypeError(f"must be the index of a GPU, but is {text!r}")
+    return int(text)
 
 
 def _port(text: str) -> int:

@@ -1,5 +1,9 @@
 """The preflight's device checks on real GPUs. Run: `python -m pytest tests/gpu/test_preflight.py -p no:xdist`."""
 
+import re
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -71,3 +75,25 @@ def test_a_planted_wrong_bit_names_the_gpu(dtype: torch.dtype) -> None:
     member = GroupMember(rank=0, host="h1", local_rank=0, device=torch.cuda.get_device_name(0))
     (verdict,) = judge_corruption([{0: found}], [member])
     assert (verdict.check, verdict.subject, verdict.status.value) == ("sdc", "GPU 0 on h1", "fail")
+
+
+def test_a_speed_test_between_two_gpus() -> None:
+    speed = [sys.executable, "-m", "elastictrain.preflight", "speed", "--token", "x", "--size", "2G"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    listen = [*speed, "--listen", "127.0.0.1", "--port", port, "--device", "0"]
+    with subprocess.Popen(listen, stdout=subprocess.PIPE, text=True) as listener:
+        try:
+            assert listener.stdout is not None
+            while "--to" not in listener.stdout.readline():
+                assert listener.poll() is None
+            connect = [*speed, "--to", "127.0.0.1", "--port", port, "--device", "1"]
+            done = subprocess.run(connect, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stderr
+            assert listener.wait(30) == 0
+        finally:
+            listener.kill()
+    rates = [float(rate) for rate in re.findall(r"([\d.]+) GB/s", done.stdout)]
+    assert len(rates) == 3
+    assert min(rates) > 1

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -73,6 +75,8 @@ def test_json_is_for_scripts(tmp_path: Path) -> None:
         (["--port", "70000"], "must be a port from 1 to 65535, but is '70000'"),
         (["--level", "some"], "invalid choice"),
         (["speed"], "--listen --to"),
+        (["speed", "--to", "127.0.0.1", "--size", "much"], "'much'"),
+        (["speed", "--to", "127.0.0.1", "--device", "x"], "must be the index of a GPU, but is 'x'"),
     ],
 )
 def test_a_wrong_command_line_ends_with_64(arguments: list[str], words: str) -> None:
@@ -82,8 +86,10 @@ def test_a_wrong_command_line_ends_with_64(arguments: list[str], words: str) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_the_classic_speed_test_between_two_processes() -> None:
-    command = [sys.executable, "-m", "elastictrain.preflight", "speed", "--listen", "127.0.0.1", "--port", "0", "--size", "4M"]
+@contextmanager
+def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A listener, and what it says to type on the other host."""
+    command = [sys.executable, "-m", "elastictrain.preflight", "speed", "--listen", "127.0.0.1", "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listener:
         try:
             assert listener.stdout is not None
@@ -92,13 +98,29 @@ def test_the_classic_speed_test_between_two_processes() -> None:
                 line = listener.stdout.readline()
                 assert line, listener.stderr
             told = line.split()
-            done = preflight(*told[told.index("speed") :])
-            assert (done.returncode, done.stderr) == (0, "")
-            assert len(re.findall(r"\d+\.\d\d Gbit/s  \(4 MiB in ", done.stdout)) == 4
-            wrong = preflight("speed", "--to", "127.0.0.1", "--port", told[told.index("--port") + 1], "--token", "no")
-            assert wrong.returncode == 71
-            assert wrong.stderr.startswith("elastictrain: ")
+            yield listener, told[told.index("speed") :]
         finally:
             listener.kill()
-    bad = preflight("speed", "--to", "127.0.0.1", "--size", "much")
-    assert (bad.returncode, "'much'" in bad.stderr) == (64, True)
+
+
+def test_a_speed_test_between_two_processes() -> None:
+    with listening("--size", "300M") as (listener, told):
+        done = preflight(*told)
+        assert (done.returncode, done.stderr) == (0, "")
+        said, errors = listener.communicate(timeout=30)
+        assert (listener.returncode, errors) == (0, "")
+    rates = [re.findall(r"([\d.]+) Gbit/s +([\d.]+) GB/s  \(300 MiB in ", text) for text in (done.stdout, said)]
+    assert [len(one) for one in rates] == [3, 3]
+    assert all(float(bits) == pytest.approx(8 * float(of_bytes), rel=0.05) for one in rates for bits, of_bytes in one)
+    assert all(float(bits) > 0.1 for one in rates for bits, _ in one)
+
+
+def test_a_speed_test_with_another_token_or_nobody() -> None:
+    with listening() as (_, told):
+        wrong = preflight("speed", "--to", "127.0.0.1", "--port", told[told.index("--port") + 1], "--token", "no")
+    assert (wrong.returncode, wrong.stderr.count("127.0.0.1, port ")) == (71, 1)
+    nobody = preflight("speed", "--to", "127.0.0.1", "--port", told[told.index("--port") + 1])
+    assert (nobody.returncode, "refused" in nobody.stderr) == (71, True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = preflight("speed", "--listen", "127.0.0.1", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 69

@@ -1,0 +1,158 @@
+"""Speed test between two hosts over what training uses: NCCL between GPUs, gloo between CPUs. One side listens."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elastictrain.distributed.bounded import call_until
+from elastictrain.distributed.store import StoreExchange
+from elastictrain.errors import HostUnfitError, TransportError
+from elastictrain.preflight.group.collectives import MB, Collectives
+from elastictrain.preflight.group.measurements import settle
+from elastictrain.preflight.surroundings import ask_kernel, get_record, put_record, system_addresses
+
+T = TypeVar("T")
+
+_LISTEN_S = 7 * 86400.0  # one side waits for the other one, and for the test
+LIMIT_S = 600.0  # one test takes no longer; 10G at 1 Gbit/s take 86 s each way
+_ANSWER_S = 10.0
+_CHUNK_BYTES = 256 * MB
+_SEED = 22
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRequest:
+    """What the connecting side asks for; the answer says what both can do."""
+
+    size_bytes: int
+    address: str  # of the connecting side
+    gpu: bool  # it has one
+
+
+@dataclass(slots=True)
+class SpeedTest:
+    """One side. `token` is the same on both; `device`: index of the GPU that is used if both sides have one."""
+
+    address: str  # of the listening side
+    port: int
+    token: str
+    device: int = 0
+    peer: str = field(default="", init=False)  # the other side's address, once it is known
+
+    def listen(self, on_listening: Callable[[int], None]) -> tuple[int, list[float]]:
+        """Wait for the other side, for days; else as `connect`. Raises: HostUnfitError naming address and port."""
+        try:
+            store = dist.TCPStore(self.address, self.port, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise HostUnfitError(f"cannot listen on {self.address}, port {self.port}: {error}; choose a free port") from error
+        on_listening(store.port)
+        self.peer = "the other host"
+        return self._bounded(partial(self._meet, store, None), _LISTEN_S)
+
+    def connect(self, size_bytes: int) -> tuple[int, list[float]]:
+        """Bytes, and seconds of: sending them from the connecting side, receiving as many, and both at once. Raises:
+        TransportError naming the address, also if bytes arrive changed."""
+        self.peer = self.address
+
+        def run() -> tuple[int, list[float]]:
+            socket.create_connection((self.address, self.port), timeout=_ANSWER_S).close()
+            store = dist.TCPStore(self.address, self.port, timeout=timedelta(seconds=_ANSWER_S))
+            return self._meet(store, size_bytes)
+
+        return self._bounded(run, LIMIT_S)
+
+    def _bounded(self, act: Callable[[], T], limit_s: float) -> T:
+        until = time.monotonic() + limit_s
+        try:
+            return call_until(act, left_s=lambda: until - time.monotonic())
+        except (RuntimeError, OSError) as error:
+            said = (str(error) or f"no answer within {limit_s:g} s").splitlines()[0][:300]
+            raise TransportError(
+                f"no speed test with {self.peer}, port {self.port}: {said}; start the listening side with the same token, and "
+                f"let all TCP ports between the two through"
+            ) from error
+
+    def _meet(self, store: dist.Store, size_bytes: int | None) -> tuple[int, list[float]]:
+        """Agree on the test, and run it. `size_bytes`: None on the listening side."""
+        own, gpu = StoreExchange(dist.PrefixStore(self.token, store)), torch.cuda.is_available()
+        if size_bytes is not None:
+            put_record(own, "request", SpeedRequest(size_bytes, own_address(self.peer), gpu))
+        key, limit_s = ("request", _LISTEN_S) if size_bytes is None else ("answer", _ANSWER_S)
+        agreed = get_record(own, key, SpeedRequest, limit_s=limit_s)
+        if agreed is None:
+            raise OSError(f"no answer to this token within {limit_s:g} s")
+        if size_bytes is None:
+            agreed = replace(agreed, gpu=agreed.gpu and gpu)
+            put_record(own, "answer", agreed)
+            self.peer = agreed.address
+        rank, device = int(size_bytes is not None), torch.device("cuda", self.device) if agreed.gpu else torch.device("cpu")
+        interface = next((name for name, those in system_addresses().items() if own_address(self.peer) in those), None)
+        if interface is not None:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if agreed.gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if agreed.gpu else "gloo",
+            store=dist.PrefixStore(f"group {self.token}", store),
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=LIMIT_S),
+            device_id=device if agreed.gpu else None,
+        )
+        return agreed.size_bytes, measure(Collectives(rank, 2, device), size_bytes=agreed.size_bytes)
+
+
+def own_address(peer: str) -> str:
+    """The address of this host from which the kernel reaches a peer. Raises: OSError."""
+    return ask_kernel(peer)[1].partition("%")[0]
+
+
+def measure(collectives: Collectives, *, size_bytes: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Seconds in which `size_bytes` arrive from rank 1, from rank 0, and both at once, after a warm-up. Collective: yes, of two
+    ranks. Raises: TransportError if bytes arrive changed."""
+    device, rank = collectives.device, collectives.rank
+    chunk = min(size_bytes, _CHUNK_BYTES)
+    messages = [
+        torch.randint(0, 256, (chunk,), dtype=torch.uint8, generator=torch.Generator().manual_seed(_SEED + one)).to(device)
+        for one in (0, 1)
+    ]
+    received, wrong = torch.empty_like(messages[0]), torch.zeros(2, device=device)
+
+    def transfer(senders: tuple[int, ...], num_bytes: int) -> float:
+        received.zero_()
+        sends, receives = rank in senders, 1 - rank in senders
+        # Both sides begin together, and end when all bytes are there: reading a sum waits for both and for the device.
+        collectives.all_reduce(wrong)
+        wrong.tolist()
+        began = clock()
+        for start in range(0, num_bytes, chunk):
+            part = slice(0, min(chunk, num_bytes - start))
+            output, message = received[part] if receives else None, messages[rank][part] if sends else None
+            collectives.send_recv(output, message, source=1 - rank, target=1 - rank)
+        settle(device)
+        collectives.all_reduce(wrong)
+        wrong.tolist()
+        seconds = clock() - began
+        if receives and not torch.equal(received, messages[1 - rank]):
+            wrong[rank] += 1
+        return seconds
+
+    ways = ((1,), (0,), (0, 1))
+    for way in ways:
+        transfer(way, chunk)
+    seconds = [transfer(way, size_bytes) for way in ways]
+    collectives.all_reduce(wrong)
+    for one, count in enumerate(wrong.tolist()):
+        if count:
+            ways_text = f"from {1 - one} to {one} (0 listens)"
+            raise TransportError(f"bytes changed on the way {ways_text}: test memory, cards and cables of both hosts")
+    return seconds
