@@ -19,7 +19,7 @@ def test_the_slow_direction_shows(network: Network, tmp_path: Path) -> None:
     speed = [sys.executable, "-m", "elastictrain.preflight", "speed", "--port", str(port), "--token", "x", "--size", "16M"]
     first = listener.popen([*speed, "--listen", listener.address], log=tmp_path / "a.txt", extra_environment=ENVIRONMENT)
     until = time.monotonic() + 60
-    while "--to" not in first.output():
+    while not (tmp_path / "a.txt").exists() or "--to" not in first.output():
         assert time.monotonic() < until, first.output()
         time.sleep(0.05)
     second = other.popen([*speed, "--to", listener.address], log=tmp_path / "b.txt", extra_environment=ENVIRONMENT)
