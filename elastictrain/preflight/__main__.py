@@ -62,7 +62,9 @@ def _run(parsed: argparse.Namespace) -> int:
     if under_torchrun:
         from elastictrain.preflight.command import check_group
 
-        return check_group(asked, as_json=parsed.json)
+        return check_group(asked, as_json=parsed.json, table=parsed.table)
+    if parsed.table:
+        raise UsageError("--table needs several ranks: torchrun --nproc-per-node=gpu -m elastictrain.preflight --table")
     surroundings = Surroundings()
     verdicts = check_host(surroundings, replace(asked, transport=True))
     show(verdicts, as_json=parsed.json)
@@ -110,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     repeatable("--port", metavar="N", type=_port, help=ports)
     parser.add_argument("--strict", action="store_true", help="what else is only a warning fails, too")
     parser.add_argument("--json", action="store_true", help="for a script")
+    parser.add_argument("--table", action="store_true", help="under torchrun: bandwidth by size, and between all pairs of GPUs")
     speed = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser(
         "speed",
         help="bandwidth between two hosts",

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from elastictrain.distributed.store import BoundedStore, StoreExchange
 from elastictrain.errors import EXIT_OK, TransportError
 from elastictrain.identity import read_identity
 from elastictrain.preflight.group.checks import GroupChecks, Request
+from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth, size_text
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, find_layout
 from elastictrain.preflight.policy import Level, apply_modes, decide
@@ -22,7 +24,7 @@ _RENDEZVOUS_S = 60.0
 _GROUP_S = 60.0
 
 
-def check_group(own: OwnChecks, *, as_json: bool) -> int:
+def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
     """Runs on every rank of torchrun; returns its exit code. Collective: yes. Raises: ElasticTrainError."""
     identity = read_identity(os.environ)
     backend, _ = find_backend("auto", environment=os.environ, local_world_size=identity.local_world_size)
@@ -40,7 +42,7 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
     verdicts, error = list(report.verdicts), report.error
     if error is None and (identity.world_size > 1 or backend == "nccl"):
         # On broken links, collectives would only hang.
-        request = Request(full=own.level is Level.FULL, settings=own.settings)
+        request = Request(full=own.level is Level.FULL, table=table, settings=own.settings)
         try:
             group = make_group(
                 dist.PrefixStore("group", shared), identity, backend=backend, init_timeout_s=_GROUP_S, save_timeout_s=_GROUP_S
@@ -55,6 +57,9 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
         if not found.usable and error is None:
             # A hang is a failure, whatever the mode of its check.
             error = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
+        if identity.is_log_rank and table:
+            stream = sys.stderr if as_json else sys.stdout
+            stream.write("\n".join([*bus_table(found.points), *pair_tables(found.pairs, layout.hosts_of_ranks), ""]))
     if identity.is_log_rank:
         show(verdicts, as_json=as_json)
     if error is None:
@@ -62,6 +67,25 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
     if layout.leads_host:
         sys.stderr.write(f"elastictrain: {layout.host}: {error}\n")
     return error.exit_code
+
+
+def bus_table(points: Sequence[BandwidthPoint]) -> Iterator[str]:
+    """All-reduce by size, with the columns of nccl-tests."""
+    yield f"{'all_reduce':>12} {'time (us)':>12} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}"
+    for one in points:
+        algorithm_gbs = one.num_bytes / one.seconds / 1e9
+        yield f"{size_text(one.num_bytes):>12} {1e6 * one.seconds:12.1f} {algorithm_gbs:13.2f} {one.bus_gbs:13.2f}"
+
+
+def pair_tables(pairs: Mapping[int, Sequence[PairBandwidth]], hosts: Sequence[str]) -> Iterator[str]:
+    """GB/s from each rank (row) to each other one of its host (column), host by host."""
+    for host in dict.fromkeys(hosts[rank] for rank in pairs):
+        ranks = [rank for rank in sorted(pairs) if hosts[rank] == host]
+        gbs = {(one.source, rank): one.gbs for rank in ranks for one in pairs[rank]}
+        yield f"\n{host + ', GB/s':>12} " + " ".join(f"{f'to {rank}':>8}" for rank in ranks)
+        for source in ranks:
+            cells = (f"{gbs[source, rank]:8.2f}" if (source, rank) in gbs else f"{'-':>8}" for rank in ranks)
+            yield f"{f'from {source}':>12} " + " ".join(cells)
 
 
 def _tell(text: str) -> None:

@@ -35,7 +35,8 @@ class GroupFindings:
 
     verdicts: list[Verdict]
     usable: bool
-    point: BandwidthPoint | None = None  # the largest all-reduce measured
+    points: tuple[BandwidthPoint, ...] = ()  # of all-reduce, by size
+    pairs: Mapping[int, Sequence[PairBandwidth]] = field(default_factory=dict)  # by receiving rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class Request:
     """What to check. The same on all ranks, except for what only a host knows: its network and its plan."""
 
     full: bool
+    table: bool = False  # measure all-reduce at more sizes
     settings: PreflightGroup = field(default_factory=PreflightGroup)
     present_s: float = 5.0  # until every rank has introduced itself; ranks leave the making of the group together
     grace_s: float = 1.0  # a rank whose result is later than the deadline by this counts as silent
@@ -71,7 +73,8 @@ class GroupChecks:
         self._members, self._limits = strangers(self.hosts), self.request.settings.limits
         self._seconds = 0.0
         self._culprits: list[Verdict] = []
-        self._point: BandwidthPoint | None = None
+        self._points: list[BandwidthPoint] = []
+        self._pairs: Mapping[int, Sequence[PairBandwidth]] = {}
 
     def run(self) -> GroupFindings:
         """Run all checks until the first that not all ranks complete, which ends with verdicts on its culprits. Collective:
@@ -91,7 +94,8 @@ class GroupChecks:
         if self._device.type == "cuda" and not self._culprits:
             # Free the device memory that the checks used.
             torch.cuda.empty_cache()
-        return GroupFindings(judge.agreed([*verdicts, *self._culprits]), not self._culprits, self._point)
+        found = judge.agreed([*verdicts, *self._culprits])
+        return GroupFindings(found, not self._culprits, tuple(self._points), self._pairs)
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], list[Verdict]]]]:
         yield "present", self._present
@@ -102,7 +106,7 @@ class GroupChecks:
                 yield "nccl_transport", self._transport
             yield "bus_bandwidth", self._bandwidth
         yield "matmul sdc", self._devices
-        if self.request.full and self._nccl:
+        if self.request.full and (self._nccl or self.request.table) and self.identity.world_size > 1:
             yield "p2p", self._p2p
 
     def _run(self, check: str, act: Act, *, limit_s: float, part: str = "") -> Attendance | None:
@@ -161,14 +165,14 @@ class GroupChecks:
 
     def _bandwidth(self) -> list[Verdict]:
         cuda, free_bytes = self._device.type == "cuda", min(member.free_bytes for member in self._members)
-        sizes = measurements.sweep_sizes(cuda=cuda, full=self.request.full, free_bytes=free_bytes)
+        sizes = measurements.sweep_sizes(cuda=cuda, full=self.request.full, table=self.request.table, free_bytes=free_bytes)
         act = partial(measurements.measure_all_reduce, self._collectives, sizes=sizes)
         attendance = self._run("bus_bandwidth", act, limit_s=self._limits.bandwidth_s)
         if attendance is None:
             return []
-        self._point = attendance.figures(BandwidthPoint)[0]
+        self._points = attendance.figures(list[BandwidthPoint])[0]
         ratio = self.request.settings.thresholds.bus_ratio
-        return [judge.judge_bandwidth(self._point, self._members, nccl=self._nccl, least_ratio=ratio)]
+        return [judge.judge_bandwidth(self._points[-1], self._members, nccl=self._nccl, least_ratio=ratio)]
 
     def _devices(self) -> list[Verdict]:
         full, cuda, thresholds = self.request.full, self._device.type == "cuda", self.request.settings.thresholds
@@ -205,5 +209,6 @@ class GroupChecks:
         local = neighbours(self._members, host=self._members[self.identity.rank].host)
         measure = partial(measurements.measure_pairs, self._collectives, neighbours=local)
         attendance = self._run("p2p", lambda _: measure(), limit_s=20.0)
-        ratio, figures = self.request.settings.thresholds.bus_ratio, attendance and attendance.figures(list[PairBandwidth])
-        return judge.judge_pairs(figures, self._members, least_ratio=ratio) if figures else []
+        self._pairs = attendance.figures(list[PairBandwidth]) if attendance else {}
+        ratio = self.request.settings.thresholds.bus_ratio
+        return judge.judge_pairs(self._pairs, self._members, least_ratio=ratio) if attendance else []

@@ -34,10 +34,11 @@ class BandwidthPoint:
         return replace(self, seconds=self.seconds * self.bus_gbs / gbs + slack_s).bus_gbs
 
 
-def sweep_sizes(*, cuda: bool, full: bool, free_bytes: int) -> tuple[int, ...]:
-    """Message sizes in bytes, growing, for which memory suffices: input, output, and as much again for others. At least one."""
+def sweep_sizes(*, cuda: bool, full: bool, table: bool = False, free_bytes: int) -> tuple[int, ...]:
+    """Message sizes in bytes, growing, for which memory suffices: input, output, and as much again for others. At least one.
+    For a `table` from 1 KB on, by factors of four."""
     sizes = (MB, 64 * MB, 1024 * MB) if cuda else (MB, 16 * MB)
-    wanted = sizes if full else sizes[:-1]
+    wanted = tuple(1024 << power for power in range(0, 21 if cuda else 17, 2)) if table else sizes if full else sizes[:-1]
     return tuple(size for size in wanted if 4 * size <= free_bytes) or sizes[:1]
 
 
@@ -55,8 +56,8 @@ def measure_all_reduce(
     *,
     sizes: tuple[int, ...],
     clock: Callable[[], float] = time.perf_counter,
-) -> BandwidthPoint:
-    """All-reduce at growing sizes until the budget is spent; returns the largest one. Ranks agree on the next size because they
+) -> list[BandwidthPoint]:
+    """All-reduce at growing sizes until the budget is spent; at least one. Ranks agree on the next size because they
     agree on the times. Collective: yes."""
     device, world_size = collectives.device, collectives.world_size
     # Zeros: the sum of anything else would grow from round to round.
@@ -74,10 +75,10 @@ def measure_all_reduce(
         collectives.all_reduce(times)
         return float(times.max())
 
-    spent_s, once_s, point = 0.0, 0.0, BandwidthPoint(sizes[0], 0.0, world_size)
+    spent_s, once_s, points = 0.0, 0.0, list[BandwidthPoint]()
     for size in sizes:
         # Time grows with the size.
-        if spent_s + once_s * size / point.num_bytes * (_FEWEST + 2) > SWEEP_BUDGET_S:
+        if points and spent_s + once_s * size / points[-1].num_bytes * (_FEWEST + 2) > SWEEP_BUDGET_S:
             break
         at(f"all_reduce of {size} bytes")
         buffer = message[: size // 4]
@@ -86,8 +87,8 @@ def measure_all_reduce(
         rounds = max(_FEWEST, min(_MOST, int(_POINT_BUDGET_S / max(once_s, 1e-6))))
         once_s = measure(buffer, rounds=rounds)
         spent_s += first_s + once_s * (rounds + 1)
-        point = BandwidthPoint(size, once_s, world_size)
-    return point
+        points.append(BandwidthPoint(size, once_s, world_size))
+    return points
 
 
 def free_memory(device: torch.device, *, local_world_size: int) -> int:

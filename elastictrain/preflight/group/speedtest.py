@@ -95,9 +95,10 @@ class SpeedTest:
             self.peer = agreed.address
         rank, device = int(size_bytes is not None), torch.device("cuda", self.device) if agreed.gpu else torch.device("cpu")
         interface = next((name for name, those in system_addresses().items() if own_address(self.peer) in those), None)
-        if interface is not None:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for name, value in (("NCCL_SOCKET_IFNAME", f"={interface}"), ("GLOO_SOCKET_IFNAME", interface)):
+            # Both treat an empty value as not set.
+            if interface is not None and not os.environ.get(name):
+                os.environ[name] = str(value)
         if agreed.gpu:
             torch.cuda.set_device(device)
         dist.init_process_group(

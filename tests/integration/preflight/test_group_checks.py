@@ -64,7 +64,7 @@ def test_a_world_of_one() -> None:
     assert findings.usable
     assert {verdict.check for verdict in findings.verdicts} == {"present", "collectives", "matmul", "sdc"}
     assert all(verdict.status is Status.PASS for verdict in findings.verdicts)
-    assert findings.point is None
+    assert findings.points == ()
 
 
 @pytest.mark.parametrize("check", ["present", "collectives", "matmul", "sdc"])
@@ -145,8 +145,8 @@ def test_what_nobody_writes_to_is_not_a_number(monkeypatch: pytest.MonkeyPatch) 
 def test_the_largest_message_counts() -> None:
     measured: list[str] = []
     sizes = sweep_sizes(cuda=False, full=True, free_bytes=1 << 30)
-    point = measure_all_reduce(Alone(0, 2, CPU), measured.append, sizes=sizes)
-    assert point.num_bytes == 16 * MB
+    points = measure_all_reduce(Alone(0, 2, CPU), measured.append, sizes=sizes)
+    assert [point.num_bytes for point in points] == [MB, 16 * MB]
     assert measured == [f"all_reduce of {MB} bytes", f"all_reduce of {16 * MB} bytes"]
 
 
@@ -154,7 +154,7 @@ def test_a_sweep_over_a_slow_link_ends_early(monkeypatch: pytest.MonkeyPatch) ->
     ticks = iter(range(10_000))
     monkeypatch.setattr("elastictrain.preflight.group.measurements.SWEEP_BUDGET_S", 20.0)
     clock = lambda: float(next(ticks))  # noqa: E731
-    point = measure_all_reduce(Alone(0, 2, CPU), lambda _: None, sizes=(MB, 16 * MB), clock=clock)
+    (point,) = measure_all_reduce(Alone(0, 2, CPU), lambda _: None, sizes=(MB, 16 * MB), clock=clock)
     assert point.num_bytes == MB
 
 
@@ -168,7 +168,7 @@ def test_what_is_quick_is_repeated_more_often(once_s: float, rounds: int) -> Non
             if buffer.dtype == torch.float32:
                 calls.append(len(buffer))
 
-    point = measure_all_reduce(Timed(0, 2, CPU), lambda _: None, sizes=(MB,), clock=lambda: once_s * len(calls))
+    (point,) = measure_all_reduce(Timed(0, 2, CPU), lambda _: None, sizes=(MB,), clock=lambda: once_s * len(calls))
     assert len(calls) == 2 + rounds
     assert point.seconds == pytest.approx(once_s)
 
@@ -179,6 +179,8 @@ def test_large_messages_are_few_where_memory_is() -> None:
     assert sweep_sizes(cuda=True, full=True, free_bytes=256 * MB) == (MB, 64 * MB)
     assert sweep_sizes(cuda=False, full=False, free_bytes=1 << 40) == (MB,)
     assert sweep_sizes(cuda=True, full=True, free_bytes=10) == (MB,)
+    assert sweep_sizes(cuda=True, full=True, table=True, free_bytes=1 << 40) == tuple(1024 * 4**power for power in range(11))
+    assert sweep_sizes(cuda=False, full=True, table=True, free_bytes=1 << 40)[-1] == 64 * MB
     assert free_memory(CPU, local_world_size=2) * 2 == pytest.approx(free_memory(CPU, local_world_size=1), rel=0.2)
 
 

@@ -74,6 +74,7 @@ def test_json_is_for_scripts(tmp_path: Path) -> None:
         (["--check", "disk=maybe"], "the mode must be one of fail, exclude, warn, off, but is 'maybe'"),
         (["--port", "70000"], "must be a port from 1 to 65535, but is '70000'"),
         (["--level", "some"], "invalid choice"),
+        (["--table"], "torchrun"),
         (["speed"], "--listen --to"),
         (["speed", "--to", "127.0.0.1", "--size", "much"], "'much'"),
         (["speed", "--to", "127.0.0.1", "--device", "x"], "must be the index of a GPU, but is 'x'"),
@@ -124,3 +125,15 @@ def test_a_speed_test_with_another_token_or_nobody() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = preflight("speed", "--listen", "127.0.0.1", "--port", str(taken.getsockname()[1]))
     assert done.returncode == 69
+
+
+def test_tables_under_torchrun() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "elastictrain.preflight", "--table", "--json", "--check", "matmul=warn"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"bus_bandwidth", "p2p"} <= {row["check"] for row in json.loads(done.stdout)}
+    sizes = re.findall(r"^ *(\d+ [KMG]B) +[\d.]+ +[\d.]+ +[\d.]+$", done.stderr, re.MULTILINE)
+    assert sizes[:3] == ["1 KB", "4 KB", "16 KB"]
+    matrix = re.findall(r"^ *from (\d) +(-|[\d.]+) +(-|[\d.]+)$", done.stderr, re.MULTILINE)
+    assert [(row[0], row[1 + int(row[0])]) for row in matrix] == [("0", "-"), ("1", "-")]
