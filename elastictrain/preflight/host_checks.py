@@ -131,6 +131,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | No
         Check("shared_memory", at.check_shared_memory),
         Check("memory", at.check_memory),
         Check("memlock", at.check_memlock),
+        Check("infiniband", at.check_libraries),
         Check("open_files", lambda: resources.judge_open_files(resources.read_limit(resource.RLIMIT_NOFILE), host=host)),
         Check("processes", at.check_processes),
         Check("cpu", lambda: resources.judge_cpu(at.allowance(), visible=at.visible_cpus, needed=asked.cpus, host=host)),
@@ -185,8 +186,9 @@ class HostFacts:
 
     def uses_rdma(self) -> bool:
         """Whether this host will use InfiniBand, RoCE or EFA."""
-        facts = self.transport()
-        return bool(kinds_here(facts.ports, settings=facts.settings) - {Rdma.NONE, Rdma.UNKNOWN})
+        # A person's settings may be in a home folder whose server is dead.
+        facts = within(2.0, self.transport)
+        return facts is not None and bool(kinds_here(facts.ports, settings=facts.settings) - {Rdma.NONE, Rdma.UNKNOWN})
 
     def of_used(self, judge: Callable[..., list[Verdict]]) -> list[Verdict]:
         report = self.used()
@@ -214,9 +216,12 @@ class HostFacts:
 
     def check_memlock(self) -> Verdict:
         limit, capabilities = resources.read_limit(resource.RLIMIT_MEMLOCK), self._capabilities()
-        # A person's settings may be in a home folder whose server is dead.
-        rdma = within(2.0, self.uses_rdma) or False
-        return resources.judge_memlock(limit, capabilities=capabilities, host=self._host, rdma=rdma)
+        return resources.judge_memlock(limit, capabilities=capabilities, host=self._host, rdma=self.uses_rdma())
+
+    def check_libraries(self) -> list[Verdict]:
+        names = (resources.VERBS, resources.CONNECTIONS) if self.uses_rdma() else ()
+        missing = [name for name in names if not self._surroundings.can_load(name)]
+        return resources.judge_libraries(missing, host=self._host, several_hosts=self._asked.several_hosts)
 
     def check_processes(self) -> Verdict:
         limit, group = resources.read_limit(resource.RLIMIT_NPROC), self.allowance().processes

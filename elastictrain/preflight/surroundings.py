@@ -1,5 +1,6 @@
 """What checks read: kernel files, vendors' tools, and records of other hosts. All injected, so that tests can replace them."""
 
+import ctypes
 import os
 import shutil
 import socket
@@ -111,6 +112,15 @@ def ask_kernel(target: str) -> tuple[str, str]:
     raise refused or OSError(f"{target} has no address")
 
 
+def can_load(library: str) -> bool:
+    """Whether the dynamic linker finds a library and what it needs, as it does for NCCL."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """This host, as checks see it."""
@@ -121,6 +131,7 @@ class Surroundings:
     tools: Tools = field(default_factory=Tools)
     addresses: Callable[[], Mapping[str, Sequence[str]]] = system_addresses
     probe: Callable[[str], tuple[str, str]] = ask_kernel  # as `ask_kernel`
+    can_load: Callable[[str], bool] = can_load
 
     def ask(self, *arguments: str, limit_s: float) -> str:
         """What a tool prints, errors last; empty if it does not exist or does not end in time."""

@@ -2,6 +2,7 @@
 
 import re
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastictrain.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling
@@ -142,3 +143,22 @@ def _judge_limit(report: Reporter, limit: ResourceLimit, *, few: int, least: int
         remedy = f"`ulimit {option} {min(limit.hard or 65536, 65536)}` before the start on {report.subject}"
     report_as = report.failed if limit.soft < least else report.warned
     return report_as(limit.soft, expected=few, remedy=remedy)
+
+
+VERBS, CONNECTIONS = "libibverbs.so.1", "librdmacm.so.1"
+
+
+def judge_libraries(missing: Sequence[str], *, host: str, several_hosts: bool) -> list[Verdict]:
+    """Check `infiniband`, of a host that will use RDMA: libraries that cannot be loaded. Source: NCCL's `ibvsymbols.cc` loads
+    libibverbs when it starts; without it NCCL uses sockets, which does not work with hosts that use InfiniBand. Its plugins,
+    and tools such as `ib_write_bw`, load librdmacm, too."""
+    if not missing:
+        return []
+    verdict, remedy = (
+        Reporter("infiniband", host),
+        "apt-get install libibverbs1 ibverbs-providers librdmacm1  # in its container",
+    )
+    measured = f"cannot load {', '.join(missing)}"
+    if VERBS not in missing:
+        return [verdict.skipped(measured, remedy=f"none for NCCL itself; for its plugins: {remedy}")]
+    return [(verdict.failed if several_hosts else verdict.warned)(measured, expected="libraries for RDMA", remedy=remedy)]

@@ -11,7 +11,7 @@ import pytest
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.preflight.host_checks import Check, Once, OwnChecks, check_host, own_checks, run_checks
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from elastictrain.preflight.surroundings import Surroundings, ToolOutput, can_load
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.made import OF_DEVICES, OF_GROUPS, settings, verdict
 from tests.unit.preflight.transport.made import MadeHost
@@ -135,6 +135,36 @@ def check(made: MadeHost, name: str) -> tuple[Status, object]:
     surroundings = Surroundings(host="h1", root=made.root, environment=made.environment)
     (found,) = check_host(surroundings, OwnChecks(level=Level.QUICK, settings=only))
     return found.status, found.expected
+
+
+@pytest.mark.parametrize(
+    ("missing", "several_hosts", "status"),
+    [
+        ("libibverbs.so.1", True, Status.FAIL),
+        ("libibverbs.so.1", False, Status.WARN),
+        ("librdmacm.so.1", True, Status.SKIP),
+        ("libmlx5.so.1", True, None),
+    ],
+)
+def test_libraries_matter_where_infiniband_will_be_used(
+    missing: str, several_hosts: bool, status: Status | None, tmp_path: Path
+) -> None:
+    made = MadeHost(tmp_path / "root")
+    only = settings(**{field.name: "off" for field in fields(PreflightChecks) if field.name != "infiniband"})
+    asked = OwnChecks(level=Level.QUICK, settings=only, several_hosts=several_hosts)
+    surroundings = Surroundings(
+        host="h1", root=made.root, environment=made.environment, can_load=lambda library: library != missing
+    )
+    assert check_host(surroundings, asked) == []
+    made.device("mlx5_0")
+    found = check_host(surroundings, asked)
+    assert [(one.check, one.subject, one.status) for one in found] == ([("infiniband", "h1", status)] if status else [])
+    assert all("libibverbs1" in one.remedy for one in found)
+
+
+def test_the_dynamic_linker_is_asked() -> None:
+    assert can_load("libc.so.6")
+    assert not can_load("libthere_is_no_such.so.1")
 
 
 def test_locked_memory_matters_where_infiniband_will_be_used(tmp_path: Path) -> None:
