@@ -47,13 +47,14 @@ CHECKS = {
     "p2p": "The GPUs of a host reach each other directly.",
     "matmul": "No rank multiplies matrices much more slowly than the others.",
     "sdc": "No device computes, stores or copies wrong bits (silent data corruption).",
+    "rails": "No GPU's way to other hosts is much slower than that of others, and it is the planned one.",
     "nccl_transport": "NCCL uses the transport that was planned.",
 }
 """Each check, and what it makes sure of."""
 
 MODES: dict[str, Mode] = {
     **dict.fromkeys(CHECKS, "fail"),
-    **dict.fromkeys(("latency", "bandwidth", "matmul"), "exclude"),
+    **dict.fromkeys(("latency", "bandwidth", "matmul", "rails"), "exclude"),
     **dict.fromkeys(("bus_bandwidth", "p2p", "nccl_transport"), "warn"),
 }
 """The default mode of each check. What is slow is not broken: it trains where no other host could take its place."""

@@ -22,8 +22,11 @@ from elastictrain.preflight.group.judge_devices import judge_corruption, judge_l
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
+from elastictrain.preflight.group.rails import RailFindings, judge_rails, needs_more
+from elastictrain.preflight.host.counters import sent_bytes
 from elastictrain.preflight.host.nvidia import LIMIT_S, read_nvidia
 from elastictrain.preflight.host.visible import visible_gpus
+from elastictrain.preflight.links.rounds import first_rounds
 from elastictrain.preflight.surroundings import Exchange, Surroundings
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
@@ -106,8 +109,10 @@ class GroupChecks:
                 yield "nccl_transport", self._transport
             yield "bus_bandwidth", self._bandwidth
         yield "matmul sdc", self._devices
-        if self.request.full and (self._nccl or self.request.table) and self.identity.world_size > 1:
+        if self.request.full and (self._nccl or self.request.table):
             yield "p2p", self._p2p
+            if len(set(self.hosts)) > 1:
+                yield "rails", self._rails
 
     def _run(self, check: str, act: Act, *, limit_s: float, part: str = "") -> Attendance | None:
         """Results of all ranks for a part, soon after `limit_s`; None if not all completed it: run nothing further."""
@@ -212,3 +217,23 @@ class GroupChecks:
         self._pairs = attendance.figures(list[PairBandwidth]) if attendance else {}
         ratio = self.request.settings.thresholds.bus_ratio
         return judge.judge_pairs(self._pairs, self._members, least_ratio=ratio) if attendance else []
+
+    def _rails(self) -> list[Verdict]:
+        members, ratio = self._members, self.request.settings.thresholds.slow_ratio
+        rail = [one.rank for one in members if one.local_rank == self.identity.local_rank]
+
+        def act(_: Callable[[str], None]) -> RailFindings:
+            rounds, surroundings = first_rounds(len(rail), seed=0), Surroundings()
+            before = sent_bytes(surroundings) if self.identity.local_rank == 0 else None
+            pairs = measurements.measure_pairs(self._collectives, neighbours=rail, rounds=rounds)
+            after = sent_bytes(surroundings) if before is not None else None
+            grown = None if before is None or after is None else after - before
+            return RailFindings(tuple(pairs), len(pairs) * (measurements.ROUNDS + 1) * measurements.PAIR_BYTES, grown)
+
+        parts: list[Mapping[int, RailFindings]] = []
+        while needs_more(parts, members, ratio=ratio):
+            part = f"rails {len(parts) + 1}"
+            if (attendance := self._run("rails", act, limit_s=self._limits.bandwidth_s, part=part)) is None:
+                return []
+            parts.append(attendance.figures(RailFindings))
+        return judge_rails(parts, members, ratio=ratio)

@@ -1,7 +1,7 @@
 """Measures bus bandwidth, and bandwidth between pairs of GPUs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from elastictrain.preflight.group.collectives import MB, Collectives
-from elastictrain.preflight.links.rounds import tournament
+from elastictrain.preflight.links.rounds import Round, tournament
 
 SWEEP_BUDGET_S = 5.0  # no larger message starts after this: a slow link already shows with the smaller ones
 _POINT_BUDGET_S = 0.05  # for one size, but at least `_FEWEST` rounds
 _FEWEST, _MOST = 3, 40
 PAIR_BYTES = 64 * MB
-_ROUNDS = 5
+ROUNDS = 5  # transfers that are measured, after one that is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,16 @@ def measure_pairs(
     collectives: Collectives,
     *,
     neighbours: Sequence[int],
+    rounds: Iterable[Round] | None = None,
     num_bytes: int = PAIR_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[PairBandwidth]:
-    """What this rank receives from each of `neighbours` (ranks of this host, by local rank). Collective: within a host."""
+    """What this rank receives from each of `neighbours` (ranks of this host by local rank, or of a rail), or in `rounds` of
+    indices of them. Collective: among them."""
     own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     found = []
-    for pairs in tournament(range(len(neighbours))):
+    for pairs in tournament(range(len(neighbours))) if rounds is None else rounds:
         for low, high in pairs:
             if own not in (low, high):
                 continue
@@ -143,10 +145,10 @@ def measure_pairs(
 def _pass_on(collectives: Collectives, buffer: Tensor, *, peer: int, sends: bool, clock: Callable[[], float]) -> float:
     """Seconds of one message. The first one connects, and is not counted."""
     began = 0.0
-    for index in range(_ROUNDS + 1):
+    for index in range(ROUNDS + 1):
         if index == 1:
             settle(buffer.device)
             began = clock()
         collectives.send_recv(None if sends else buffer, buffer if sends else None, source=peer, target=peer)
     settle(buffer.device)
-    return (clock() - began) / _ROUNDS
+    return (clock() - began) / ROUNDS

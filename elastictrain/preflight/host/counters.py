@@ -86,6 +86,17 @@ def read_counters(
     )
 
 
+def sent_bytes(surroundings: Surroundings) -> int | None:
+    """What all RDMA ports have sent, over InfiniBand or RoCE but not over sockets; None without counters. Source: the kernel's
+    sysfs-class-infiniband counts `port_xmit_data` in units of four bytes."""
+    base, known = "/sys/class/infiniband", []
+    for device in surroundings.names(base):
+        for port in surroundings.names(f"{base}/{device}/ports"):
+            known.append(integer(surroundings.read(f"{base}/{device}/ports/{port}/counters/port_xmit_data")))
+    counts = [count for count in known if count is not None]
+    return 4 * sum(counts) if counts else None
+
+
 def growth(before: PortCounters, after: PortCounters) -> tuple[float, Mapping[str, Mapping[str, int]]]:
     """The hours between two readings, and the growth of counters of ports that both have. A counter that is smaller than before
     was reset and counts from zero; after a boot all count from zero, over the time since boot."""

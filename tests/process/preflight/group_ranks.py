@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ class Rank:
         checks = GroupChecks(
             self.group,
             exchange,
-            self.identity,
+            # Each is the only rank of its host.
+            replace(self.identity, local_rank=0, local_world_size=1),
             request,
             hosts=hosts,
             on_part=on_part,
@@ -128,6 +129,11 @@ def corrupt(rank: Rank) -> None:
         return result
 
     rank.check("corrupt", Request(full=False), product=product)
+
+
+def tables(rank: Rank) -> None:
+    found = rank.check("tables", Request(full=True, table=True))
+    rank.write("points", {"sizes": [point.num_bytes for point in found.points]})
 
 
 def pieces(rank: Rank) -> None:

@@ -66,7 +66,7 @@ def run(folder: Path, *scenarios: str, last: str, num_answers: int) -> Answers:
 @pytest.fixture(scope="module")
 def well(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Scenarios after which the group still works, and one after which it does not."""
-    names = ("healthy", "wrong", "slow", "corrupt", "pieces", "absent", "late")
+    names = ("healthy", "wrong", "slow", "corrupt", "tables", "pieces", "absent", "late")
     return run(tmp_path_factory.mktemp("well"), *names, last="late", num_answers=2)
 
 
@@ -120,6 +120,13 @@ def test_a_wrong_bit_names_the_rank(well: Answers) -> None:
     assert [(verdict["subject"], verdict["status"], verdict["scope"]) for verdict in found] == [
         (subject(1, "h2"), "fail", "host")
     ]
+
+
+def test_tables_measure_sizes_and_rails(well: Answers) -> None:
+    found = {verdict["check"]: verdict["status"] for verdict in well.verdicts("tables") if verdict["check"] in ("p2p", "rails")}
+    # Each host has one rank, and so no pair.
+    assert found == {"p2p": "skip", "rails": "pass"}
+    assert [answer["sizes"][:3] for answer in well.all("points")] == [[1 << 10, 1 << 12, 1 << 14]] * RANKS
 
 
 def test_pieces(well: Answers) -> None:

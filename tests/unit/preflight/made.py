@@ -8,7 +8,7 @@ from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict
 OF_DEVICES = {"gpus", "fabric_manager", "ecc", "row_remap", "xid", "throttle", "pcie", "nvlink", "counters"}
 """The checks of GPUs, of their links and of this host's ports."""
 
-OF_GROUPS = {"present", "collectives", "bus_bandwidth", "p2p", "matmul", "sdc", "nccl_transport"}
+OF_GROUPS = {"present", "collectives", "bus_bandwidth", "p2p", "matmul", "sdc", "rails", "nccl_transport"}
 """The checks of a group of ranks."""
 
 
