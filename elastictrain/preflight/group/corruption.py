@@ -59,8 +59,8 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFindings:
-    """What a device got wrong, in words; TFLOP/s of the fastest product, in bfloat16 on a GPU and float32 on a CPU: other work
-    makes products slower, never faster; GB/s of copies to the device and from it, if it is a GPU."""
+    """What a device got wrong, in words; TFLOP/s of the fastest product, in bfloat16 if the device has it, else in float32:
+    other work makes products slower, never faster; GB/s of copies to the device and from it, if it is a GPU."""
 
     tflops: float
     wrong: tuple[str, ...] = ()
@@ -82,8 +82,8 @@ def examine_device(
     side, chosen = _CPU_SIDE, [FLOAT32]
     if cuda:
         side = _CUDA_SIDE if free_bytes > _ROOMY_BYTES else _CUDA_SIDE // 8
-        float8 = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-        chosen = [BFLOAT16, FLOAT32, *([FLOAT8] if float8 else [])]
+        capability = torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+        chosen = [*([BFLOAT16] if capability >= (8, 0) else []), FLOAT32, *([FLOAT8] if capability >= (8, 9) else [])]
     at("copies and memory")
     copies, found = _copy(device) if cuda else ((), [])
     found += _remember(device, num_bytes=free_bytes // 2 if budget_s > QUICK_S else _BLOCK_BYTES * 16)

@@ -62,6 +62,19 @@ def test_one_wrong_bit_of_the_memory(on: int, monkeypatch: pytest.MonkeyPatch) -
     assert wrong.startswith("1 of ")
 
 
+@pytest.mark.parametrize("stuck", [0, -1])
+def test_a_bit_that_is_stuck(stuck: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = torch.bitwise_xor
+
+    def stick(pattern: Tensor, marks: Tensor, *, out: Tensor) -> None:
+        write(pattern, marks, out=out)
+        out[0, 3] = (out[0, 3] & ~1) | (stuck & 1)
+
+    monkeypatch.setattr(torch, "bitwise_xor", stick)
+    (wrong,) = examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30).wrong
+    assert wrong.startswith("1 of ")
+
+
 def test_it_goes_on_while_others_read() -> None:
     left = iter([True] * 20 + [False])
     calls: list[None] = []
