@@ -1,5 +1,6 @@
 """The preflight's device checks on real GPUs. Run: `python -m pytest tests/gpu/test_preflight.py -p no:xdist`."""
 
+import json
 import re
 import socket
 import subprocess
@@ -75,6 +76,20 @@ def test_a_planted_wrong_bit_names_the_gpu(dtype: torch.dtype) -> None:
     member = GroupMember(rank=0, host="h1", local_rank=0, device=torch.cuda.get_device_name(0))
     (verdict,) = judge_corruption([{0: found}], [member])
     assert (verdict.check, verdict.subject, verdict.status.value) == ("sdc", "GPU 0 on h1", "fail")
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_the_command_checks_a_single_gpu(level: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [*launcher, "-m", "elastictrain.preflight", "--json", "--level", level]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    rows = {row["check"]: row for row in json.loads(done.stdout)}
+    assert {name: rows[name]["status"] for name in ("present", "matmul", "sdc")} == dict.fromkeys(
+        ("present", "matmul", "sdc"), "pass"
+    ), done.stderr
+    # With the first use of each library; a full one also waits for nvidia-smi.
+    assert rows["sdc"]["seconds"] < (1.5 if level == "quick" else 10.0)
 
 
 def test_a_speed_test_between_two_gpus() -> None:

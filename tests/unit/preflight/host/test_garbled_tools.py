@@ -50,10 +50,12 @@ def damaged(name: str, cut: float, bytes_: list[tuple[int, bytes]]) -> str:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(25))
 @given(cut=st.floats(0, 1), seed=st.integers(0, 2**32), code=st.sampled_from([0, 1, 15]))
-def test_no_damage_breaks_a_check(name: str, cut: float, seed: int, code: int) -> None:
+def test_no_damage_breaks_a_check(
+    name: str, cut: float, seed: int, code: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     text = damaged(name, cut, noise(seed))
     answer = ToolOutput(code, text, text[:200])
-    environment = {"CUDA_VISIBLE_DEVICES": "0,x", "XDG_STATE_HOME": str(NOWHERE)}
+    environment = {"CUDA_VISIBLE_DEVICES": "0,x", "XDG_STATE_HOME": str(tmp_path_factory.getbasetemp() / "state")}
     surroundings = Surroundings(host="h1", root=NOWHERE, environment=environment, tools=OneAnswer(answer))
     for check in own_checks(surroundings, OwnChecks(level=Level.FULL, local_world_size=2)):
         if check.name not in OF_DEVICES:
