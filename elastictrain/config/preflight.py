@@ -117,10 +117,10 @@ class PreflightLimits:
     """One collective, right or wrong."""
 
     bandwidth_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
-    """The bandwidth of all-reduce."""
+    """The bandwidth of all-reduce; likewise that of rails."""
 
     matmul_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
-    """The rate of matrix products."""
+    """Matrix products, memory patterns and copies on each device, besides waiting for `nvidia-smi`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,12 +198,13 @@ class GroupChecks:
             return replace(found, gpus=visible_gpus(report, os.environ) if report is not None else ())
 
         ratio = thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
+        limit_s = self._limits.matmul_s + (LIMIT_S if full and cuda else 0.0)
         found: list[Mapping[int, DeviceFindings]] = []
         rates: list[Mapping[int, float]] = []
         for part in ("matmul", "matmul, second time"):
             if rates and not judge.stragglers(rates[0], ratio=ratio):
                 break
-            if (attendance := self._run("matmul", act, limit_s=self._limits.matmul_s + LIMIT_S, part=part)) is None:
+            if (attendance := self._run("matmul", act, limit_s=limit_s, part=part)) is None:
                 return []
             found.append(attendance.figures(DeviceFindings))
             rates.append({rank: one.tflops for rank, one in found[-1].items()})
