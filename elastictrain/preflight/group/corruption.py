@@ -1,6 +1,7 @@
 """What a device computes, stores and copies while it is busy: products and memory patterns whose right bits are known, how fast
 the products are, and how fast the link to the host is."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from torch import Tensor
 from elastictrain.preflight.group.collectives import MB
 from elastictrain.preflight.group.measurements import settle
 from elastictrain.preflight.host.gpu import Gpu
+
+logger = logging.getLogger(__name__)
 
 QUICK_S, FULL_S, CPU_S = 0.2, 2.0, 0.04
 _CUDA_SIDE, _CPU_SIDE = 8192, 64
@@ -87,7 +90,7 @@ def examine_device(
     at("copies and memory")
     copies, found = _copy(device) if cuda else ((), [])
     found += _remember(device, num_bytes=free_bytes // 2 if budget_s > QUICK_S else _BLOCK_BYTES * 16)
-    made = [(known, *known.make(side, device)) for known in chosen]
+    made = [(known, *known.make(side, device)) for known in chosen if known is FLOAT32 or is_supported(known, device, product)]
     times: list[float] = []
     bad = torch.zeros(len(made), dtype=torch.int64, device=device)
     while len(times) < _FEWEST or time.monotonic() < began + budget_s or busy():
@@ -100,11 +103,24 @@ def examine_device(
             if index == 0:
                 times.append(time.perf_counter() - start)
             bad[index] += (result != expected).sum()
-    for known, count in zip(chosen, bad.tolist(), strict=True):
+    for (known, *_), count in zip(made, bad.tolist(), strict=True):
         if count:
             found.append(f"{count / len(times) / side**2:.3g} of products in {str(known.dtype).removeprefix('torch.')}")
     # The first ones wake the device up and load its library: they do not count.
-    return DeviceFindings(2 * side**2 * chosen[0].period / min(times[_FEWEST // 2 :]) / 1e12, tuple(found), copies)
+    return DeviceFindings(2 * side**2 * made[0][0].period / min(times[_FEWEST // 2 :]) / 1e12, tuple(found), copies)
+
+
+def is_supported(known: KnownProduct, device: torch.device, product: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Whether this torch, with its libraries, multiplies this type on this device."""
+    left, right, _ = known.make(_CUDA_SIDE // 8, device)
+    try:
+        product(left, right)
+        settle(device)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        # A device that is broken fails in float32, too.
+        logger.info("products in %s are not checked: %s", known.dtype, error)
+        return False
+    return True
 
 
 def _remember(device: torch.device, *, num_bytes: int) -> list[str]:

@@ -2,7 +2,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastictrain.preflight.group.corruption import BFLOAT16, FLOAT8, FLOAT32, KnownProduct, examine_device, multiply
+from elastictrain.preflight.group.corruption import (
+    BFLOAT16,
+    FLOAT8,
+    FLOAT32,
+    KnownProduct,
+    examine_device,
+    is_supported,
+    multiply,
+)
 
 CPU = torch.device("cpu")
 
@@ -25,6 +33,17 @@ def test_no_partial_sum_can_be_rounded(known: KnownProduct, bits: int) -> None:
 def test_products_are_exact(known: KnownProduct) -> None:
     left, right, expected = known.make(48, CPU)
     assert torch.equal(multiply(left, right), expected)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), AttributeError("scaled_mm"), TypeError("out_dtype")])
+def test_a_type_that_a_library_does_not_multiply_is_no_fault_of_the_device(error: Exception) -> None:
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        raise error
+
+    assert not is_supported(BFLOAT16, CPU, product)
+    assert is_supported(FLOAT32, CPU, multiply)
+    with pytest.raises(type(error)):
+        examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30, product=product)
 
 
 def test_a_healthy_device() -> None:
