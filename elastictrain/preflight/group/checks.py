@@ -102,14 +102,16 @@ class GroupChecks:
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], list[Verdict]]]]:
         yield "present", self._present
-        for collective in Collective:
+        several = self.identity.world_size > 1
+        # A single GPU is examined, and communicates with nobody.
+        for collective in Collective if several or not self._nccl else ():
             yield "collectives", partial(self._collective, collective)
-        if self.identity.world_size > 1:
+        if several:
             if self._nccl:
                 yield "nccl_transport", self._transport
             yield "bus_bandwidth", self._bandwidth
         yield "matmul sdc", self._devices
-        if self.request.full and (self._nccl or self.request.table):
+        if several and self.request.full and (self._nccl or self.request.table):
             yield "p2p", self._p2p
             if len(set(self.hosts)) > 1:
                 yield "rails", self._rails

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits
+from elastictrain.distributed.device import Backend
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
@@ -43,8 +44,9 @@ def run(
     *,
     on_part: Callable[[str], None] = lambda _: None,
     product: Callable[[Tensor, Tensor], Tensor] = multiply,
+    backend: Backend = "gloo",
 ) -> GroupFindings:
-    group = Group(cast(dist.ProcessGroup, None), "gloo", CPU)
+    group = Group(cast(dist.ProcessGroup, None), backend, CPU)
     identity = Identity(0, 1, 0, 1, "h1", launched=False)
     checks = GroupChecks(
         group,
@@ -84,6 +86,14 @@ def test_what_nobody_wants_to_know_is_not_measured() -> None:
     entered: list[str] = []
     run(Alone(*PLACE), Request(full=False, settings=settings(matmul="off", sdc="off")), on_part=entered.append)
     assert "matmul" not in entered
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_single_gpu_communicates_with_nobody(full: bool) -> None:
+    parts: list[str] = []
+    found = run(Alone(*PLACE), Request(full=full), on_part=parts.append, backend="nccl")
+    assert {one.check for one in found.verdicts} == {"present", "matmul", "sdc"}
+    assert {one.split()[0] for one in parts} == {"present", "matmul"}
 
 
 def test_a_wrong_bit_names_the_device() -> None:
