@@ -233,7 +233,7 @@ CHECKS: Mapping[str, Check] = {
 ELSEWHERE = {
     "check.sh": "test.sh",
     "checkpoint_methods.py": "bench_checkpoint.py",
-    "fault_list.py": "faults.py",
+    "fault_list.py": "tests/network/test_faults.py",
     "faults.py": "tests/network/test_faults.py",
     "fuzz_mutations.py": "fuzz_run_folder.py",
     "gpu/check.sh": "gpu/variants.sh",

@@ -31,7 +31,7 @@ def test_groups_values_and_deletions(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     tree = composed.tree
     assert composed.problems == ()
-    assert tree["parallel"] == {"kind": "fsdp", "backend": "auto", "reshard_after_forward": True}
+    assert tree["parallel"] == {"kind": "fsdp", "backend": "auto", "device": "auto", "reshard_after_forward": True}
     assert (tree["train"]["steps"], tree["task"]["a"], tree["b"], tree["run"]["dir"]) == (7, 1, {"c": 2}, "s3://b/7")
     assert "lr" not in tree["optim"]
     assert not GlobalHydra().is_initialized()
