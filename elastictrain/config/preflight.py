@@ -55,7 +55,7 @@ CHECKS = {
 MODES: dict[str, Mode] = {
     **dict.fromkeys(CHECKS, "fail"),
     **dict.fromkeys(("latency", "bandwidth", "matmul", "rails"), "exclude"),
-    **dict.fromkeys(("bus_bandwidth", "p2p", "nccl_transport", "sdc"), "warn"),
+    **dict.fromkeys(("bus_bandwidth", "p2p", "nccl_transport"), "warn"),
 }
 """The default mode of each check. What is slow is not broken: it trains where no other host could take its place."""
 

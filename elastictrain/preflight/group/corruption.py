@@ -4,6 +4,7 @@ the products are, and how fast the link to the host is."""
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -127,8 +128,14 @@ def _remember(device: torch.device, *, num_bytes: int) -> list[str]:
     """Write a pattern that differs from block to block, read it, and do the same with its complement."""
     block, most = (_BLOCK_BYTES, _MOST_BLOCKS) if device.type == "cuda" else (MB, 1)
     pattern = torch.arange(block // 8, device=device) * 0x9E3779B97F4A7C1
-    blocks = torch.arange(max(1, min(num_bytes // block, most)), device=device)
-    memory = torch.empty(len(blocks), len(pattern), dtype=torch.int64, device=device)
+    count = max(1, min(num_bytes // block, most))
+    memory = None
+    while memory is None:
+        # Another process may have taken memory since it was counted.
+        with suppress(torch.OutOfMemoryError) if count > 1 else nullcontext():
+            memory = torch.empty(count, len(pattern), dtype=torch.int64, device=device)
+        count //= 2
+    blocks = torch.arange(len(memory), device=device)
     found = []
     for name, marks in (("pattern", blocks), ("complement", ~blocks)):
         torch.bitwise_xor(pattern, marks[:, None], out=memory)
