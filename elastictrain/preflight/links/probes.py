@@ -11,7 +11,7 @@ from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
 from elastictrain.net.channel import Channel, ChannelError, connect
 from elastictrain.preflight.links import responder
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link
-from elastictrain.preflight.links.responder import ResponderKey, StreamResult, ask_to_give, ask_to_take
+from elastictrain.preflight.links.responder import StreamResult, ask_to_give, ask_to_take
 
 WELL_KNOWN = (576, 1280, 1400, 1450, 1480, 1500, 4000, 8500, 8896, 8950)  # MTUs of tunnels, Ethernet and clouds
 _LARGEST = 65535  # the total length of an IPv4 packet has 16 bits; that of loopback is 65536
@@ -104,7 +104,7 @@ class PeerProbe:
 
     def _time(self, channel: Channel) -> tuple[float, float]:
         """Shortest round trip in seconds, and the other clock minus this one by the shortest that was asked for."""
-        channel.send(responder.REQUEST.pack(responder.ECHO, 0.0, 0), limit_s=self.options.answer_s)
+        channel.send(responder.REQUEST.pack(responder.ECHO, 0.0), limit_s=self.options.answer_s)
         found = []
         deadline = time.monotonic() + self.options.answer_s
         for _ in range(_NUM_PINGS):
@@ -151,17 +151,14 @@ class PeerProbe:
         link = self.link if ask is ask_to_take else self.link[::-1]
         return Flow(link=link, gbps=8e-9 * result.best_bytes_per_s, both=both, waited=round(result.waited, 3))
 
-    @property
-    def _key(self) -> ResponderKey:
-        return ResponderKey(self.token, bytes.fromhex(self.target.nonce))
-
     def _connected(self, port: int) -> Channel:
         """Three tries: the kernel sends a lost first packet again after a second only. Raises: ChannelError."""
+        secret = responder.responder_secret(self.token, bytes.fromhex(self.target.nonce))
         for part in (0.3, 0.3, 1.0):
             channel = None
             try:
                 channel = connect(self.target.address, port, source=self.source.address, limit_s=part * self.options.connect_s)
-                responder.HANDSHAKE.introduce(channel, self._key.secret, limit_s=part * self.options.answer_s)
+                responder.HANDSHAKE.introduce(channel, secret, limit_s=part * self.options.answer_s)
             except ChannelError as error:
                 failure = error
                 if channel is not None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from elastictrain.errors import HostUnfitError
 from elastictrain.net.channel import Channel, ChannelError, Handshake, Secret
 from elastictrain.net.listening import listen
-from elastictrain.net.server import CONNECTIONS, ChannelServer
+from elastictrain.net.server import ChannelServer
 
-HANDSHAKE = Handshake(magic=b"ETLINK02", nonce_bytes=16, separator=b"|")
+HANDSHAKE = Handshake(magic=b"ETLINK03", nonce_bytes=16, separator=b"|")
 
 ECHO, SINK, GIVE = b"E", b"S", b"G"
-REQUEST = struct.Struct("<cdQ")  # kind, seconds, and at most how many bytes (0: no limit)
+REQUEST = struct.Struct("<cd")  # kind, seconds
 PING = struct.Struct("<d")
 PONG = struct.Struct("<dd")  # when the ping arrived and when the answer left, by the responder's clock
 
@@ -30,17 +30,14 @@ _CHUNK_BYTES = 1 << 20
 _LATE_S = 0.2
 _STALL_S = 10.0
 _IDLE_S = 2.0
+_MOST_SECONDS = 10.0  # of one stream
+_MOST_PINGS = 1000
+_CLOSE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class ResponderKey:
-    token: bytes
-    nonce: bytes
-
-    @property
-    def secret(self) -> Secret:
-        """For connections. The client's proof leaves out the nonce: the client is the one that detects a wrong host."""
-        return Secret(self.token, client=b"client|", server=b"responder|" + self.nonce.hex().encode())
+def responder_secret(token: bytes, nonce: bytes) -> Secret:
+    """For connections. The client's proof leaves out the nonce: the client is the one that detects a wrong host."""
+    return Secret(token, client=b"client|", server=b"responder|" + nonce.hex().encode())
 
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -102,7 +99,7 @@ class StreamResult:
 
 def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_s: float) -> StreamResult:
     """Send for that long, or that many bytes. Raises: ChannelError without a receipt."""
-    channel.send(REQUEST.pack(SINK, seconds, 0), limit_s=answer_s)
+    channel.send(REQUEST.pack(SINK, seconds), limit_s=answer_s)
     deadline, ours = time.monotonic() + seconds, 0.0
     # The other side sends its receipt by its own clock, whether or not all bytes arrived by then.
     with suppress(ChannelError):
@@ -113,16 +110,16 @@ def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
     return StreamResult(came, best, _either(ours, theirs), segments_in)
 
 
-def ask_to_give(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_s: float) -> StreamResult:
-    """Receive for that long, or that many bytes, until nothing arrives for `answer_s`. Raises: ChannelError."""
-    channel.send(REQUEST.pack(GIVE, seconds, num_bytes), limit_s=answer_s)
+def ask_to_give(channel: Channel, *, seconds: float, answer_s: float) -> StreamResult:
+    """Receive for that long, until nothing arrives for `answer_s`. Raises: ChannelError."""
+    channel.send(REQUEST.pack(GIVE, seconds), limit_s=answer_s)
     meter = drain(channel, seconds=seconds, idle_s=answer_s)
     theirs = TRAILER.unpack(meter.tail)[0] if len(meter.tail) == TRAILER.size else 0.0
     came = max(0, meter.num_bytes - TRAILER.size)
     return StreamResult(came, meter.best_bytes_per_s(), _either(meter.waited, theirs))
 
 
-def send_for(channel: Channel, *, seconds: float, max_bytes: int) -> float:
+def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:
     """Send zeros for that long, or that many bytes; returns the part of the time without a processor. Raises: ChannelError,
     also if the connection takes nothing for `_STALL_S`."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
@@ -157,9 +154,6 @@ def _either(ours: float, theirs: float) -> float:
     return 1 - (1 - ours) * (1 - (theirs if 0.0 <= theirs <= 1.0 else 0.0))
 
 
-_MOST_PINGS = 1000
-
-
 @dataclass(eq=False, slots=True)
 class Responder:
     """Listens from `start` to `close`. Peers that connect before the token is set wait a moment for it."""
@@ -167,12 +161,9 @@ class Responder:
     address: str
     _: KW_ONLY
     ports: Sequence[int] = (0,)  # TCP; 0 is any free one
-    connections: int = CONNECTIONS
-    most_seconds: float = 10.0  # of one stream
     wall: Callable[[], float] = time.time  # the clock that peers compare with theirs
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     tcp_ports: tuple[int, ...] = field(default=(), init=False)
-    _key: ResponderKey | None = field(default=None, init=False)
     _server: ChannelServer | None = field(default=None, init=False)
 
     def start(self) -> None:
@@ -185,31 +176,28 @@ class Responder:
                 f"{error.strerror or error}; choose an address of this host and ports that are free"
             ) from error
         self.tcp_ports = tuple(listener.getsockname()[1] for listener in listeners)
-        self._server = ChannelServer(
-            listeners, handshake=HANDSHAKE, serve=self._serve, connections=self.connections, place_s=_IDLE_S, name="links"
-        )
+        self._server = ChannelServer(listeners, handshake=HANDSHAKE, serve=self._serve, place_s=_IDLE_S, name="links")
         self._server.start()
 
     def set_token(self, token: bytes) -> None:
         """Call after `start`: from now on peers with this token are served."""
-        self._key = ResponderKey(token, self.nonce)
         if self._server is not None:
-            self._server.set_secret(self._key.secret)
+            self._server.set_secret(responder_secret(token, self.nonce))
 
-    def close(self, timeout_s: float = 2.0) -> None:
+    def close(self) -> None:
         """End all at once; waits only for own threads."""
         if self._server is not None:
-            self._server.close(timeout_s)
+            self._server.close(_CLOSE_S)
 
     def _serve(self, channel: Channel) -> None:
-        kind, seconds, max_bytes = REQUEST.unpack(channel.receive(REQUEST.size, limit_s=_IDLE_S))
+        kind, seconds = REQUEST.unpack(channel.receive(REQUEST.size, limit_s=_IDLE_S))
         if kind == ECHO:
             for _ in range(_MOST_PINGS):
                 channel.receive(PING.size, limit_s=_IDLE_S)
                 came = self.wall()
                 channel.send(PONG.pack(came, self.wall()), limit_s=_IDLE_S)
             return
-        if kind not in (SINK, GIVE) or not 0 < seconds <= self.most_seconds:
+        if kind not in (SINK, GIVE) or not 0 < seconds <= _MOST_SECONDS:
             raise ChannelError(f"it asks for {kind!r} for {seconds} s")
         if kind == SINK:
             meter = drain(channel, seconds=seconds, idle_s=_IDLE_S)
@@ -217,6 +205,5 @@ class Responder:
             receipt = (meter.num_bytes, meter.best_bytes_per_s(), meter.waited, counted.segments_in if counted else 0)
             channel.send(RECEIPT.pack(*receipt), limit_s=_IDLE_S)
         else:
-            waited = send_for(channel, seconds=seconds, max_bytes=max_bytes)
-            channel.send(TRAILER.pack(waited), limit_s=_IDLE_S)
+            channel.send(TRAILER.pack(send_for(channel, seconds=seconds)), limit_s=_IDLE_S)
             channel.end_sending()

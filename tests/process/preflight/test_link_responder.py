@@ -8,14 +8,15 @@ import pytest
 
 from elastictrain.errors import HostUnfitError
 from elastictrain.net.channel import Channel, ChannelError, StrangerError, connect
-from elastictrain.preflight.links.responder import GIVE, HANDSHAKE, PONG, REQUEST, Responder, ResponderKey
+from elastictrain.net.server import CONNECTIONS
+from elastictrain.preflight.links.responder import GIVE, HANDSHAKE, PONG, REQUEST, Responder, responder_secret
 
 TOKEN = b"the token"
 
 
 @pytest.fixture
 def responder() -> Iterator[Responder]:
-    made = Responder("127.0.0.1", connections=4)
+    made = Responder("127.0.0.1")
     made.start()
     made.set_token(TOKEN)
     yield made
@@ -24,15 +25,15 @@ def responder() -> Iterator[Responder]:
 
 @contextmanager
 def asked(responder: Responder, *, token: bytes = TOKEN, nonce: bytes | None = None) -> Iterator[Channel]:
-    key = ResponderKey(token, responder.nonce if nonce is None else nonce)
+    secret = responder_secret(token, responder.nonce if nonce is None else nonce)
     with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as line:
-        HANDSHAKE.introduce(line, key.secret, limit_s=1)
+        HANDSHAKE.introduce(line, secret, limit_s=1)
         yield line
 
 
 def ping(responder: Responder) -> None:
     with asked(responder) as line:
-        line.send(REQUEST.pack(b"E", 0.0, 0) + b"\0" * 8, limit_s=1)
+        line.send(REQUEST.pack(b"E", 0.0) + b"\0" * 8, limit_s=1)
         came, left = PONG.unpack(line.receive(PONG.size, limit_s=1))
         assert abs(time.time() - came) < 5
         assert left >= came
@@ -51,7 +52,7 @@ def test_a_stranger_gets_nothing_whatever_it_sends_after_the_opening(responder: 
     """It does not wait for a proof, and asks at once."""
     with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as line:
         opening = line.receive(24, limit_s=1)
-        line.send(opening[:8] + b"\0" * 48 + REQUEST.pack(GIVE, 1.0, 0), limit_s=1)
+        line.send(opening[:8] + b"\0" * 48 + REQUEST.pack(GIVE, 1.0), limit_s=1)
         with pytest.raises(ChannelError, match="hung up"):
             line.receive(1, limit_s=1)
 
@@ -74,7 +75,7 @@ def test_something_else_is_found_out() -> None:
         thread.start()
         connection = connect("127.0.0.1", other.getsockname()[1], source="127.0.0.1", limit_s=1)
         with connection, pytest.raises(StrangerError):
-            HANDSHAKE.introduce(connection, ResponderKey(TOKEN, b"").secret, limit_s=1)
+            HANDSHAKE.introduce(connection, responder_secret(TOKEN, b""), limit_s=1)
         thread.join(5)
 
 
@@ -89,7 +90,7 @@ def test_malformed_input_ends_a_connection_and_nothing_else(responder: Responder
 def test_absurd_requests_end_a_connection(responder: Responder, request_: bytes) -> None:
     for seconds in (1e9, -1.0, float("nan")):
         with asked(responder) as line:
-            line.send(REQUEST.pack(request_, seconds, 0), limit_s=1)
+            line.send(REQUEST.pack(request_, seconds), limit_s=1)
             with pytest.raises(ChannelError, match="hung up"):
                 line.receive(1, limit_s=1)
     ping(responder)
@@ -117,7 +118,7 @@ def test_connections_are_bounded(responder: Responder) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(ExitStack())
         first.enter_context(asked(responder))
-        for _ in range(3):
+        for _ in range(CONNECTIONS - 1):
             stack.enter_context(asked(responder))
         with pytest.raises(ChannelError, match="no answer"):
             ping(responder)
@@ -130,7 +131,7 @@ def test_close_ends_everything_at_once() -> None:
     responder.start()
     responder.set_token(TOKEN)
     with asked(responder) as line:
-        line.send(REQUEST.pack(GIVE, 9.0, 0), limit_s=1)
+        line.send(REQUEST.pack(GIVE, 9.0), limit_s=1)
         line.receive(1, limit_s=1)
         began = time.monotonic()
         responder.close()
