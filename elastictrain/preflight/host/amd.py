@@ -11,16 +11,8 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 LIMIT_S = 15.0
-_ROCM = (
-    "rocm-smi",
-    "--showproductname",
-    "--showuniqueid",
-    "--showbus",
-    "--showtemp",
-    "--showtopotype",
-    "--showdriverversion",
-    "--json",
-)
+_SHOWN = ("productname", "uniqueid", "bus", "temp", "topotype", "driverversion")
+_ROCM = ("rocm-smi", *(f"--show{one}" for one in _SHOWN), "--json")
 _AMD = ("amd-smi", "metric", "--ecc", "--power", "--temperature", "--json")
 _CARD = re.compile(r"card(\d{1,3})")
 _LINK = re.compile(r"Link type between DRM devices (\d{1,3}) and (\d{1,3})")

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -36,18 +36,11 @@ and of 100 NVLink CRC errors a second. The other figures are rules of thumb, not
 
 FLAPPING_OUTAGES = 3
 FLAPPING_PER_HOUR = 3.0  # a link with at least both of these is unfit for a run: each outage can end it
-_PORT_FILES = {
-    "counters": (
-        "link_downed",
-        "link_error_recovery",
-        "symbol_error",
-        "port_rcv_errors",
-        "local_link_integrity_errors",
-        "excessive_buffer_overrun_errors",
-    ),
-    "hw_counters": ("local_ack_timeout_err",),
-}
 _GPU = "GPU "
+_PORT_FILES = (
+    *("counters/link_downed", "counters/link_error_recovery", "counters/symbol_error", "counters/port_rcv_errors"),
+    *("counters/local_link_integrity_errors", "counters/excessive_buffer_overrun_errors", "hw_counters/local_ack_timeout_err"),
+)
 _NET_FILES = ("carrier_changes", "statistics/rx_errors", "statistics/tx_errors", "statistics/rx_crc_errors")
 
 
@@ -68,16 +61,13 @@ def read_counters(
     for gpu in gpus:
         replays = {} if gpu.replays is None else {"pcie_replays": gpu.replays}
         ports[f"{_GPU}{gpu.index} at {gpu.where}"] = {**replays, **errors.get(gpu.index, {})}
-    for device in surroundings.names("/sys/class/infiniband"):
-        for port in surroundings.names(f"/sys/class/infiniband/{device}/ports"):
-            base = f"/sys/class/infiniband/{device}/ports/{port}"
-            paths = {name: f"{base}/{folder}/{name}" for folder, names in _PORT_FILES.items() for name in names}
-            ports[f"{device}/{port}"] = _numbers(surroundings, paths)
+    for port, folder in _rdma_ports(surroundings):
+        ports[port] = _numbers(surroundings, folder, _PORT_FILES)
     for name in surroundings.names("/sys/class/net"):
         base = f"/sys/class/net/{name}"
         inside = surroundings.names(base)
         if "device" in inside and "wireless" not in inside:
-            ports[name] = _numbers(surroundings, {path.rpartition("/")[2]: f"{base}/{path}" for path in _NET_FILES})
+            ports[name] = _numbers(surroundings, base, _NET_FILES)
     return PortCounters(
         boot_id=surroundings.read("/proc/sys/kernel/random/boot_id") or "",
         time=now,
@@ -89,12 +79,17 @@ def read_counters(
 def sent_bytes(surroundings: Surroundings) -> int | None:
     """What all RDMA ports have sent, over InfiniBand or RoCE but not over sockets; None without counters. Source: the kernel's
     sysfs-class-infiniband counts `port_xmit_data` in units of four bytes."""
-    base, known = "/sys/class/infiniband", []
+    found = [_numbers(surroundings, folder, ["counters/port_xmit_data"]) for _, folder in _rdma_ports(surroundings)]
+    counts = [count for one in found for count in one.values()]
+    return 4 * sum(counts) if counts else None
+
+
+def _rdma_ports(surroundings: Surroundings) -> Iterator[tuple[str, str]]:
+    """Names ("mlx5_0/1") and folders of the ports."""
+    base = "/sys/class/infiniband"
     for device in surroundings.names(base):
         for port in surroundings.names(f"{base}/{device}/ports"):
-            known.append(integer(surroundings.read(f"{base}/{device}/ports/{port}/counters/port_xmit_data")))
-    counts = [count for count in known if count is not None]
-    return 4 * sum(counts) if counts else None
+            yield f"{device}/{port}", f"{base}/{device}/ports/{port}"
 
 
 def growth(before: PortCounters, after: PortCounters) -> tuple[float, Mapping[str, Mapping[str, int]]]:
@@ -118,14 +113,13 @@ def growth(before: PortCounters, after: PortCounters) -> tuple[float, Mapping[st
 def judge_counters(before: PortCounters | None, after: PortCounters, *, host: str) -> list[Verdict]:
     """Ports that lost their link, or made more errors than noise explains. `before`: the earlier reading, if any."""
     verdict = Reporter("counters", host)
-    gone = sorted(set(before.ports) - set(after.ports)) if before is not None else []
-    # The check `gpus` names a GPU that is lost.
-    gone = [port for port in gone if not port.startswith(_GPU)]
-    if not after.ports and not gone:
-        return []
-    if before is None:
+    if before is None and after.ports:
         remedy = "none: the next preflight on this host compares with what this one has written down"
         return [verdict.skipped("first reading", remedy=remedy)]
+    # The check `gpus` names a GPU that is lost.
+    gone = sorted(port for port in before.ports.keys() - after.ports.keys() if not port.startswith(_GPU)) if before else []
+    if before is None or not (after.ports or gone):
+        return []
     found = []
     for port in gone:
         see = "see whether the card is still there (lspci; dmesg | grep -i mlx5) and its driver loaded"
@@ -205,6 +199,6 @@ def counters_path(surroundings: Surroundings) -> Path:
     return home / ".local" / "state" / "elastictrain" / name
 
 
-def _numbers(surroundings: Surroundings, paths: Mapping[str, str]) -> dict[str, int]:
-    texts = {name: surroundings.read(path) for name, path in paths.items()}
+def _numbers(surroundings: Surroundings, folder: str, files: Sequence[str]) -> dict[str, int]:
+    texts = {path.rpartition("/")[2]: surroundings.read(f"{folder}/{path}") for path in files}
     return {name: value for name, text in texts.items() if (value := integer(text)) is not None and value >= 0}

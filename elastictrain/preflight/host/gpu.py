@@ -14,6 +14,7 @@ _BUS = re.compile(
 )
 _TRUE = frozenset({"yes", "active", "enabled", "true", "1"})
 _FALSE = frozenset({"no", "not active", "disabled", "false", "0", "none"})
+_UNKNOWN = frozenset({"", "n/a", "not supported", "unknown error", "err!", "unknown", "none"})
 
 
 def decimal(text: str | None) -> float | None:
@@ -38,10 +39,7 @@ def word(text: str | None) -> str | None:
     """The text in one line; None if it means unknown."""
     line = " ".join((text or "").split())
     vague = line.strip("[]").lower()
-    known = (
-        line and vague not in {"n/a", "not supported", "unknown error", "err!", "unknown", "none"} and "deprecated" not in vague
-    )
-    return line if known else None
+    return None if vague in _UNKNOWN or "deprecated" in vague else line
 
 
 def bus_id(text: str | None) -> str | None:
@@ -134,8 +132,8 @@ def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
             remedy = f"replace the host, or have GPU {gpu.where} replaced: its count of uncorrected SRAM errors calls for it"
             found.append(verdict(f"GPU {gpu.index} on {host}", Status.FAIL, measured, expected, remedy))
         elif gpu.uncorrected:
-            remedy = _reset(gpu, report.vendor)
-            found.append(verdict(f"GPU {gpu.index} on {host}", Status.FAIL, gpu.uncorrected, 0, remedy, unit="errors"))
+            subject, remedy = f"GPU {gpu.index} on {host}", _reset(gpu, report.vendor)
+            found.append(verdict(subject, Status.FAIL, gpu.uncorrected, 0, remedy, unit="errors"))
         if gpu.ecc_on is False and True in switched:
             remedy = f"as root, with the GPU idle: nvidia-smi -i {gpu.where} -e 1; then reboot the host"
             found.append(verdict(f"GPU {gpu.index} on {host}", Status.WARN, "off", "on, as on the other GPUs", remedy))
@@ -177,15 +175,13 @@ def judge_throttle(report: GpuReport, *, host: str) -> list[Verdict]:
         if not gpu.slowed:
             continue
         heat = f", {gpu.temperature_c:g} C" if gpu.temperature_c is not None else ""
+        look = f"nvidia-smi -q -i {gpu.where} -d TEMPERATURE,PERFORMANCE"
+        if report.vendor is Vendor.AMD:
+            look = f"amd-smi metric -g {gpu.index} --temperature --power"
+        remedy = f"check fans, airflow and inlet temperature: {look}"
         if any("power brake" in reason for reason in gpu.slowed):
-            remedy = (
-                "check the host's power supplies (ipmitool sdr type 'Power Supply') and its power limit; or replace the host"
-            )
-        else:
-            look = f"nvidia-smi -q -i {gpu.where} -d TEMPERATURE,PERFORMANCE"
-            if report.vendor is Vendor.AMD:
-                look = f"amd-smi metric -g {gpu.index} --temperature --power"
-            remedy = f"check fans, airflow and inlet temperature: {look}"
+            supplies = "the host's power supplies (ipmitool sdr type 'Power Supply')"
+            remedy = f"check {supplies} and its power limit; or replace the host"
         measured = ", ".join(gpu.slowed) + heat
         found.append(verdict(f"GPU {gpu.index} on {host}", Status.WARN, measured, "clocks not held down", remedy))
     if found or not report.gpus:
