@@ -109,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     modes = f"what a failure of one check means: {', '.join(_MODES)}; may be given several times"
     repeatable("--check", metavar="NAME=MODE", type=_mode, help=modes)
     ports = "TCP port on which hosts must reach each other, under torchrun; may be given several times"
-    repeatable("--port", metavar="N", type=_port, help=ports)
+    port = partial(_number, within=range(1, 1 << 16), what="a port from 1 to 65535")
+    repeatable("--port", metavar="N", type=port, help=ports)
     parser.add_argument("--strict", action="store_true", help="what else is only a warning fails, too")
     parser.add_argument("--json", action="store_true", help="for a script")
     parser.add_argument("--table", action="store_true", help="under torchrun: bandwidth by size, and between all pairs of GPUs")
@@ -124,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     side.add_argument("--to", metavar="HOST", help="the host that listens")
     speed.add_argument("--size", default="64M", metavar="SIZE", help="bytes each way, such as 64M or 10G (%(default)s)")
     speed.add_argument("--port", type=int, default=_SPEED_PORT, metavar="N", help="TCP port of the listener (%(default)s)")
-    speed.add_argument("--device", type=_index, default=0, metavar="N", help="GPU, if both sides have one (%(default)s)")
+    index = partial(_number, within=range(10_000), what="the index of a GPU")
+    speed.add_argument("--device", type=index, default=0, metavar="N", help="GPU, if both sides have one (%(default)s)")
     speed.add_argument("--token", metavar="TEXT", help="the same on both sides; made up by --listen")
     return parser
 
@@ -148,15 +150,9 @@ def _mode(text: str) -> tuple[str, str]:
     return name, mode
 
 
-def _index(text: str) -> int:
-    if not text.isdecimal() or len(text) > 4:
-        raise argparse.ArgumentTypeError(f"must be the index of a GPU, but is {text!r}")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, but is {text!r}")
+def _number(text: str, *, within: range, what: str) -> int:
+    if not text.isdecimal() or int(text) not in within:
+        raise argparse.ArgumentTypeError(f"must be {what}, but is {text!r}")
     return int(text)
 
 

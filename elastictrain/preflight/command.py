@@ -33,9 +33,8 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
     generation = agree(store, identity, introduction, number=0, timeout_s=store.left_s, tell=_tell)
     check_alike(generation)
     shared = dist.PrefixStore(f"elastictrain/{generation.name}/preflight", store.unbounded)
-    ranks = [(one.host, one.local_world_size) for one in generation.ranks]
-    rendezvous = os.environ.get("MASTER_ADDR")
-    layout = find_layout(ranks, rank=identity.rank, local_rank=identity.local_rank, rendezvous=rendezvous)
+    ranks, address = [(one.host, one.local_world_size) for one in generation.ranks], os.environ.get("MASTER_ADDR")
+    layout = find_layout(ranks, rank=identity.rank, local_rank=identity.local_rank, rendezvous=address)
     own = replace(own, local_world_size=layout.local_world_size, several_hosts=len(layout.hosts) > 1, towards=layout.rendezvous)
     exchange = store.ask(lambda: StoreExchange(shared))
     report = HostPreflight(layout=layout, own=own, exchange=exchange).check()
@@ -44,9 +43,8 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
         # On broken links, collectives would only hang.
         request = Request(full=own.level is Level.FULL, table=table, settings=own.settings)
         try:
-            group = make_group(
-                dist.PrefixStore("group", shared), identity, backend=backend, init_timeout_s=_GROUP_S, save_timeout_s=_GROUP_S
-            )
+            own_store = dist.PrefixStore("group", shared)
+            group = make_group(own_store, identity, backend=backend, init_timeout_s=_GROUP_S, save_timeout_s=_GROUP_S)
             found = GroupChecks(group, exchange, identity, request, hosts=layout.hosts_of_ranks).run()
             if found.usable:
                 leave(group)

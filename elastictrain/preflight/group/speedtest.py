@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from elastictrain.distributed.bounded import call_until
+from elastictrain.distributed.device import Backend
+from elastictrain.distributed.group import make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, TransportError
+from elastictrain.identity import Identity
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.group.measurements import settle
 from elastictrain.preflight.surroundings import ask_kernel, get_record, put_record, system_addresses
@@ -25,6 +28,7 @@ _LISTEN_S = 7 * 86400.0  # one side waits for the other one, and for the test
 LIMIT_S = 600.0  # one test takes no longer; 10G at 1 Gbit/s take 86 s each way
 _ANSWER_S = 10.0
 _CHUNK_BYTES = 256 * MB
+_BACKENDS: dict[bool, Backend] = {True: "nccl", False: "gloo"}  # by whether both sides have a GPU
 _ODD = 0x9E3779B97F4A7C1
 
 
@@ -93,23 +97,16 @@ class SpeedTest:
             agreed = replace(agreed, gpu=agreed.gpu and gpu)
             put_record(own, "answer", agreed)
             self.peer = agreed.address
-        rank, device = int(size_bytes is not None), torch.device("cuda", self.device) if agreed.gpu else torch.device("cpu")
+        rank = int(size_bytes is not None)
         interface = next((name for name, those in system_addresses().items() if own_address(self.peer) in those), None)
         for name, value in (("NCCL_SOCKET_IFNAME", f"={interface}"), ("GLOO_SOCKET_IFNAME", interface)):
             # Both treat an empty value as not set.
             if interface is not None and not os.environ.get(name):
                 os.environ[name] = str(value)
-        if agreed.gpu:
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl" if agreed.gpu else "gloo",
-            store=dist.PrefixStore(f"group {self.token}", store),
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=LIMIT_S),
-            device_id=device if agreed.gpu else None,
-        )
-        return agreed.size_bytes, measure(Collectives(rank, 2, device), size_bytes=agreed.size_bytes)
+        identity = Identity(rank, 2, self.device, self.device + 1, socket.gethostname(), launched=True)
+        shared, backend = dist.PrefixStore(f"group {self.token}", store), _BACKENDS[agreed.gpu]
+        group = make_group(shared, identity, backend=backend, init_timeout_s=LIMIT_S, save_timeout_s=LIMIT_S)
+        return agreed.size_bytes, measure(Collectives(rank, 2, group.device), size_bytes=agreed.size_bytes)
 
 
 def own_address(peer: str) -> str:

@@ -151,8 +151,7 @@ def read_trip(
 
 def parse_messages(text: str, *, url: str, mount: Mount | None, silent: TripMessage) -> TripFacts:
     """Parse the lines that the process wrote; the last may be torn. `silent`: the failure if the lines have no end."""
-    steps: list[tuple[str, float]] = []
-    doing, failure = "", silent
+    steps, doing, failure = list[tuple[str, float]](), "", silent
     for line in text.splitlines():
         try:
             message = parse_record(line, TripMessage)
@@ -160,12 +159,11 @@ def parse_messages(text: str, *, url: str, mount: Mount | None, silent: TripMess
             continue
         if message.end:
             return TripFacts(url, tuple(steps), mount=mount)
-        doing = message.begun or doing
-        if message.done:
-            steps.append((message.done, message.ms))
-            doing = ""
         if message.fault:
             failure = message
+        elif message.done:
+            steps.append((message.done, message.ms))
+        doing = doing if message.fault else message.begun
     return TripFacts(url, tuple(steps), doing, failure, mount)
 
 
@@ -174,13 +172,10 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
     report = Reporter("storage", host)
     if facts is None:
         return report.skipped("no run.dir", remedy="to try one: run.dir=PATH_OR_URL")
-    if facts.failure is not None:
-        return report.failed(
-            f"{facts.doing or 'start'}: {facts.failure.message}",
-            expected=f"create, read, list and delete in {facts.url}",
-            remedy=_remedy(facts, facts.failure, host, environment),
-            may_pass=facts.failure.fault in ("TRANSIENT", "STALLED"),
-        )
+    if (failure := facts.failure) is not None:
+        measured, expected = f"{facts.doing or 'start'}: {failure.message}", f"create, read, list and delete in {facts.url}"
+        remedy, may_pass = _remedy(facts, failure, host, environment), failure.fault in ("TRANSIENT", "STALLED")
+        return report.failed(measured, expected=expected, remedy=remedy, may_pass=may_pass)
     total_ms = round(sum(ms for _, ms in facts.steps), 1)
     if total_ms > SLOW_MS:
         slowest, ms = max(facts.steps, key=lambda step: step[1])
@@ -192,11 +187,9 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
 def _remedy(facts: TripFacts, failure: TripMessage, host: str, environment: Mapping[str, str]) -> str:
     url, path = facts.url, local_path(facts.url)
     if failure.errno == errno.EROFS and path:
-        point = facts.mount.point if facts.mount else path
-        return (
-            f"on {host}: `mount -o remount,rw {point}`, or set run.dir to a folder that can be written; a disk with errors "
-            "becomes read-only by itself: `dmesg | tail`"
-        )
+        mounting = f"`mount -o remount,rw {facts.mount.point if facts.mount else path}`"
+        broken = "a disk with errors becomes read-only by itself: `dmesg | tail`"
+        return f"on {host}: {mounting}, or set run.dir to a folder that can be written; {broken}"
     if facts.doing == LOOK and failure.fault in ("NOT_FOUND", "PERMANENT"):
         mount = f"mount the first host's file system at {path} on {host} (`df {path}`), or " if path else ""
         return f"{mount}set run.dir to a place that is the same on all hosts"

@@ -111,9 +111,10 @@ def check_visible(
     for gpu in report.gpus:
         if gpu.recovery:
             status = Status.WARN if gpu.recovery.lower().startswith("drain") else Status.FAIL
-            reset = f"as root, GPUs idle: nvidia-smi --gpu-reset -i {gpu.where}, or "
-            remedy = "reboot the host" if "reboot" in gpu.recovery.lower() else f"{reset}reboot the host"
-            measured = f"the driver asks for: {gpu.recovery}"
+            reset = (
+                "" if "reboot" in gpu.recovery.lower() else f"as root, GPUs idle: nvidia-smi --gpu-reset -i {gpu.where}, or "
+            )
+            measured, remedy = f"the driver asks for: {gpu.recovery}", f"{reset}reboot the host"
             found.append(verdict(f"GPU {gpu.index} on {host}", status, measured, "nothing to recover", remedy))
     selection = select(report.gpus, environment, report.vendor)
     found.append(_judge_count(report, selection, local_world_size, verdict))
@@ -200,12 +201,10 @@ def read_lanes(surroundings: Surroundings, report: GpuReport | None) -> list[Lan
             devices.append((f"{net}/{name}/device", name))
     found: dict[str, Lanes] = {}
     for device, name in devices:
-        width, max_width = link_widths(surroundings, device)
-        slot = (surroundings.read(f"{device}/uevent") or "").partition("PCI_SLOT_NAME=")[2].partition("\n")[0]
-        bus = bus_id(slot) or name
-        if width or max_width:
+        bus = bus_id((surroundings.read(f"{device}/uevent") or "").partition("PCI_SLOT_NAME=")[2].partition("\n")[0]) or name
+        if any(widths := link_widths(surroundings, device)):
             # An interface and its RDMA device are one card.
-            found.setdefault(bus, Lanes(f"{name} on {host}", bus, width, max_width))
+            found.setdefault(bus, Lanes(f"{name} on {host}", bus, *widths))
     own = [Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in gpus]
     return [*own, *found.values()]
 
