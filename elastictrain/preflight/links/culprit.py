@@ -107,10 +107,10 @@ def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> list[Broke
     for end in (0, 1):
         num_tried, num_bad = (Counter(link[end] for link in links) for links in (tried, bad))
         dead.append({host for host, num in num_tried.items() if num >= 2 and num_bad[host] == num})
-    found = [
-        BrokenLinks(host, tuple(link for link in bad if host in link), _WAYS[tuple(end for end in (0, 1) if host in dead[end])])
-        for host in sorted(dead[0] | dead[1])
-    ]
+    found = []
+    for host in sorted(dead[0] | dead[1]):
+        ends = tuple(end for end in (0, 1) if host in dead[end])
+        found.append(BrokenLinks(host, tuple(link for link in bad if host in link), _WAYS[ends]))
     return found + [BrokenLinks(link, (link,)) for link in bad if link[0] not in dead[0] and link[1] not in dead[1]]
 
 

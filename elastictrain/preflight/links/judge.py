@@ -82,14 +82,8 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, threshold
     late = {one.subject for one in found.links}
     # A round trip covers both directions: name each bad link once.
     once = tuple(one for one in found.links if one.subject[::-1] not in late or one.subject[0] < one.subject[1])
-    verdicts = _blamed(
-        report,
-        replace(found, links=once),
-        scale=_MILLISECONDS,
-        unit="ms",
-        fatal_below=math.inf if len(roster.hosts) == 2 else -math.inf,
-        hint="place it near the others (same zone or rack); ",
-    )
+    fatal_below, hint = math.inf if len(roster.hosts) == 2 else -math.inf, "place it near the others (same zone or rack); "
+    verdicts = _blamed(report, replace(found, links=once), scale=_MILLISECONDS, unit="ms", fatal_below=fatal_below, hint=hint)
     return list(verdicts) or [report(None).passed(_shown(found.typical, _MILLISECONDS), unit="ms")]
 
 
@@ -138,13 +132,10 @@ def judge_bandwidth(
     # Bytes in one direction wait for acknowledgements in the other: a culprit of the first list is also in the second.
     guilty = {culprit.subject for culprit in one_way.hosts}
     named = {bad.subject for bad in one_way.links}
-    both_ways = replace(
-        both_ways,
-        hosts=tuple(culprit for culprit in both_ways.hosts if culprit.subject not in guilty),
-        links=tuple(
-            bad for bad in both_ways.links if not guilty & set(bad.subject) and not named & {bad.subject, bad.subject[::-1]}
-        ),
-    )
+    hosts = tuple(culprit for culprit in both_ways.hosts if culprit.subject not in guilty)
+    others = (bad for bad in both_ways.links if not guilty & set(bad.subject))
+    links = tuple(bad for bad in others if not named & {bad.subject, bad.subject[::-1]})
+    both_ways = replace(both_ways, hosts=hosts, links=links)
     verdicts: list[Verdict] = []
     for blamed, words in ((one_way, ""), (both_ways, " while sending and receiving")):
         # A link between two good hosts with less than a tenth of the others' bandwidth slows down the whole group.
@@ -174,14 +165,12 @@ def _blamed(
             device, label = report.roster.hosts[one.subject].interface, report.label(one.subject)
             limits = f"limits of bandwidth (`tc -s qdisc show dev {device}`)"
             cable = f"speed and duplex (`ethtool {device}`) and errors (`ip -s link show dev {device}`)"
-            looks = (limits, cable) if one.way is Direction.OUT else (cable, limits)
-            remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
+            looks = f"{limits}, then at {cable}" if one.way is Direction.OUT else f"{cable}, then at {limits}"
+            remedy = f"{hint}on {label} look at {looks}; if it stays, replace the host"
         else:
             source, target = map(report.label, one.subject)
-            remedy = (
-                f"look at what is between {source} and {target} only: switch ports, cables, routes (`tracepath` from one to "
-                f"the other); or run without one of them"
-            )
+            looks = "switch ports, cables, routes (`tracepath` from one to the other)"
+            remedy = f"look at what is between {source} and {target} only: {looks}; or run without one of them"
         way = "" if one.way is Direction.BOTH else f" {one.way}"
         fails = one.figure < (fatal_host_below if isinstance(one.subject, int) else fatal_below)
         report_as = report(one.subject).failed if one.confirmed and fails else report(one.subject).warned

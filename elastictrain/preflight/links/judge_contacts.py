@@ -50,18 +50,14 @@ def judge_roster(roster: Roster, *, silences: Sequence[SilentHost], names: Seque
     present, num_present = _listed([host.name for host in roster.hosts]), len(roster.hosts)
     verdicts = []
     for rank in roster.absent:
-        remedy = (
-            f"start the launcher on {names[rank]}, or look there why it did not start (present: {present}); or run without it, "
-            f"with a smaller minimum: `torchrun --nnodes={num_present}:{len(names)}`"
-        )
-        measured = f"no word in {roster.waited_s:.3g} s"
+        measured, without = f"no word in {roster.waited_s:.3g} s", f"`torchrun --nnodes={num_present}:{len(names)}`"
+        look = f"look there why it did not start (present: {present})"
+        remedy = f"start the launcher on {names[rank]}, or {look}; or run without it, with a smaller minimum: {without}"
         verdicts.append(_ON_ROSTER(names[rank], Status.FAIL, measured, f"{len(names)} hosts", remedy))
     for silence in silences:
         label, address = roster.hosts[silence.place].name, roster.hosts[silence.place].address
-        remedy = (
-            f"look whether {label} ({address}) is up and its launcher runs (`ping`, `ssh {address}`); restart it there, or run "
-            f"without this host"
-        )
+        look = f"look whether {label} ({address}) is up and its launcher runs (`ping`, `ssh {address}`)"
+        remedy = f"{look}; restart it there, or run without this host"
         doing = "bandwidth was measured" if silence.measured else "contacts were made"
         expected = f"word within {silence.waited_s:.3g} s"
         verdicts.append(_ON_ROSTER(label, Status.FAIL, f"silent while {doing}", expected, remedy))
@@ -109,40 +105,34 @@ def _unreachable(report: LinkReporter, broken: BrokenLinks, bad: Sequence[Contac
     wanted = sorted({hosts[contact.link[1]].span_of(port) for contact in bad for port, _ in contact.blocked})
     ports = _listed(wanted).replace(":", "-")
     if subject is None:
-        remedy = (
-            f"choose another interface than {hosts[bad[0].link[0]].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`), or "
-            f"let hosts reach each other on TCP ports {ports} in firewalls and security group"
-        )
+        other = f"another interface than {hosts[bad[0].link[0]].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`)"
+        remedy = f"choose {other}, or let hosts reach each other on TCP ports {ports} in firewalls and security group"
         return report(None).failed(f"no host reaches another ({why})", expected="every link", remedy=remedy)
     if isinstance(subject, int):
         words = {Direction.OUT: "reaches no other host", Direction.IN: "cannot be reached"}
         measured = f"{words.get(broken.way, 'cannot be reached and reaches no other')} ({why})"
-        remedy = (
-            f"on {report.label(subject)} look at the firewall (`iptables -S`, `nft list ruleset`), its security group and its "
-            f"address (`ip address show dev {hosts[subject].interface}`): TCP ports {ports} must be open; or run without it"
-        )
+        walls = "the firewall (`iptables -S`, `nft list ruleset`), its security group"
+        address = f"its address (`ip address show dev {hosts[subject].interface}`)"
+        remedy = f"on {report.label(subject)} look at {walls} and {address}: TCP ports {ports} must be open; or run without it"
         target, expected = subject, "every link"
     else:
         source, target = hosts[subject[0]].address, subject[1]
         measured, expected = why, "a connection"
-        remedy = (
-            f"let {source} reach {hosts[target].address}, TCP ports {ports}: on {report.label(target)} `iptables -I INPUT "
-            f"-p tcp -s {source} -m multiport --dports {','.join(wanted)} -j ACCEPT`, and in the security group or firewall "
-            f"between them"
-        )
+        rule = f"`iptables -I INPUT -p tcp -s {source} -m multiport --dports {','.join(wanted)} -j ACCEPT`"
+        where = f"on {report.label(target)} {rule}, and in the security group or firewall between them"
+        remedy = f"let {source} reach {hosts[target].address}, TCP ports {ports}: {where}"
     if any("answers" in _why(contact) for contact in bad if contact.link[1] == target):
-        address, device = hosts[target].address, hosts[target].interface
-        remedy = (
-            f"give {report.label(target)} an address of its own ({address} on {device} is used twice: `ip address show dev "
-            f"{device}`), or choose another interface there: `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`"
-        )
+        device = hosts[target].interface
+        twice = f"{hosts[target].address} on {device} is used twice: `ip address show dev {device}`"
+        other = "choose another interface there: `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`"
+        remedy = f"give {report.label(target)} an address of its own ({twice}), or {other}"
     return report(subject).failed(measured, expected=expected, remedy=remedy)
 
 
 def _why(contact: Contact) -> str:
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = defaultdict(list)
     for port, reason in contact.blocked:
-        by_reason.setdefault(reason, []).append(str(port))
+        by_reason[reason].append(str(port))
     return "; ".join(f"port{'s' if len(ports) > 1 else ''} {_listed(ports)}: {reason}" for reason, ports in by_reason.items())
 
 
@@ -160,10 +150,8 @@ def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdi
         whose = range(len(hosts)) if one.subject is None else (one.subject,) if isinstance(one.subject, int) else one.subject
         by_interface: dict[str, list[str]] = defaultdict(list)
         for place in whose:
-            by_interface[hosts[place].interface].append(report.label(place))
-        commands = "; ".join(
-            f"`ip link set dev {name} mtu {passing}` on {_listed(labels)}" for name, labels in sorted(by_interface.items())
-        )
+            by_interface[f"`ip link set dev {hosts[place].interface} mtu {passing}`"].append(report.label(place))
+        commands = "; ".join(f"{command} on {_listed(labels)}" for command, labels in sorted(by_interface.items()))
         between = f"that of the switch or bridge between them to {intended}"
         remedy = f"set the interface's MTU to {passing} ({commands}), or {between}"
         which = {Direction.OUT: "that it sends ", Direction.IN: "that it should receive "}.get(one.way, "")
@@ -187,10 +175,8 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
         label = report.label(place)
         subject = f"{report.label(min(ahead))}, {label}" if is_pair else place
         unit = f"s that {label} is ahead" if is_pair else "s ahead of the group"
-        remedy = (
-            f"on {'both hosts' if is_pair else label} set the clock: `chronyc makestep`, or `timedatectl set-ntp true` and "
-            f"`systemctl restart systemd-timesyncd`"
-        )
+        setting = "`chronyc makestep`, or `timedatectl set-ntp true` and `systemctl restart systemd-timesyncd`"
+        remedy = f"on {'both hosts' if is_pair else label} set the clock: {setting}"
         report_as = report(subject).failed if abs(offset_s) > thresholds.clock_fail_s else report(subject).warned
         found.append(report_as(round(offset_s, 3), expected=expected, remedy=remedy, unit=unit))
     worst = max(ahead.values(), key=abs)

@@ -53,9 +53,13 @@ def second_rounds(
     # All suspects once before any a second time: a busy processor makes figures worse, and the best one counts.
     for _ in range(2):
         for host in sorted(hosts):
-            _place_host(rounds, host, good=good, seen=seen)
+            # The places beside a suspect come first, so that suspects spread over the good hosts.
+            near = sorted((seen[_pair(host, other)], (other - host) % (len(good) + 1), other) for other in good)
+            known = next((pair for pair in sorted(seen) if host in pair), None) if not good else None
+            if placed := _place(rounds, [known] if known else [_pair(host, other) for *_, other in near]):
+                seen[placed] += 1
         for pair in sorted({_pair(*link) for link in links}):
-            _place(rounds, pair)
+            _place(rounds, [pair])
     found = [tuple(sorted({_pair(a, b) for a, b in paired.items()})) for paired in rounds]
     return tuple(pairs for pairs in found if pairs)
 
@@ -69,29 +73,14 @@ def contact_links(num_hosts: int, *, all_pairs: bool, num_distances: int | None 
     return tuple(sorted({link for a, b in pairs if a != b for link in ((a, b), (b, a))}))
 
 
-def _place_host(rounds: list[dict[int, int]], host: int, *, good: Sequence[int], seen: Counter[Pair]) -> None:
+def _place(rounds: list[dict[int, int]], pairs: Sequence[Pair]) -> Pair | None:
+    """Put the first of these pairs that fits into the first round that has room; None if none has."""
     for paired in rounds:
-        if host in paired:
-            continue
-        free = [other for other in good if other != host and other not in paired]
-        # The places beside a suspect come first, so that suspects spread over the good hosts.
-        free.sort(key=lambda other: (seen[_pair(host, other)], (other - host) % (len(good) + 1), other))
-        if free:
-            paired[host], paired[free[0]] = free[0], host
-            seen[_pair(host, free[0])] += 1
-            return
-    if not good:
-        known = next((pair for pair in sorted(seen) if host in pair), None)
-        if known is not None:
-            _place(rounds, known)
-
-
-def _place(rounds: list[dict[int, int]], pair: Pair) -> None:
-    a, b = pair
-    for paired in rounds:
-        if a not in paired and b not in paired:
-            paired[a], paired[b] = b, a
-            return
+        for a, b in pairs:
+            if a not in paired and b not in paired:
+                paired[a], paired[b] = b, a
+                return a, b
+    return None
 
 
 def _pair(a: int, b: int) -> Pair:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import each_within
@@ -55,7 +56,7 @@ class LinkSession:
     full: bool = False  # measure bandwidth, too
     options: LinkOptions = field(default_factory=LinkOptions)
     wall: Callable[[], float] = time.time  # the clock that the hosts compare
-    _roster: Roster = field(default_factory=lambda: Roster(hosts=(), absent=(), waited_s=0.0, token=""), init=False)
+    _roster: Roster = field(default=Roster(hosts=(), absent=(), waited_s=0.0, token=""), init=False)
     _twice: HostIntroduction | None = field(default=None, init=False)  # of a host whose node rank another one has
     _place: int = field(default=0, init=False)
     _num_orders: int = field(default=0, init=False)
@@ -151,13 +152,12 @@ class LinkSession:
             return
         put_record(self.exchange, f"links/taken/{self._num_orders}/{self._place}", True)
         hosts, token = self._roster.hosts, bytes.fromhex(self._roster.token)
-        targets = [target for source, target in order.links if source == self._place]
-        for target in targets:
-            link = (self._place, target)
-            probe = PeerProbe(hosts[self._place], hosts[target], link, token=token, options=self.options, wall=self.wall)
+        probes, limit_s = [], self.options.limit_s(measure=order.measure)
+        for link in (link for link in order.links if link[0] == self._place):
+            source, target = (hosts[place] for place in link)
+            probe = PeerProbe(source, target, link, token=token, options=self.options, wall=self.wall)
             # One per target: it knows which port of the other host is open.
-            self._probes.setdefault(target, probe)
-        probes, limit_s = [self._probes[target] for target in targets], self.options.limit_s(measure=order.measure)
+            probes.append(self._probes.setdefault(link[1], probe))
         # Report in time, whatever a peer does: a host that does not report counts as silent.
         if order.measure:
             measured = each_within([(limit_s, probe.flows) for probe in probes])
@@ -177,23 +177,16 @@ class LinkSession:
             return [claimed_twice(known, self._twice), *judge_roster(self._roster, silences=(), names=self.names)]
         thresholds, num, full = self.options.thresholds, len(self._roster.hosts), self.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
-        first: tuple[Flow, ...] = ()
-        again: tuple[Flow, ...] = ()
+        flows: tuple[tuple[Flow, ...], tuple[Flow, ...]] | None = None
         if full:
             alive = [place for place in range(num) if self._is_there((place,))]
             # The seed is new each time: restarts measure other links.
             plan = first_rounds(len(alive), seed=random.SystemRandom().getrandbits(32))
             first = self._measure(tuple(tuple((alive[a], alive[b]) for a, b in pairs) for pairs in plan))
-            again = self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
+            flows = first, self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
         put_record(self.exchange, f"links/order/{self._num_orders}", Order(()))
-        return judge_links(
-            self._roster,
-            contacts=self._contacts,
-            flows=(first, again) if full else None,
-            silences=tuple(self._silences.values()),
-            thresholds=thresholds,
-            names=self.names,
-        )
+        judge = partial(judge_links, self._roster, thresholds=thresholds, names=self.names)
+        return judge(contacts=self._contacts, flows=flows, silences=tuple(self._silences.values()))
 
     def _is_there(self, places: Iterable[int]) -> bool:
         """Whether all of these hosts listen, and have reported so far."""
@@ -235,8 +228,7 @@ class LinkSession:
         found: list[LinkFindings] = []
         waiting = deque(place for place in range(len(self._roster.hosts)) if order.concerns(place))
         while waiting:
-            place = waiting.popleft()
-            is_lost = False
+            place, is_lost = waiting.popleft(), False
             limit_s = min(_TURN_S, until - time.monotonic())
             try:
                 report = get_record(self.exchange, f"links/found/{number}/{place}", LinkFindings, limit_s=limit_s)
