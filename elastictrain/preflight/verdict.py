@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import zip_longest
@@ -78,22 +78,12 @@ class Reporter:
     def failed(
         self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "", may_pass: bool = False
     ) -> Verdict:
-        return self(self.subject, Status.FAIL, measured, expected, remedy, unit=unit, may_pass=may_pass)
+        return replace(self(self.subject, Status.FAIL, measured, expected, remedy, unit), may_pass=may_pass)
 
     def __call__(
-        self,
-        subject: str,
-        status: Status,
-        measured: Figure = None,
-        expected: Figure = None,
-        remedy: str = "",
-        *,
-        unit: str = "",
-        scope: Scope | None = None,
-        may_pass: bool = False,
+        self, subject: str, status: Status, measured: Figure = None, expected: Figure = None, remedy: str = "", unit: str = ""
     ) -> Verdict:
-        given = (self.check, scope or self.scope, subject, status, measured, expected, unit, self.seconds, remedy, may_pass)
-        return Verdict(*given)
+        return Verdict(self.check, self.scope, subject, status, measured, expected, unit, self.seconds, remedy)
 
 
 def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:

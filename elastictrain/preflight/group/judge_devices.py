@@ -26,11 +26,9 @@ def judge_corruption(parts: Sequence[Mapping[int, DeviceFindings]], members: Seq
         return [Reporter("sdc", scope=Scope.GROUP).warned(measured, expected=expected, remedy=remedy)]
     verdicts = []
     for rank, texts in sorted(wrong.items()):
-        member = members[rank]
-        device = f"GPU {member.local_rank}"
-        remedy = (
-            f"leave {member.host} out, and test {device} (`dcgmi diag -r 4`, `nvidia-smi -q -d ECC,ROW_REMAPPER`); replace it"
-        )
+        member, device = members[rank], f"GPU {members[rank].local_rank}"
+        testing = f"test {device} (`dcgmi diag -r 4`, `nvidia-smi -q -d ECC,ROW_REMAPPER`)"
+        remedy = f"leave {member.host} out, and {testing}; replace it"
         subject = f"{device} on {member.host}" if member.device != "cpu" else member.name
         verdicts.append(Reporter("sdc", subject).failed("; ".join(texts), expected=expected, remedy=remedy))
     return verdicts

@@ -63,9 +63,8 @@ def judge_rails(parts: Sequence[Mapping[int, RailFindings]], members: Sequence[G
             verdicts.append(Reporter("rails", host).warned(rate, expected=most, unit="Gb/s of ports", remedy=remedy))
     for rank, one in parts[0].items():
         if members[rank].planned == "rdma" and one.port_bytes is not None and one.port_bytes < RDMA_SHARE * one.sent_bytes:
-            remedy = (
-                "see the check nccl_transport, and NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: the traffic took another way"
-            )
+            logging = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET"
+            remedy = f"see the check nccl_transport, and {logging}: the traffic took another way"
             measured, expected = one.port_bytes / 1e9, one.sent_bytes / 1e9
             report = Reporter("rails", members[rank].host)
             verdicts.append(report.warned(measured, expected=expected, unit="GB through RDMA ports", remedy=remedy))

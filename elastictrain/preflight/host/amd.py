@@ -104,11 +104,8 @@ def judge_xgmi(links: Mapping[tuple[int, int], str], *, host: str) -> list[Verdi
     if "XGMI" not in kinds.values():
         return [verdict.passed("no XGMI in use")]
     remedy = "look: rocm-smi --showtopo; rocm-smi --showxgmierr; dmesg | grep -i xgmi; then reboot the host"
-    found = [
-        verdict(f"GPU {one} -> GPU {other} on {host}", Status.WARN, kind, "XGMI", remedy)
-        for (one, other), kind in kinds.items()
-        if kind != "XGMI"
-    ]
+    others = ((pair, kind) for pair, kind in kinds.items() if kind != "XGMI")
+    found = [verdict(f"GPU {one} -> GPU {two} on {host}", Status.WARN, kind, "XGMI", remedy) for (one, two), kind in others]
     return found or [verdict.passed("XGMI between all GPUs")]
 
 

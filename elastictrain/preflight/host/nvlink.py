@@ -148,10 +148,8 @@ def judge_nvlink(
         active, about = len(one.speeds_gbs), f"GPU {one.index} on {host}"
         measured = f"{active} links up{', down: ' if one.down else ''}{', '.join(map(str, sorted(one.down)))}"
         if switched and (one.all_down or one.down):
-            remedy = (
-                "see dmesg | grep -e Xid -e SXid; as root, with all GPUs idle: systemctl restart nvidia-fabricmanager, "
-                f"or reboot; if GPU {one.index} still misses links, replace the host"
-            )
+            restart = f"as root, with all GPUs idle: systemctl restart {SERVICE}, or reboot"
+            remedy = f"see dmesg | grep -e Xid -e SXid; {restart}; if GPU {one.index} still misses links, replace the host"
             expected = f"{max(most, active + len(one.down)) or 'all'} links up"
             worst = Status.WARN if alike and not one.all_down else Status.FAIL
             found.append(verdict(about, worst, measured, expected, remedy))
@@ -166,12 +164,9 @@ def judge_nvlink(
     if switched and not found:
         counts = {pair: int(kind[2:]) if kind.startswith("NV") else 0 for pair, kind in topology.items() if pair[0] < pair[1]}
         best = max(counts.values(), default=0)
-        remedy = "as root, with all GPUs idle: systemctl restart nvidia-fabricmanager; then look again: nvidia-smi topo -m"
-        found += [
-            verdict(f"GPU {one} -> GPU {other} on {host}", Status.FAIL, topology[one, other], f"NV{best}", remedy)
-            for (one, other), count in counts.items()
-            if count < best
-        ]
+        remedy = f"as root, with all GPUs idle: systemctl restart {SERVICE}; then look again: nvidia-smi topo -m"
+        for (low, high), kind in ((pair, topology[pair]) for pair, count in counts.items() if count < best):
+            found.append(verdict(f"GPU {low} -> GPU {high} on {host}", Status.FAIL, kind, f"NV{best}", remedy))
     total = max((len(one.speeds_gbs) + len(one.down) for one in links), default=0)
     whole = [one for one in links if one.all_down or len(one.speeds_gbs) + len(one.down) == total]
     if len(whole) < num_gpus and (switched or most):

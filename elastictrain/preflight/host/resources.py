@@ -154,11 +154,8 @@ def judge_libraries(missing: Sequence[str], *, host: str, several_hosts: bool) -
     and tools such as `ib_write_bw`, load librdmacm, too."""
     if not missing:
         return []
-    verdict, remedy = (
-        Reporter("infiniband", host),
-        "apt-get install libibverbs1 ibverbs-providers librdmacm1  # in its container",
-    )
-    measured = f"cannot load {', '.join(missing)}"
+    verdict, measured = Reporter("infiniband", host), f"cannot load {', '.join(missing)}"
+    remedy = "apt-get install libibverbs1 ibverbs-providers librdmacm1  # in its container"
     if VERBS not in missing:
         return [verdict.skipped(measured, remedy=f"none for NCCL itself; for its plugins: {remedy}")]
     return [(verdict.failed if several_hosts else verdict.warned)(measured, expected="libraries for RDMA", remedy=remedy)]

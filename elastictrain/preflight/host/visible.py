@@ -111,10 +111,9 @@ def check_visible(
     for gpu in report.gpus:
         if gpu.recovery:
             status = Status.WARN if gpu.recovery.lower().startswith("drain") else Status.FAIL
-            reset = (
-                "" if "reboot" in gpu.recovery.lower() else f"as root, GPUs idle: nvidia-smi --gpu-reset -i {gpu.where}, or "
-            )
-            measured, remedy = f"the driver asks for: {gpu.recovery}", f"{reset}reboot the host"
+            reset = f"as root, GPUs idle: nvidia-smi --gpu-reset -i {gpu.where}, or "
+            remedy = f"{'' if 'reboot' in gpu.recovery.lower() else reset}reboot the host"
+            measured = f"the driver asks for: {gpu.recovery}"
             found.append(verdict(f"GPU {gpu.index} on {host}", status, measured, "nothing to recover", remedy))
     selection = select(report.gpus, environment, report.vendor)
     found.append(_judge_count(report, selection, local_world_size, verdict))

@@ -12,6 +12,7 @@ from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
 _MOST_NAMES = 8
 _ON_ROSTER = Reporter("roster")
+_TOGETHER = Reporter("roster", scope=Scope.GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def judge_roster(roster: Roster, *, silences: Sequence[SilentHost], names: Seque
         expected = f"word within {silence.waited_s:.3g} s"
         verdicts.append(_ON_ROSTER(label, Status.FAIL, f"silent while {doing}", expected, remedy))
     everybody = f"{num_present} hosts"
-    return verdicts or [_ON_ROSTER("all", Status.PASS, everybody, everybody, scope=Scope.GROUP)]
+    return verdicts or [_TOGETHER.passed(everybody, expected=everybody)]
 
 
 def leaderless(label: str, *, waited_s: float, leader: str) -> Verdict:
@@ -75,8 +76,7 @@ def claimed_twice(ours: HostIntroduction, theirs: HostIntroduction) -> Verdict:
     """Two launchers claim the same node rank."""
     measured = f"both say that they are node rank {ours.node_rank} ({ours.address}, {theirs.address})"
     remedy = f"give one of them another `--node-rank` than {ours.node_rank}, or end what is left of an earlier start"
-    subject = f"{ours.name}, {theirs.name}"
-    return _ON_ROSTER(subject, Status.FAIL, measured, "a node rank each", remedy, scope=Scope.GROUP)
+    return _TOGETHER(f"{ours.name}, {theirs.name}", Status.FAIL, measured, "a node rank each", remedy)
 
 
 def unheard(host: str, *, why: str) -> Verdict:

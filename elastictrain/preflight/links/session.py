@@ -16,16 +16,7 @@ from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.net.listening import read_port_range
 from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
 from elastictrain.preflight.links.judge_contacts import SilentHost, claimed_twice, judge_roster, leaderless, unheard
-from elastictrain.preflight.links.messages import (
-    Contact,
-    Flow,
-    HostIntroduction,
-    Link,
-    LinkFindings,
-    Order,
-    Roster,
-    merged,
-)
+from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link, LinkFindings, Order, Roster, merged
 from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds

@@ -18,6 +18,7 @@ _GOOGLE = "0x1ae0"  # vendor of network cards
 _MANY_CARDS = 4  # from this number on they are for GPUs
 
 _interface = Reporter("interface")
+_route = Reporter("interface", scope=Scope.LINK)
 _infiniband = Reporter("infiniband")
 
 
@@ -40,7 +41,7 @@ def _ways(facts: TransportFacts) -> list[tuple[str, Route]]:
 def _routes(facts: TransportFacts) -> Iterator[Verdict]:
     astray: dict[str, str] = {}
     for name, route in _ways(facts):
-        on_link = partial(_interface, f"{facts.host} -> {name}", scope=Scope.LINK)
+        on_link = partial(_route, f"{facts.host} -> {name}")
         interface = facts.interface(route.interface)
         if route.local is None:
             remedy = f"getent hosts {route.target}  # if it prints nothing: ADDRESS {route.target} in /etc/hosts"
@@ -72,7 +73,7 @@ def _loopback(facts: TransportFacts, name: str, route: Route) -> Verdict:
     measured = f"{target}{route.remote}, which is loopback: every host reaches itself there"
     if name == RENDEZVOUS:
         remedy = "--rdzv-endpoint=ADDRESS:PORT (or --master-addr) with the address by which other hosts reach the store's host"
-        return _interface(f"{facts.host} -> {name}", Status.FAIL, measured, remedy=remedy, scope=Scope.LINK)
+        return _route(f"{facts.host} -> {name}", Status.FAIL, measured, remedy=remedy)
     remedy = f"on {name}: torchrun --local-addr ADDRESS, or its address, not {route.remote}, beside its name in /etc/hosts"
     return _interface(name, Status.FAIL, measured, remedy=remedy)
 
@@ -155,7 +156,7 @@ def _pins(facts: TransportFacts) -> Iterator[Verdict]:
 
 def judge_infiniband(facts: TransportFacts) -> list[Verdict]:
     """Devices and ports, then a person's settings; one pass, or skip, if nothing is wrong."""
-    on_host = partial(_infiniband, facts.host)
+    report = Reporter("infiniband", facts.host)
     found = [verdict for device, ports in facts.devices.items() for verdict in _device(facts.host, device, ports)]
     found += [*_hca_pin(facts), *_gid_pin(facts), *_switches(facts), *_lacking(facts)]
     if found:
@@ -163,14 +164,13 @@ def judge_infiniband(facts: TransportFacts) -> list[Verdict]:
     here = kinds_here(facts.ports, settings=facts.settings)
     if here & _ROCE_AND_INFINIBAND:
         names = [port.name for port in chosen_ports(facts.ports, facts.settings) if port.kind in here]
-        return [on_host(Status.PASS, ", ".join(names))]
+        return [report.passed(", ".join(names))]
     if Rdma.EFA in here:
-        return [on_host(Status.PASS, f"EFA through {', '.join(facts.plugins)}")]
+        return [report.passed(f"EFA through {', '.join(facts.plugins)}")]
     if facts.devices:
         remedy = "ibstat  # a cable, if one should be in; else nothing is to be done: sockets are used"
-        return [on_host(Status.SKIP, "devices, but no port with a link", remedy=remedy)]
-    remedy = "ls /sys/class/infiniband  # nothing is to be done: sockets are used"
-    return [on_host(Status.SKIP, "no device", remedy=remedy)]
+        return [report.skipped("devices, but no port with a link", remedy=remedy)]
+    return [report.skipped("no device", remedy="ls /sys/class/infiniband  # nothing is to be done: sockets are used")]
 
 
 def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset[Rdma]], *, agreed: Rdma) -> list[Verdict]:
