@@ -25,7 +25,7 @@ from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, apply_modes, decide, drop_symptoms
 from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
-from elastictrain.preflight.transport.interfaces import find_route, way_out
+from elastictrain.preflight.transport.interfaces import NetworkInterface, find_route, way_out
 from elastictrain.preflight.transport.judge import judge_addresses, judge_alike, judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import TransportFacts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
@@ -167,12 +167,8 @@ class HostPreflight:
                 raise PreflightError(f"{self.layout.hosts[0]}, the first host, {said}")
             if self.layout.leads_host and failures(result):
                 put_record(self.exchange, f"read/{self.layout.node_rank}", True)
-        return Report(
-            verdicts=tuple(result),
-            error=decide(result, host=self.layout.host, hosts=self.layout.hosts),
-            seconds=self.clock() - self._began,
-            plan=plan,
-        )
+        error = decide(result, host=self.layout.host, hosts=self.layout.hosts)
+        return Report(verdicts=tuple(result), error=error, seconds=self.clock() - self._began, plan=plan)
 
     @property
     def _alone(self) -> bool:
@@ -212,11 +208,8 @@ class HostPreflight:
         thread.join(self._left_s())
         if own:
             # If the own checks do not end, no report is sent, and the first host names this host.
-            found = relabel(
-                [*own[0], *judge_interface(facts), *judge_infiniband(facts)],
-                name=self.surroundings.host,
-                label=self.layout.host,
-            )
+            found = [*own[0], *judge_interface(facts), *judge_infiniband(facts)]
+            found = relabel(found, name=self.surroundings.host, label=self.layout.host)
             # The first host reports on links; another host only if it had to leave the link checks early.
             found += [] if self.layout.node_rank == 0 else links.verdicts
             settings = {name: setting.value for name, setting in facts.settings.items()}
@@ -252,24 +245,19 @@ class HostPreflight:
         # The rendezvous' name may resolve to loopback on the first host itself.
         known = facts.rendezvous.remote if facts.rendezvous is not None else None
         route = way_out([known] if known else [], interfaces=facts.interfaces, surroundings=self.surroundings)
-        interface = facts.interface(route.interface) if route is not None else None
-        settings = self.own.settings
-        session = LinkSession(
-            host=HostIntroduction(
-                name=self.layout.host,
-                node_rank=self.layout.node_rank,
-                address=(route.local if route is not None else None) or "127.0.0.1",
-                interface=interface.name if interface is not None else "",
-                mtu=interface.mtu_bytes if interface is not None else None,
-                tcp_ports=(0, 0, 0, *settings.ports),
-                kinds=kinds,
-            ),
-            names=self.layout.hosts,
-            exchange=self.exchange,
-            full=self.own.level is Level.FULL,
-            options=replace(self.links, roster_s=settings.wait_s, thresholds=settings.thresholds, limits=settings.limits),
+        interface = (facts.interface(route.interface) if route is not None else None) or NetworkInterface("")
+        settings, full = self.own.settings, self.own.level is Level.FULL
+        own = HostIntroduction(
+            name=self.layout.host,
+            node_rank=self.layout.node_rank,
+            address=(route.local if route is not None else None) or "127.0.0.1",
+            interface=interface.name,
+            mtu=interface.mtu_bytes,
+            tcp_ports=(0, 0, 0, *settings.ports),
+            kinds=kinds,
         )
-        return session.run()
+        options = replace(self.links, roster_s=settings.wait_s, thresholds=settings.thresholds, limits=settings.limits)
+        return LinkSession(own, self.layout.hosts, self.exchange, full=full, options=options).run()
 
     def _words(self, gone: Set[str]) -> dict[str, HostReport | None]:
         """The reports of all hosts. A host that the check `roster` already names gets only a short wait to report why."""

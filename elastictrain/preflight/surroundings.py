@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -81,19 +82,13 @@ _ANY_PORT = 9
 
 def system_addresses() -> dict[str, tuple[str, ...]]:
     """The addresses of each interface, IPv4 before IPv6, else in the kernel's order; empty if the kernel gives none."""
-    try:
-        found = psutil.net_if_addrs()
-    except OSError:
-        return {}
-    return {
-        name: tuple(
-            entry.address.partition("%")[0]
-            for family in (socket.AF_INET, socket.AF_INET6)
-            for entry in entries
-            if entry.family == family
-        )
-        for name, entries in found.items()
-    }
+    found: dict[str, tuple[str, ...]] = {}
+    with suppress(OSError):
+        for name, entries in psutil.net_if_addrs().items():
+            for family in (socket.AF_INET, socket.AF_INET6):
+                own = tuple(one.address.partition("%")[0] for one in entries if one.family == family)
+                found[name] = found.get(name, ()) + own
+    return found
 
 
 def ask_kernel(target: str) -> tuple[str, str]:

@@ -161,8 +161,5 @@ def _culprits(attendance: Attendance) -> dict[int, str]:
         return {rank: f"broke in {part}: {words[rank].detail}" for rank in broken}
     stuck = {rank: words[rank] for rank in ranks if words[rank].state is PartState.STUCK}
     least = min(word.num_begun for word in stuck.values())
-    return {
-        rank: f"no answer from {part}{f' at {word.detail}' if word.detail else ''} {limit}"
-        for rank, word in stuck.items()
-        if word.num_begun == least
-    }
+    last = {rank: word.detail for rank, word in stuck.items() if word.num_begun == least}
+    return {rank: f"no answer from {part}{f' at {call}' if call else ''} {limit}" for rank, call in last.items()}

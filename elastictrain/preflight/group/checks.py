@@ -183,13 +183,8 @@ class GroupChecks:
 
     def _devices(self) -> list[Verdict]:
         full, cuda, thresholds = self.request.full, self._device.type == "cuda", self.request.settings.thresholds
-        look = partial(
-            examine_device,
-            self._device,
-            budget_s=(FULL_S if full else QUICK_S) if cuda else CPU_S,
-            free_bytes=min(member.free_bytes for member in self._members),
-            product=self.product,
-        )
+        budget_s, free_bytes = (FULL_S if full else QUICK_S) if cuda else CPU_S, min(one.free_bytes for one in self._members)
+        look = partial(examine_device, self._device, budget_s=budget_s, free_bytes=free_bytes, product=self.product)
 
         def act(at: Callable[[str], None]) -> DeviceFindings:
             if not full or not cuda or self.identity.local_rank != 0:

@@ -79,10 +79,8 @@ class SpeedTest:
             return call_until(act, left_s=lambda: until - time.monotonic())
         except (RuntimeError, OSError) as error:
             said = (str(error) or f"no answer within {limit_s:g} s").splitlines()[0][:300]
-            raise TransportError(
-                f"no speed test with {self.peer}, port {self.port}: {said}; start the listening side with the same token, and "
-                f"let all TCP ports between the two through"
-            ) from error
+            needs = "start the listening side with the same token, and let all TCP ports between the two through"
+            raise TransportError(f"no speed test with {self.peer}, port {self.port}: {said}; {needs}") from error
 
     def _meet(self, store: dist.Store, size_bytes: int | None) -> tuple[int, list[float]]:
         """Agree on the test, and run it. `size_bytes`: None on the listening side."""

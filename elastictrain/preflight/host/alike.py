@@ -65,8 +65,8 @@ def describe(
     packages: Sequence[str] = ("elastictrain",),
     *,
     config: str = "",
-    settings: Mapping[str, str] | None = None,
-    devices: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] = {},
+    devices: Mapping[str, str] = {},
 ) -> SoftwareDigest:
     """What this host runs, without importing anything. `packages`: names of modules or packages, of which the outermost package
     counts. What is not installed, or too large to be own code, is left out."""
@@ -84,7 +84,7 @@ def describe(
     for name in (*DECISIVE, *OTHERS):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return SoftwareDigest(code, folders, versions, config, tuple(checkouts), settings or {}, devices or {})
+    return SoftwareDigest(code, folders, versions, config, tuple(checkouts), settings, devices)
 
 
 def describe_devices(

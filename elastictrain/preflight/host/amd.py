@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, link_widths, word
+from elastictrain.preflight.host.gpu import (
+    Gpu,
+    GpuReport,
+    Trouble,
+    Vendor,
+    bus_id,
+    decimal,
+    find_trouble,
+    integer,
+    link_widths,
+    word,
+)
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
@@ -61,18 +72,12 @@ def parse_rocm_smi(text: str, errors: str = "") -> tuple[GpuReport, Mapping[tupl
                 if (pair := _LINK.search(str(key))) and isinstance(value, str) and word(value):
                     links[int(pair[1]), int(pair[2])] = value.strip()
     gpus.sort(key=lambda gpu: gpu.index)
-    return (
-        GpuReport(
-            vendor=Vendor.AMD,
-            tool="rocm-smi",
-            trouble=None if gpus else _trouble(f"{text}\n{errors}"),
-            detail="" if gpus else next((line.strip()[:200] for line in f"{errors}\n{text}".splitlines() if line.strip()), ""),
-            driver=driver,
-            gpus=tuple(gpus),
-            whole=bool(gpus),
-        ),
-        links,
-    )
+    report = GpuReport(vendor=Vendor.AMD, tool="rocm-smi", driver=driver, gpus=tuple(gpus), whole=bool(gpus))
+    if not gpus:
+        said = f"{errors}\n{text}".strip()
+        trouble = find_trouble(said) if said else Trouble.NO_DEVICES
+        report = replace(report, trouble=trouble, detail=said.partition("\n")[0].strip()[:200])
+    return report, links
 
 
 def parse_amd_smi(text: str) -> Mapping[int, Mapping[str, Any]]:
@@ -122,13 +127,6 @@ def _complete(surroundings: Surroundings, gpu: Gpu, metrics: Mapping[str, Any]) 
             counts = [int(found[1]) for text in texts if (found := _UNCORRECTED.search(text))]
             gpu = replace(gpu, uncorrected=sum(counts) if counts else None)
     return replace(gpu, ecc_on=True if gpu.uncorrected is not None else None)
-
-
-def _trouble(said: str) -> Trouble:
-    lower = said.lower()
-    if "driver not initialized" in lower or "amdgpu not found" in lower:
-        return Trouble.NO_DRIVER
-    return Trouble.NO_DEVICES if not said.strip() or "no amd gpus" in lower or "no json data" in lower else Trouble.GARBLED
 
 
 def _json(text: str) -> object:

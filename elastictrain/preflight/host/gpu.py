@@ -72,6 +72,23 @@ class Trouble(StrEnum):
     GARBLED = "output not understood"
 
 
+_TROUBLES = {
+    "version mismatch": Trouble.MISMATCH,
+    "couldn't communicate with the nvidia driver": Trouble.NO_DRIVER,
+    "failed to initialize nvml": Trouble.NO_DRIVER,
+    "driver not initialized": Trouble.NO_DRIVER,
+    "amdgpu not found": Trouble.NO_DRIVER,
+    "no devices were found": Trouble.NO_DEVICES,
+    "no amd gpus": Trouble.NO_DEVICES,
+    "no json data": Trouble.NO_DEVICES,
+}
+
+
+def find_trouble(said: str) -> Trouble:
+    """What a vendor's tool complains of."""
+    return next((trouble for words, trouble in _TROUBLES.items() if words in said.lower()), Trouble.GARBLED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU; None is unknown."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from xml.etree import ElementTree as ET
 
-from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, find_trouble, integer, truth, word
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 
 LIMIT_S = 20.0  # one call; without persistence mode it wakes the GPUs, a second or two per GPU on large hosts
@@ -17,12 +17,6 @@ _LIST = (TOOL, "--query-gpu=index,pci.bus_id,uuid,driver_version,name", "--forma
 
 _LOST = re.compile(r"unable to determine the device handle for gpu\s*(?P<which>[^\n]*)", re.I)
 _LOST_INDEX = re.compile(r"\s*(\d{1,3})\b")
-_TROUBLES = (
-    ("version mismatch", Trouble.MISMATCH),
-    ("couldn't communicate with the nvidia driver", Trouble.NO_DRIVER),
-    ("failed to initialize nvml", Trouble.NO_DRIVER),
-    ("no devices were found", Trouble.NO_DEVICES),
-)
 _SLOWED = {
     "hw_thermal_slowdown": "thermal (hardware)",
     "sw_thermal_slowdown": "thermal (software)",
@@ -79,13 +73,12 @@ def parse_nvidia(answer: ToolOutput) -> GpuReport:
     attached = integer(texts.get("attached_gpus"))
     trouble = None
     if not gpus and not lost:
-        known = (trouble for words, trouble in _TROUBLES if words in said.lower())
-        trouble = Trouble.NO_DEVICES if whole and attached == 0 else next(known, Trouble.GARBLED)
+        trouble = Trouble.NO_DEVICES if whole and attached == 0 else find_trouble(said)
     return GpuReport(
         vendor=Vendor.NVIDIA,
         tool=TOOL,
         trouble=trouble,
-        detail=next((line.strip()[:200] for line in said.splitlines() if line.strip()), "") if trouble or lost else "",
+        detail=said.strip().partition("\n")[0].strip()[:200] if trouble or lost else "",
         driver=_version(texts.get("driver_version")),
         gpus=tuple(gpus),
         lost=tuple(lost),

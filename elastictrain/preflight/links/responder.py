@@ -171,10 +171,9 @@ class Responder:
         try:
             listeners = listen(self.address, self.ports)
         except OSError as error:
-            raise HostUnfitError(
-                f"link checks must listen on {self.address}, ports {list(self.ports)} (0: any), but cannot: "
-                f"{error.strerror or error}; choose an address of this host and ports that are free"
-            ) from error
+            where, why = f"{self.address}, ports {list(self.ports)} (0: any)", error.strerror or error
+            choose = "choose an address of this host and ports that are free"
+            raise HostUnfitError(f"link checks must listen on {where}, but cannot: {why}; {choose}") from error
         self.tcp_ports = tuple(listener.getsockname()[1] for listener in listeners)
         self._server = ChannelServer(listeners, handshake=HANDSHAKE, serve=self._serve, place_s=_IDLE_S, name="links")
         self._server.start()
