@@ -258,13 +258,8 @@ class HostFacts:
         if report.vendor is Vendor.AMD:
             found = self._amd()
             return amd.judge_xgmi(found[1] if found is not None else {}, host=self._host)
-        ask = partial(self._surroundings.ask, "nvidia-smi", limit_s=20.0)
-        used = {gpu.index for gpu in report.gpus}
-        return nvlink.judge_nvlink(
-            [one for one in nvlink.parse_links(ask("nvlink", "--status")) if one.index in used],
-            nvlink.parse_topology(ask("topo", "-m")),
-            switched=nvlink.switched_fabric(report, num_switches=self.pci().switches),
-            mig=all(gpu.mig for gpu in report.gpus),
-            num_gpus=len(report.gpus),
-            host=self._host,
-        )
+        ask, used = partial(self._surroundings.ask, "nvidia-smi", limit_s=20.0), {gpu.index for gpu in report.gpus}
+        links = [one for one in nvlink.parse_links(ask("nvlink", "--status")) if one.index in used]
+        topology, mig = nvlink.parse_topology(ask("topo", "-m")), all(gpu.mig for gpu in report.gpus)
+        switched = nvlink.switched_fabric(report, num_switches=self.pci().switches)
+        return nvlink.judge_nvlink(links, topology, switched=switched, mig=mig, num_gpus=len(used), host=self._host)

@@ -22,7 +22,7 @@ from elastictrain.preflight.group.corruption import (
     examine_device,
     multiply,
 )
-from elastictrain.preflight.group.judge_devices import judge_corruption
+from elastictrain.preflight.group.judge import judge_corruption
 from elastictrain.preflight.group.members import GroupMember
 
 FLOAT8_FROM = (8, 9)  # compute capability

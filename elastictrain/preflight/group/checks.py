@@ -18,7 +18,6 @@ from elastictrain.preflight.group import judge, measurements
 from elastictrain.preflight.group.attendance import Act, Attendance, Entries, judge_attendance, run_act
 from elastictrain.preflight.group.collectives import Collective, Collectives, WrongResult, examine
 from elastictrain.preflight.group.corruption import CPU_S, FULL_S, QUICK_S, DeviceFindings, examine_device, multiply
-from elastictrain.preflight.group.judge_devices import judge_corruption, judge_load
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
@@ -206,7 +205,7 @@ class GroupChecks:
             found.append(attendance.figures(DeviceFindings))
             rates.append({rank: one.tflops for rank, one in found[-1].items()})
         slow = judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
-        return [*slow, *judge_corruption(found, self._members), *judge_load(found[0], self._members)]
+        return [*slow, *judge.judge_corruption(found, self._members), *judge.judge_load(found[0], self._members)]
 
     def _p2p(self) -> list[Verdict]:
         local = neighbours(self._members, host=self._members[self.identity.rank].host)

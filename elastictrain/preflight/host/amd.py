@@ -41,8 +41,7 @@ def read_amd(surroundings: Surroundings) -> tuple[GpuReport, Mapping[tuple[int, 
     report, links = parse_rocm_smi(answer.stdout, answer.stderr)
     if not report.gpus:
         return report, links
-    more = surroundings.tools.run(_AMD, limit_s=LIMIT_S)
-    metrics = parse_amd_smi(more.stdout) if more is not None and not more.timed_out else {}
+    metrics = parse_amd_smi(surroundings.ask(*_AMD, limit_s=LIMIT_S))
     return replace(report, gpus=tuple(_complete(surroundings, gpu, metrics.get(gpu.index, {})) for gpu in report.gpus)), links
 
 

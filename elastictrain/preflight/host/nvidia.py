@@ -42,10 +42,8 @@ def read_nvidia(surroundings: Surroundings) -> GpuReport | None:
         return None
     report = parse_nvidia(answer)
     if report.lost and not report.gpus:
-        others = surroundings.tools.run(_LIST, limit_s=LIMIT_S)
-        if others is not None and not others.timed_out:
-            gpus, driver = parse_list(others.stdout)
-            return replace(report, driver=driver, gpus=gpus, whole=False)
+        gpus, driver = parse_list(surroundings.ask(*_LIST, limit_s=LIMIT_S))
+        return replace(report, driver=driver or report.driver, gpus=gpus, whole=False)
     return report
 
 

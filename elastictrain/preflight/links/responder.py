@@ -115,8 +115,7 @@ def ask_to_give(channel: Channel, *, seconds: float, answer_s: float) -> StreamR
     channel.send(REQUEST.pack(GIVE, seconds), limit_s=answer_s)
     meter = drain(channel, seconds=seconds, idle_s=answer_s)
     theirs = TRAILER.unpack(meter.tail)[0] if len(meter.tail) == TRAILER.size else 0.0
-    came = max(0, meter.num_bytes - TRAILER.size)
-    return StreamResult(came, meter.best_bytes_per_s(), _either(meter.waited, theirs))
+    return StreamResult(meter.num_bytes, meter.best_bytes_per_s(), _either(meter.waited, theirs))
 
 
 def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.preflight.group.corruption import DeviceFindings
-from elastictrain.preflight.group.judge_devices import judge_corruption, judge_load
+from elastictrain.preflight.group.judge import judge_corruption, judge_load
 from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.surroundings import ToolOutput
 from elastictrain.preflight.verdict import Scope, Status
