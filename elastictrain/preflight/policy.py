@@ -1,6 +1,5 @@
 """Preflight policy: how much is checked, what a failed check means, and what each host then does. Pure."""
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -120,12 +119,10 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> E
     failed = failures(verdicts)
     if not failed:
         return None
-    culprits: dict[str, set[str]] = defaultdict(set)
-    for one in failed:
-        if one.scope is Scope.HOST:
-            culprits[one.check].add(host_of(one.subject))
-    own = [one for one in failed if one.scope is Scope.HOST and host_of(one.subject) == host]
-    alike = next((one for one in failed if culprits[one.check] >= set(hosts)), None)
+    of_hosts = [one for one in failed if one.scope is Scope.HOST]
+    culprits = {(one.check, host_of(one.subject)) for one in of_hosts}
+    own = [one for one in of_hosts if host_of(one.subject) == host]
+    alike = next((one for one in failed if all((one.check, other) in culprits for other in hosts)), None)
     if len(hosts) > 1 and alike is not None:
         passing = any(one.may_pass for one in failed if one.check == alike.check)
         reason = f"every host fails the check {alike.check}: {describe(alike)}"

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from pathlib import Path
 
 from elastictrain.errors import HostUnfitError
@@ -64,8 +64,6 @@ LEAST_SLICE_S = 0.08  # long enough to smooth a burst allowance or a buffer; a s
 @dataclass(slots=True)
 class Meter:
     num_bytes: int = 0
-    tail: bytes = b""  # last bytes of the stream
-    waited: float = 0.0  # part of the time that this thread had no processor
     _marks: list[tuple[float, int]] = field(default_factory=list, init=False)
 
     def add(self, count: int, *, now_s: float) -> None:
@@ -91,6 +89,8 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class StreamResult:
+    """What the taking end counted."""
+
     num_bytes: int
     best_bytes_per_s: float
     waited: float  # part of the time in which an end had no processor
@@ -106,16 +106,16 @@ def ask_to_take(channel: Channel, *, seconds: float, num_bytes: int = 0, answer_
         ours = send_for(channel, seconds=seconds, max_bytes=num_bytes)
         channel.end_sending()
     left_s = max(0.0, deadline - time.monotonic())
-    came, best, theirs, segments_in = RECEIPT.unpack(channel.receive(RECEIPT.size, limit_s=left_s + answer_s))
-    return StreamResult(came, best, _either(ours, theirs), segments_in)
+    found = StreamResult(*RECEIPT.unpack(channel.receive(RECEIPT.size, limit_s=left_s + answer_s)))
+    return replace(found, waited=_either(ours, found.waited))
 
 
 def ask_to_give(channel: Channel, *, seconds: float, answer_s: float) -> StreamResult:
     """Receive for that long, until nothing arrives for `answer_s`. Raises: ChannelError."""
     channel.send(REQUEST.pack(GIVE, seconds), limit_s=answer_s)
-    meter = drain(channel, seconds=seconds, idle_s=answer_s)
-    theirs = TRAILER.unpack(meter.tail)[0] if len(meter.tail) == TRAILER.size else 0.0
-    return StreamResult(meter.num_bytes, meter.best_bytes_per_s(), _either(meter.waited, theirs))
+    found, tail = drain(channel, seconds=seconds, idle_s=answer_s)
+    theirs = TRAILER.unpack(tail)[0] if len(tail) == TRAILER.size else 0.0
+    return replace(found, waited=_either(found.waited, theirs))
 
 
 def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:
@@ -133,9 +133,10 @@ def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:
     return part_waited(before, read_waiting())
 
 
-def drain(channel: Channel, *, seconds: float, idle_s: float) -> Meter:
-    """Read until the other side ends or breaks off, the time is over, or nothing arrives for `idle_s`."""
-    buffer, meter = memoryview(bytearray(_CHUNK_BYTES)), Meter()
+def drain(channel: Channel, *, seconds: float, idle_s: float) -> tuple[StreamResult, bytes]:
+    """Read until the other side ends or breaks off, the time is over, or nothing arrives for `idle_s`. Also returns the last
+    bytes, as many as a trailer has."""
+    buffer, meter, tail = memoryview(bytearray(_CHUNK_BYTES)), Meter(), b""
     deadline, before = time.monotonic() + seconds + _LATE_S, read_waiting()
     with suppress(ChannelError):
         while (left_s := deadline - time.monotonic()) > 0:
@@ -143,9 +144,9 @@ def drain(channel: Channel, *, seconds: float, idle_s: float) -> Meter:
             if not count:
                 break
             meter.add(count, now_s=time.monotonic())
-            meter.tail = (meter.tail + bytes(buffer[max(0, count - TRAILER.size) : count]))[-TRAILER.size :]
-    meter.waited = part_waited(before, read_waiting())
-    return meter
+            tail = (tail + bytes(buffer[max(0, count - TRAILER.size) : count]))[-TRAILER.size :]
+    waited, counted = part_waited(before, read_waiting()), channel.counters()
+    return StreamResult(meter.num_bytes, meter.best_bytes_per_s(), waited, counted.segments_in if counted else 0), tail
 
 
 def _either(ours: float, theirs: float) -> float:
@@ -198,10 +199,8 @@ class Responder:
         if kind not in (SINK, GIVE) or not 0 < seconds <= _MOST_SECONDS:
             raise ChannelError(f"it asks for {kind!r} for {seconds} s")
         if kind == SINK:
-            meter = drain(channel, seconds=seconds, idle_s=_IDLE_S)
-            counted = channel.counters()
-            receipt = (meter.num_bytes, meter.best_bytes_per_s(), meter.waited, counted.segments_in if counted else 0)
-            channel.send(RECEIPT.pack(*receipt), limit_s=_IDLE_S)
+            found, _ = drain(channel, seconds=seconds, idle_s=_IDLE_S)
+            channel.send(RECEIPT.pack(*astuple(found)), limit_s=_IDLE_S)
         else:
             channel.send(TRAILER.pack(send_for(channel, seconds=seconds)), limit_s=_IDLE_S)
             channel.end_sending()

@@ -1,6 +1,7 @@
 """Network interfaces, and which one the kernel uses to reach an address."""
 
 import ipaddress
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,12 +52,9 @@ def read_interfaces(surroundings: Surroundings) -> tuple[NetworkInterface, ...]:
     by_name = surroundings.addresses()
     names = dict.fromkeys([*surroundings.names(_FOLDER), *by_name])
     folders = [name for name in names if name in by_name or surroundings.names(f"{_FOLDER}/{name}")]
-
-    def order(name: str) -> tuple[bool, int, str]:
-        index = _integer(surroundings.read(f"{_FOLDER}/{name}/ifindex"), least=1)
-        return (index is None, index or 0, name)
-
-    return tuple(_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in sorted(folders, key=order))
+    indices = {name: _integer(surroundings.read(f"{_FOLDER}/{name}/ifindex"), least=1) or math.inf for name in folders}
+    ordered = sorted(folders, key=lambda name: (indices[name], name))
+    return tuple(_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in ordered)
 
 
 def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> NetworkInterface:

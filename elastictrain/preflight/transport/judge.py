@@ -201,9 +201,7 @@ def _device(host: str, device: Device, ports: Sequence[Port]) -> Iterator[Verdic
     if not ports:
         remedy = f"ls /sys/class/infiniband/{device.name}/ports"
         yield warn(f"ports of {device.name} cannot be read", remedy=remedy)
-    for port in ports:
-        if (problem := _port_problem(port, warn)) is not None:
-            yield problem
+    yield from filter(None, (_port_problem(port, warn) for port in ports))
 
 
 def _port_problem(port: Port, warn: Callable[..., Verdict]) -> Verdict | None:
