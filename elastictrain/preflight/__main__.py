@@ -79,10 +79,8 @@ def _run_speed(parsed: argparse.Namespace) -> int:
     from elastictrain.preflight.group.speedtest import SpeedTest
 
     test = SpeedTest(parsed.listen or parsed.to, parsed.port, parsed.token or secrets.token_hex(8), parsed.device)
-    if parsed.listen:
-        num_bytes, times = test.listen(lambda port: _tell_command(port, parsed, test.token))
-    else:
-        num_bytes, times = test.connect(size_bytes)
+    on_listening = partial(_tell_command, parsed, test.token)
+    num_bytes, times = test.run(None if parsed.listen else size_bytes, on_listening=on_listening)
     ways = [f"{'from' if parsed.listen else 'to'} {test.peer}", f"{'to' if parsed.listen else 'from'} {test.peer}"]
     for what, seconds in zip((*ways, "each way, both at once"), times, strict=True):
         rate = f"{8e-9 * num_bytes / seconds:8.2f} Gbit/s {1e-9 * num_bytes / seconds:8.2f} GB/s"
@@ -90,7 +88,7 @@ def _run_speed(parsed: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _tell_command(port: int, parsed: argparse.Namespace, token: str) -> None:
+def _tell_command(parsed: argparse.Namespace, token: str, port: int) -> None:
     command = f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {token} --size {parsed.size}"
     sys.stdout.write(f"listening; on the other host type\n\n    {command}\n\n")
     sys.stdout.flush()

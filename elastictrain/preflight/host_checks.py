@@ -237,9 +237,8 @@ class HostFacts:
         if not listed and not self.pci().nvidia:
             return []
         xids = kernel_log.read_kernel_log(self._surroundings)
-        if xids is not None and report is not None:
-            used = self.used()
-            hidden = {gpu.bus for gpu in report.gpus} - {gpu.bus for gpu in (used.gpus if used else ())}
+        if xids is not None and report is not None and (used := self.used()) is not None:
+            hidden = {gpu.bus for gpu in report.gpus} - {gpu.bus for gpu in used.gpus}
             xids = [xid for xid in xids if xid.bus not in hidden]
         return kernel_log.judge_xids(xids, report, host=self._host)
 

@@ -130,11 +130,9 @@ class Collectives:
         output = given.new_full((parts.get(trial.collective, len(given)),), float("nan"))
         match trial.collective:
             case Collective.ALL_REDUCE:
-                self.all_reduce(given)
-                return given
+                self.all_reduce(output := given)
             case Collective.BROADCAST:
-                dist.broadcast(given, root(trial, world_size=world_size))
-                return given
+                dist.broadcast(output := given, root(trial, world_size=world_size))
             case Collective.ALL_GATHER:
                 _gather(output, given)
             case Collective.REDUCE_SCATTER:

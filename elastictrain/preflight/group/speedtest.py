@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,6 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.group.measurements import settle
 from elastictrain.preflight.surroundings import ask_kernel, get_record, put_record, system_addresses
-
-T = TypeVar("T")
 
 _LISTEN_S = 7 * 86400.0  # one side waits for the other one, and for the test
 LIMIT_S = 600.0  # one test takes no longer; 10G at 1 Gbit/s take 86 s each way
@@ -51,39 +48,33 @@ class SpeedTest:
     device: int = 0
     peer: str = field(default="", init=False)  # the other side's address, once it is known
 
-    def listen(self, on_listening: Callable[[int], None]) -> tuple[int, list[float]]:
-        """Wait for the other side, for days; else as `connect`. Raises: HostUnfitError naming address and port."""
-        try:
-            store = dist.TCPStore(self.address, self.port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            raise HostUnfitError(f"cannot listen on {self.address}, port {self.port}: {error}; choose a free port") from error
-        on_listening(store.port)
-        self.peer = "the other host"
-        return self._bounded(partial(self._meet, store, None), _LISTEN_S)
-
-    def connect(self, size_bytes: int) -> tuple[int, list[float]]:
-        """Bytes, and seconds of: sending them from the connecting side, receiving as many, and both at once. Raises:
-        TransportError naming the address, also if bytes arrive changed."""
-        self.peer = self.address
-
-        def run() -> tuple[int, list[float]]:
-            socket.create_connection((self.address, self.port), timeout=_ANSWER_S).close()
-            store = dist.TCPStore(self.address, self.port, timeout=timedelta(seconds=_ANSWER_S))
-            return self._meet(store, size_bytes)
-
-        return self._bounded(run, LIMIT_S)
-
-    def _bounded(self, act: Callable[[], T], limit_s: float) -> T:
+    def run(self, size_bytes: int | None, *, on_listening: Callable[[int], None]) -> tuple[int, list[float]]:
+        """Bytes, and seconds of: sending them from the connecting side, receiving as many, and both at once. `size_bytes`: None
+        on the listening side, which passes its port to `on_listening` and waits for days. Raises: HostUnfitError naming address
+        and port; TransportError naming the address, also if bytes arrive changed."""
+        self.peer, limit_s = ("the other host", _LISTEN_S) if size_bytes is None else (self.address, LIMIT_S)
         until = time.monotonic() + limit_s
         try:
-            return call_until(act, left_s=lambda: until - time.monotonic())
+            store = self._listen(on_listening) if size_bytes is None else None
+            return call_until(partial(self._meet, store, size_bytes), left_s=lambda: until - time.monotonic())
         except (RuntimeError, OSError) as error:
             said = (str(error) or f"no answer within {limit_s:g} s").splitlines()[0][:300]
             needs = "start the listening side with the same token, and let all TCP ports between the two through"
             raise TransportError(f"no speed test with {self.peer}, port {self.port}: {said}; {needs}") from error
 
-    def _meet(self, store: dist.Store, size_bytes: int | None) -> tuple[int, list[float]]:
-        """Agree on the test, and run it. `size_bytes`: None on the listening side."""
+    def _listen(self, on_listening: Callable[[int], None]) -> dist.TCPStore:
+        try:
+            store = dist.TCPStore(self.address, self.port, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise HostUnfitError(f"cannot listen on {self.address}, port {self.port}: {error}; choose a free port") from error
+        on_listening(store.port)
+        return store
+
+    def _meet(self, store: dist.Store | None, size_bytes: int | None) -> tuple[int, list[float]]:
+        """Agree on the test, and run it. `store`: None on the connecting side."""
+        if store is None:
+            socket.create_connection((self.address, self.port), timeout=_ANSWER_S).close()
+            store = dist.TCPStore(self.address, self.port, timeout=timedelta(seconds=_ANSWER_S))
         own, gpu = StoreExchange(dist.PrefixStore(self.token, store)), torch.cuda.is_available()
         if size_bytes is not None:
             put_record(own, "request", SpeedRequest(size_bytes, own_address(self.peer), gpu))

@@ -54,9 +54,9 @@ def second_rounds(
     for _ in range(2):
         for host in sorted(hosts):
             # The places beside a suspect come first, so that suspects spread over the good hosts.
-            near = sorted((seen[_pair(host, other)], (other - host) % (len(good) + 1), other) for other in good)
-            known = next((pair for pair in sorted(seen) if host in pair), None) if not good else None
-            if placed := _place(rounds, [known] if known else [_pair(host, other) for *_, other in near]):
+            ranked = sorted((seen[_pair(host, other)], (other - host) % (len(good) + 1), other) for other in good)
+            partners = [_pair(host, other) for *_, other in ranked if other != host]
+            if placed := _place(rounds, partners if good else sorted(pair for pair in seen if host in pair)[:1]):
                 seen[placed] += 1
         for pair in sorted({_pair(*link) for link in links}):
             _place(rounds, [pair])
