@@ -109,11 +109,10 @@ def ask_kernel(target: str) -> tuple[str, str]:
 
 def can_load(library: str) -> bool:
     """Whether the dynamic linker finds a library and what it needs, as it does for NCCL."""
-    try:
+    with suppress(OSError):
         ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +134,12 @@ class Surroundings:
 
     def read(self, path: str) -> str | None:
         """The text of a file below `root`, stripped; None if it cannot be read."""
-        try:
+        with suppress(OSError):
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
-        except OSError:
-            return None
+        return None
 
     def names(self, path: str) -> list[str]:
         """The names in a folder below `root`, sorted; empty if it cannot be read."""
-        try:
+        with suppress(OSError):
             return sorted(entry.name for entry in (self.root / path.lstrip("/")).iterdir())
-        except OSError:
-            return []
+        return []

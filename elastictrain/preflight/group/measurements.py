@@ -125,20 +125,18 @@ def measure_pairs(
     own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     found = []
-    for pairs in tournament(range(len(neighbours))) if rounds is None else rounds:
-        for low, high in pairs:
-            if own not in (low, high):
-                continue
-            # One direction after the other: over PCIe both at once would share the bandwidth.
-            for source, target in ((low, high), (high, low)):
-                peer = neighbours[target if own == source else source]
-                seconds = _pass_on(collectives, buffer, peer=peer, sends=own == source, clock=clock)
-                if own == target:
-                    access = None
-                    # Unknown if each process sees only its own device.
-                    if device.type == "cuda" and device.index == own and torch.cuda.device_count() > source:
-                        access = bool(torch.cuda.can_device_access_peer(own, source))
-                    found.append(PairBandwidth(peer, num_bytes / seconds / 1e9, access))
+    rounds = tournament(range(len(neighbours))) if rounds is None else rounds
+    pairs = (pair for paired in rounds for pair in paired if own in pair)
+    # One direction after the other: over PCIe both at once would share the bandwidth.
+    for source, target in (way for low, high in pairs for way in ((low, high), (high, low))):
+        peer = neighbours[target if own == source else source]
+        seconds = _pass_on(collectives, buffer, peer=peer, sends=own == source, clock=clock)
+        if own == target:
+            access = None
+            # Unknown if each process sees only its own device.
+            if device.type == "cuda" and device.index == own and torch.cuda.device_count() > source:
+                access = bool(torch.cuda.can_device_access_peer(own, source))
+            found.append(PairBandwidth(peer, num_bytes / seconds / 1e9, access))
     return found
 
 

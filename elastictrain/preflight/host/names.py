@@ -65,10 +65,9 @@ def look_up(questions: Sequence[str], *, limit_s: float, ask: Ask = ask_resolver
 
 
 def address_towards(target: str) -> str | None:
-    try:
+    with suppress(OSError):
         return ask_kernel(target)[1]
-    except OSError:
-        return None
+    return None
 
 
 @dataclass(frozen=True, slots=True)

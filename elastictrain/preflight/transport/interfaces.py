@@ -4,6 +4,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -90,10 +91,9 @@ def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]
 
 def is_loopback(address: str) -> bool:
     """Whether an address means the host that uses it: 127.0.0.0/8, ::1, and 127.0.0.0/8 mapped to IPv6."""
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(_plain(address.partition("%")[0])).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 def _integer(text: str | None, *, base: int = 10, least: int = 0) -> int | None:
@@ -134,12 +134,10 @@ def find_route(target: str, *, interfaces: Sequence[NetworkInterface], surroundi
 
 def _plain(address: str) -> str:
     """IPv4 mapped to IPv6 as plain IPv4, as interfaces list it."""
-    try:
+    with suppress(ValueError):
         parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return str(mapped or parsed)
+        return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+    return address
 
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # no host has these (RFC 5737, RFC 3849): their route is the default route
