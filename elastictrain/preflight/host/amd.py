@@ -6,18 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastictrain.preflight.host.gpu import (
-    Gpu,
-    GpuReport,
-    Trouble,
-    Vendor,
-    bus_id,
-    decimal,
-    find_trouble,
-    integer,
-    link_widths,
-    word,
-)
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, link_widths, word
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
@@ -74,7 +63,7 @@ def parse_rocm_smi(text: str, errors: str = "") -> tuple[GpuReport, Mapping[tupl
     report = GpuReport(vendor=Vendor.AMD, tool="rocm-smi", driver=driver, gpus=tuple(gpus), whole=bool(gpus))
     if not gpus:
         said = f"{errors}\n{text}".strip()
-        trouble = find_trouble(said) if said else Trouble.NO_DEVICES
+        trouble = Trouble.told(said) if said else Trouble.NO_DEVICES
         report = replace(report, trouble=trouble, detail=said.partition("\n")[0].strip()[:200])
     return report, links
 

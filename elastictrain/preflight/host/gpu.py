@@ -71,6 +71,11 @@ class Trouble(StrEnum):
     NO_DEVICES = "no devices"
     GARBLED = "output not understood"
 
+    @staticmethod
+    def told(output: str) -> "Trouble":
+        """What the tool complains of."""
+        return next((trouble for words, trouble in _TROUBLES.items() if words in output.lower()), Trouble.GARBLED)
+
 
 _TROUBLES = {
     "version mismatch": Trouble.MISMATCH,
@@ -82,11 +87,6 @@ _TROUBLES = {
     "no amd gpus": Trouble.NO_DEVICES,
     "no json data": Trouble.NO_DEVICES,
 }
-
-
-def find_trouble(said: str) -> Trouble:
-    """What a vendor's tool complains of."""
-    return next((trouble for words, trouble in _TROUBLES.items() if words in said.lower()), Trouble.GARBLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +149,8 @@ def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
             remedy = f"replace the host, or have GPU {gpu.where} replaced: its count of uncorrected SRAM errors calls for it"
             found.append(verdict(f"GPU {gpu.index} on {host}", Status.FAIL, measured, expected, remedy))
         elif gpu.uncorrected:
-            subject, remedy = f"GPU {gpu.index} on {host}", _reset(gpu, report.vendor)
-            found.append(verdict(subject, Status.FAIL, gpu.uncorrected, 0, remedy, unit="errors"))
+            remedy = _reset(gpu, report.vendor)
+            found.append(verdict(f"GPU {gpu.index} on {host}", Status.FAIL, gpu.uncorrected, 0, remedy, unit="errors"))
         if gpu.ecc_on is False and True in switched:
             remedy = f"as root, with the GPU idle: nvidia-smi -i {gpu.where} -e 1; then reboot the host"
             found.append(verdict(f"GPU {gpu.index} on {host}", Status.WARN, "off", "on, as on the other GPUs", remedy))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from xml.etree import ElementTree as ET
 
-from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, find_trouble, integer, truth, word
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 
 LIMIT_S = 20.0  # one call; without persistence mode it wakes the GPUs, a second or two per GPU on large hosts
@@ -71,7 +71,7 @@ def parse_nvidia(answer: ToolOutput) -> GpuReport:
     attached = integer(texts.get("attached_gpus"))
     trouble = None
     if not gpus and not lost:
-        trouble = Trouble.NO_DEVICES if whole and attached == 0 else find_trouble(said)
+        trouble = Trouble.NO_DEVICES if whole and attached == 0 else Trouble.told(said)
     return GpuReport(
         vendor=Vendor.NVIDIA,
         tool=TOOL,
