@@ -3,6 +3,7 @@
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
-from elastictrain.train.state import TrainState
+from elastictrain.train.state import SavedState, TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
 from elastictrain.train.straggler import StragglerFinder
@@ -66,7 +67,7 @@ def detached(loop: Loop) -> BuiltState:
     not end."""
     pool, wrapped = loop.loader.release(), loop.stepper.wrapped
     loop.saving.detach()
-    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, loop.finished_step)
+    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, loop.attachment.finished_step)
 
 
 def build(context: TrainContext, link: SaverLink | None, before: BuiltState | None = None) -> Loop:
@@ -81,7 +82,16 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         memory = connect_savers(context, link, arena=before.arena if before is not None else None)
     checkpointer = make_checkpointer(context)
     try:
-        resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory, before=before)
+        if identity.is_log_rank:
+            _record_start(context)
+
+        def begin_again() -> None:
+            fill_again(state.model, context.task, seed=config.run.seed, device=context.group.device)
+            share_copies(wrapped)
+            forget_steps(state.optimizer)
+
+        # Nothing is loaded over the state of a generation that has ended before its first snapshot.
+        resume = restore(context, checkpointer, state, memory=memory, reset=begin_again, changed=before is not None)
     except BaseException:
         if memory is not None and memory.others is not None:
             memory.others.close()
@@ -155,34 +165,26 @@ def make_checkpointer(context: TrainContext) -> Checkpointer:
     )
 
 
-def _restore(
+def restore(
     context: TrainContext,
     checkpointer: Checkpointer,
-    state: TrainState,
+    state: SavedState,
     *,
-    wrapped: Wrapped,
     memory: SnapshotMemory | None,
-    before: BuiltState | None,
+    reset: Callable[[], None],
+    changed: bool = False,
 ) -> Resume:
-    """Load the newest state of any tier, and record it. Collective: yes. Raises: CheckpointError, ConfigError, StorageError;
-    with run.on_change=stop, DataError if it was trained on other data."""
+    """Load the newest state of any tier, and record it; without one `reset` gives the state its first values if they are gone,
+    as they are where it was `changed`. Collective: yes. Raises: CheckpointError, ConfigError, StorageError; with
+    run.on_change=stop, DataError if it was trained on other data."""
     config, identity = context.config, context.identity
-
-    def begin_again() -> None:
-        fill_again(state.model, context.task, seed=config.run.seed, device=context.group.device)
-        share_copies(wrapped)
-        forget_steps(state.optimizer)
-
-    if identity.is_log_rank:
-        _record_start(context)
     context.tracker.set_phase(Phase.RESTORE)
     began = time.monotonic()
     recall = memory.restore if memory is not None else None
-    result = checkpointer.restore(tensors=state.tensors(), reset=begin_again, recall=recall)
+    result = checkpointer.restore(tensors=state.tensors(), reset=reset, recall=recall)
     if result is None:
-        # Nothing was loaded over the state of a generation that has ended before its first snapshot.
-        if identity.launcher is not None and any(gather_json(before is not None, group=context.group.control)):
-            begin_again()
+        if identity.launcher is not None and any(gather_json(changed, group=context.group.control)):
+            reset()
         seconds = {"total": round(time.monotonic() - began, 4)}
         resume = Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
     else:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, tee
 
 from elastictrain.data.assignment import Share
@@ -10,8 +10,9 @@ from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
-from elastictrain.events import Evaluated, Recovery, Skip, Step
-from elastictrain.fault.reasons import leave_begun, leave_straggler
+from elastictrain.events import Evaluated, Skip, Step
+from elastictrain.fault.reasons import leave_straggler
+from elastictrain.train.attachment import Attachment
 from elastictrain.train.compile_cache import CompileCache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
@@ -21,7 +22,7 @@ from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Reached
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState, count_step
-from elastictrain.train.step import PendingStep, SaveReason, StepActions, StepFlags, Stepper, StepResult, after_step
+from elastictrain.train.step import PendingStep, StepActions, StepFlags, Stepper, StepResult, after_step
 from elastictrain.train.straggler import StragglerFinder, to_leave_out
 
 
@@ -43,24 +44,23 @@ class Loop:
     compile_cache: CompileCache | None = None
     stragglers: StragglerFinder | None = None  # None in a world of one
     clock: Callable[[], float] = time.monotonic
-    reached: Reached = field(init=False)  # what the next start can resume from
-    finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
+    attachment: Attachment = field(init=False)
     _passes: int = field(init=False)
-    _first_step: int = field(init=False)
-    _began_s: float = field(init=False)
-    _last_save_s: float = field(init=False)
-    _last_save_step: int = field(default=0, init=False)
     _last_finished_s: float = field(init=False)
     _reported: int | None = field(default=None, init=False)  # the straggler of which the launcher has been told
 
     def __post_init__(self) -> None:
         config = self.context.config
-        self.reached = Reached(self.state.step, "storage" if self.state.step else "nothing")
         identity = self.context.identity
         share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
         self._passes = share.passes_per_step
-        self._first_step = self.state.step + 1
-        self._last_save_s = self._last_finished_s = self._began_s = self.clock()
+        self.attachment = Attachment(self.context, self.state, self.saving, self.comparison, self.observer, self.clock)
+        self._last_finished_s = self.clock()
+
+    @property
+    def reached(self) -> Reached:
+        """What the next start can resume from."""
+        return self.attachment.reached
 
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; any error that ends a run."""
@@ -78,7 +78,7 @@ class Loop:
         if (done or asked) and not self.in_storage:
             # The state was restored from memory, which is released at the end of the run and lost with its host.
             self.saving.first_step_done()
-            self._save_and_leave(state.step, "end" if done else "stop", reason=asked)
+            self.attachment.save_and_leave(state.step, "end" if done else "stop", reason=asked)
         elif asked and not done:
             raise StopRequestedError(asked)
         self._train()
@@ -114,18 +114,14 @@ class Loop:
             actions = after_step(step, config, stop_agreed=agreed.stop, save_agreed=save_agreed)
             early = not actions.leave and not saving.requires_finished_step
             if early:
-                self._save(step, actions)
-            if step == self._first_step or actions.leave or actions.evaluate or (actions.save and not early):
+                self.attachment.save(step, actions.save)
+            if step == self.attachment.first_step or actions.leave or actions.evaluate or (actions.save and not early):
                 finished, pending = self._finish(pending), None
                 deferred = StepFlags(finished.stop, finished.save and actions.save is None)
-            if step == self._first_step:
+            if step == self.attachment.first_step:
                 # Compilation and other one-time work is over: from now on limits are tight.
-                context.tracker.first_step_done()
                 limit_collectives(self.stepper.wrapped.groups, backend=context.backend, timeout_s=config.fault.step_timeout_s)
-                if context.identity.launcher is not None and context.identity.local_rank == 0:
-                    leave_begun(context.identity.launcher.folder, resumed_step=step - 1)
-                self._record_recovery(resumed_step=step - 1)
-                saving.first_step_done()
+                self.attachment.first_step_done()
                 if self.compile_cache is not None:
                     self.compile_cache.first_step_done()
                 if not actions.leave and context.any_stop_reason():
@@ -133,36 +129,8 @@ class Loop:
                     actions = after_step(step, config, stop_agreed=True, save_agreed=False)
             self._follow(step, actions, saved=early)
 
-    def _record_recovery(self, *, resumed_step: int) -> None:
-        """As one rank: after a failure, record how training has come to go on."""
-        context, launcher = self.context, self.context.identity.launcher
-        plan = launcher.recovery if launcher is not None else None
-        if plan is None or context.identity.rank != context.generation.recovery_rank:
-            return
-        now, steps_s = time.time(), self.clock() - self._began_s
-        seconds = {"launcher": context.began - plan.since, **context.seconds, "first_step": steps_s, "total": now - plan.since}
-        context.journal.record(
-            Recovery(
-                rung="restart" if plan.rung == "in_place" and not context.generation.hosts_that_stayed else plan.rung,
-                reason=plan.reason,
-                lost=plan.lost,
-                seconds={name: round(value, 4) for name, value in seconds.items()},
-                resumed_step=resumed_step,
-                steps_repeated=max(0, plan.step - resumed_step, context.generation.newest_step - resumed_step),
-                world_size=context.identity.world_size,
-                pids=context.generation.pids,
-            )
-        )
-
     def _launch(self, step: int) -> PendingStep:
-        config = self.context.config
-        overdue_s = 60 * config.checkpoint.every_minutes
-        flags = replace(
-            self.saving.flags(step),
-            stop=self.context.stop_request() is not None,
-            # One rank's clock decides, and the reduction sends it to the others.
-            save=self.context.identity.rank == 0 and overdue_s > 0 and self.clock() - self._last_save_s >= overdue_s,
-        )
+        config, flags = self.context.config, self.attachment.flags(step)
         rate = learning_rate(step, config.optim, total_steps=config.train.steps)
         if self.ledger is None:
             return self.stepper.run(step, self.loader, passes=self._passes, rate=rate, flags=flags)
@@ -178,7 +146,7 @@ class Loop:
         result = pending.result()
         # Aborting a group ends its collectives without a result.
         self.context.check_attached()
-        self.finished_step = result.step
+        self.attachment.finished_step = result.step
         now = self.clock()
         step_s, self._last_finished_s = now - self._last_finished_s, now
         batch = config.train.global_batch
@@ -214,13 +182,8 @@ class Loop:
                 f"`train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"
             )
         self.observer.on_step(step, step_s=step_s, skipped_total=counters.skipped_total)
-        # Before the saver counts the step as whole.
-        self.comparison.check(step.step)
-        self.saving.step_finished(step.step)
-        self.saving.on_flags(step.step, result.flags)
         self._look_for_stragglers(result)
-        # The last save has served every request from before it began.
-        return replace(result.flags, save=result.flags.save and step.step > self._last_save_step)
+        return self.attachment.finish(step.step, result.flags)
 
     def _look_for_stragglers(self, result: StepResult) -> None:
         """Record who begins or ceases to hold up the others. If such a rank's host is to be left out, its launcher decides."""
@@ -244,23 +207,11 @@ class Loop:
             # A stop request interrupted the evaluation. No step is in flight, so the run stops at this one.
             actions = after_step(step, self.context.config, stop_agreed=True, save_agreed=False)
         if actions.leave and actions.save:
-            self._save_and_leave(step, actions.save, reason=self.context.any_stop_reason())
+            self.attachment.save_and_leave(step, actions.save, reason=self.context.any_stop_reason())
         elif actions.save and not saved:
-            self._save(step, actions)
+            self.attachment.save(step, actions.save)
         if actions.evaluate or (actions.save and not saved):
             self._last_finished_s = self.clock()
-
-    def _save(self, step: int, actions: StepActions) -> None:
-        if actions.save:
-            # The time of the attempt, not of its success: a failing store is not tried again at each step.
-            self._last_save_s, self._last_save_step = self.clock(), step
-        self.saving.snapshot(step, reason=actions.save)
-
-    def _save_and_leave(self, step: int, save: SaveReason, *, reason: str) -> None:
-        """Raises: StopRequestedError if the run is not complete, or its last step not in storage."""
-        self.reached = self.saving.save_now(step, save)
-        if save == "stop" or self.reached != Reached(step, "storage"):
-            raise StopRequestedError(reason or self.context.any_stop_reason() or "another rank was asked to stop")
 
     def _evaluation_is_missing(self) -> bool:
         """Whether the evaluation after the restored step was not completed, as far as this job knows; the same on all ranks."""

@@ -13,7 +13,7 @@ from elastictrain.errors import ReplicasDivergedError
 from elastictrain.events import ReplicasDiverged
 from elastictrain.train.context import TrainContext
 from elastictrain.train.parameters import local
-from elastictrain.train.state import TrainState
+from elastictrain.train.state import SavedState
 
 
 class HostCopy:
@@ -123,7 +123,7 @@ class ReplicaComparison:
     out: a forward pass changes them on each rank by itself, and DDP replaces them by those of rank 0."""
 
     context: TrainContext
-    state: TrainState
+    state: SavedState
     shape: MeshShape
     _pending: dict[int, HostCopy] = field(default_factory=dict, init=False)  # by step; read after the next launch
 

@@ -16,7 +16,7 @@ from elastictrain.liveness.progress import Phase
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.state import JsonState, TrainState
+from elastictrain.train.state import JsonState, SavedState
 from elastictrain.train.step import SaveReason, StepFlags
 
 Tier = Literal["storage", "handover", "peer", "memory", "nothing"]
@@ -111,7 +111,7 @@ class SynchronousSaving:
 
     context: TrainContext
     checkpointer: Checkpointer
-    state: TrainState
+    state: SavedState
     comparison: ReplicaComparison
     ledger: Ledger | None
     observer: Observer

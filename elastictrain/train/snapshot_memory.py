@@ -48,7 +48,7 @@ from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_saving import Saving, SnapshotSaving
-from elastictrain.train.state import TrainState
+from elastictrain.train.state import SavedState
 from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ def make_saving(
     return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s, keeps=memory.kept)
 
 
-def share_arena(context: TrainContext, state: TrainState) -> Arena | None:
+def share_arena(context: TrainContext, state: SavedState) -> Arena | None:
     """For a standby of one rank: map and page-lock the slots of the worker that has this rank now, in the background. Then the
     successor's snapshots begin at once. None if this host keeps nothing in memory."""
     options, rank = context.config.checkpoint, context.identity.rank

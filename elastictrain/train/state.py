@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -18,6 +19,25 @@ def count_step(counters: StateCounters, *, loss: float, grad_norm: float) -> Sta
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return replace(counters, skipped_in_a_row=0)
     return replace(counters, skipped_in_a_row=counters.skipped_in_a_row + 1, skipped_total=counters.skipped_total + 1)
+
+
+class SavedState(Protocol):
+    """State that is saved and restored; its counters follow the steps."""
+
+    step: int  # optimizer steps committed
+    counters: StateCounters
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Live tensors by their name in a checkpoint; loading into them restores the state."""
+
+    def changed_by_forward(self) -> frozenset[str]:
+        """Names of the tensors that may change before the next update."""
+
+    def scalars(self, step: int, *, global_batch: int) -> JsonState:
+        """What the manifest of step `step` holds."""
+
+    def adopt(self, counters: StateCounters) -> None:
+        """Take the counters of a checkpoint, but keep the data digest of this run."""
 
 
 @dataclass(slots=True)

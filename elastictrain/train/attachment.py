@@ -1,0 +1,106 @@
+"""What ties a loop to its run: after each step, whoever has computed it, snapshots and saves, agreed stops and the records of a
+recovery. The trainer's loop and loops of users (`elastictrain.attach`) have one each."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from elastictrain.errors import StopRequestedError
+from elastictrain.events import Recovery
+from elastictrain.fault.reasons import leave_begun
+from elastictrain.train.context import TrainContext
+from elastictrain.train.observing import Observer
+from elastictrain.train.replica_comparison import ReplicaComparison
+from elastictrain.train.saving import Reached
+from elastictrain.train.snapshot_saving import Saving
+from elastictrain.train.state import SavedState
+from elastictrain.train.step import SaveReason, StepFlags
+
+
+@dataclass(slots=True)
+class Attachment:
+    """All ranks make the same calls."""
+
+    context: TrainContext
+    state: SavedState
+    saving: Saving
+    comparison: ReplicaComparison
+    observer: Observer
+    clock: Callable[[], float] = time.monotonic
+    reached: Reached = field(init=False)  # what the next start can resume from
+    finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
+    first_step: int = field(init=False)
+    _began_s: float = field(init=False)
+    _last_save_s: float = field(init=False)
+    _last_save_step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.reached = Reached(self.state.step, "storage" if self.state.step else "nothing")
+        self.first_step = self.state.step + 1
+        self._last_save_s = self._began_s = self.clock()
+
+    def flags(self, step: int) -> StepFlags:
+        """This rank's requests and the status of its saves when it begins a step."""
+        overdue_s = 60 * self.context.config.checkpoint.every_minutes
+        return replace(
+            self.saving.flags(step),
+            stop=self.context.stop_request() is not None,
+            # One rank's clock decides, and the reduction sends it to the others.
+            save=self.context.identity.rank == 0 and overdue_s > 0 and self.clock() - self._last_save_s >= overdue_s,
+        )
+
+    def finish(self, step: int, flags: StepFlags) -> StepFlags:
+        """The figures of a step are known, and the flags that all ranks had when it began. Returns those that still count."""
+        # Before the saver counts the step as whole.
+        self.comparison.check(step)
+        self.saving.step_finished(step)
+        self.saving.on_flags(step, flags)
+        # The last save has served every request from before it began.
+        return replace(flags, save=flags.save and step > self._last_save_step)
+
+    def first_step_done(self) -> None:
+        """Compilation and other one-time work of this process is over."""
+        context, launcher = self.context, self.context.identity.launcher
+        context.tracker.first_step_done()
+        if launcher is not None and context.identity.local_rank == 0:
+            leave_begun(launcher.folder, resumed_step=self.first_step - 1)
+        self._record_recovery(resumed_step=self.first_step - 1)
+        self.saving.first_step_done()
+
+    def _record_recovery(self, *, resumed_step: int) -> None:
+        """As one rank: after a failure, record how training has come to go on."""
+        context, launcher = self.context, self.context.identity.launcher
+        plan = launcher.recovery if launcher is not None else None
+        if plan is None or context.identity.rank != context.generation.recovery_rank:
+            return
+        now, steps_s = time.time(), self.clock() - self._began_s
+        seconds = {"launcher": context.began - plan.since, **context.seconds, "first_step": steps_s, "total": now - plan.since}
+        context.journal.record(
+            Recovery(
+                rung="restart" if plan.rung == "in_place" and not context.generation.hosts_that_stayed else plan.rung,
+                reason=plan.reason,
+                lost=plan.lost,
+                seconds={name: round(value, 4) for name, value in seconds.items()},
+                resumed_step=resumed_step,
+                steps_repeated=max(0, plan.step - resumed_step, context.generation.newest_step - resumed_step),
+                world_size=context.identity.world_size,
+                pids=context.generation.pids,
+            )
+        )
+
+    def save(self, step: int, reason: SaveReason | None) -> None:
+        """After each step: take the snapshots that are due. `reason`: why the step must become durable, if it must."""
+        if reason:
+            # The time of the attempt, not of its success: a failing store is not tried again at each step.
+            self._last_save_s, self._last_save_step = self.clock(), step
+        self.saving.snapshot(step, reason=reason)
+
+    def save_now(self, step: int, reason: SaveReason) -> Reached:
+        """Save, and wait until the step is durable, or the deadline of a stop is reached. Collective: yes."""
+        self.reached = self.saving.save_now(step, reason)
+        return self.reached
+
+    def save_and_leave(self, step: int, save: SaveReason, *, reason: str) -> None:
+        """Raises: StopRequestedError if the run is not complete, or its last step not in storage."""
+        if self.save_now(step, save) != Reached(step, "storage") or save == "stop":
+            raise StopRequestedError(reason or self.context.any_stop_reason() or "another rank was asked to stop")
