@@ -83,11 +83,20 @@ class Checkpointer:
         keep_last, keep_every = self.options.keep_last, self.options.keep_every
         self._committer = Committer(self.store, keep_last=keep_last, keep_every=keep_every, signing=self.signing)
 
-    def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> str:
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, JsonValue],
+        reason: str,
+        of_first: frozenset[str] = frozenset(),
+    ) -> str:
         """Write and commit a checkpoint, unless this step was committed before; returns its name. Synchronous. Collective: yes.
 
         `tensors`, the same names on all ranks, may be shards (DTensor), or whole and the same on all ranks (written once).
-        `state` is rank 0's. A failure leaves earlier checkpoints as they are; all ranks raise the same error.
+        Of tensors `of_first`, and of `state`, rank 0's count. A failure leaves earlier checkpoints as they are; all ranks raise
+        the same error.
 
         Raises: StorageError, CheckpointError: the caller may try again; LeaseLostError: it may not; what a broken group raises.
         """
@@ -96,7 +105,7 @@ class Checkpointer:
         if self._saved is not None and not folder:
             return self._saved[1]
         prepared = time.monotonic()
-        part = self._write_together(tensors, folder)
+        part = self._write_together(tensors, folder, of_first)
         parts = gather_bytes(part, group=self.group, to_first=True)
         wrote = time.monotonic()
         facts = Manifest(
@@ -135,12 +144,13 @@ class Checkpointer:
                 return ""
         return clear_target(self.store, listing, step=step, at_work=self.incarnation)
 
-    def _write_together(self, tensors: Mapping[str, Tensor], folder: str) -> bytes:
+    def _write_together(self, tensors: Mapping[str, Tensor], folder: str, of_first: frozenset[str]) -> bytes:
         """Write this rank's files; returns their encoded records. Raises on all ranks if any fails. Collective: yes."""
         part, failure = b"", None
         try:
             shard_bytes = int(self.options.shard_mb * 2**20)
-            layout = RankLayout(own_items(tensors, rank=self.rank, world_size=self.world_size), shard_bytes)
+            items = own_items(tensors, rank=self.rank, world_size=self.world_size, of_first=of_first)
+            layout = RankLayout(items, shard_bytes)
             digests = write_files(
                 self.store,
                 layout.files(incarnation=self.incarnation, rank=self.rank),

@@ -270,7 +270,8 @@ class Copier:
         for name, sizes in zip(self._names, self._sizes, strict=True):
             part = parts[name]
             assert tuple(part.shape) == sizes, f"{name} has the shape {tuple(part.shape)}, but was planned as {sizes}"  # noqa: S101
-            sources.append((part.clone() if name in self._changing else part).contiguous().reshape(-1).view(torch.uint8))
+            part = part.to(self._device, copy=True) if name in self._changing else part
+            sources.append(part.contiguous().reshape(-1).view(torch.uint8))
         target = torch.frombuffer(slot.map, dtype=torch.uint8)[HEADER_BYTES:]
         issued = self._issued = threading.Event()
         ready = None

@@ -53,17 +53,22 @@ class Box:
     replica: int
 
 
-def own_items(tensors: Mapping[str, object], *, rank: int, world_size: int) -> tuple[Item, ...]:
-    """The boxes that this rank writes. Plain tensors must be the same on all ranks. Collective: no. Raises: CheckpointError."""
+def own_items(
+    tensors: Mapping[str, object], *, rank: int, world_size: int, of_first: frozenset[str] = frozenset()
+) -> tuple[Item, ...]:
+    """The boxes that this rank writes. Plain tensors must be the same on all ranks, but for those `of_first`: there the first
+    rank's count. Collective: no. Raises: CheckpointError."""
     boxes = [box_of(name, tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()]
     # An empty tensor belongs to the checkpoint, too: one of its boxes represents it.
     return choose_own(
-        [box for box in boxes if math.prod(box.item.sizes) or not (math.prod(box.item.shape) or any(box.item.offsets))]
+        [box for box in boxes if math.prod(box.item.sizes) or not (math.prod(box.item.shape) or any(box.item.offsets))],
+        of_first=of_first,
     )
 
 
-def choose_own(boxes: Sequence[Box]) -> tuple[Item, ...]:
-    """The boxes that this rank writes: exactly one rank writes each, and the loads are even. Pure.
+def choose_own(boxes: Sequence[Box], *, of_first: frozenset[str] = frozenset()) -> tuple[Item, ...]:
+    """The boxes that this rank writes: exactly one rank writes each, the first one those of tensors `of_first`, and the loads of
+    the others are even. Pure.
 
     Ranks that share boxes must list the same ones: then they agree without messages, at any world size.
     """
@@ -73,7 +78,9 @@ def choose_own(boxes: Sequence[Box]) -> tuple[Item, ...]:
     own: set[Item] = set()
     for (replicas, replica), items in groups.items():
         loads = [(0, number) for number in range(replicas)]
-        for item in sorted(items, key=lambda item: (-item.size_bytes, item.key)):
+        own |= {item for item in items if item.name in of_first and replica == 0}
+        dealt = (item for item in items if item.name not in of_first)
+        for item in sorted(dealt, key=lambda item: (-item.size_bytes, item.key)):
             load, number = heapq.heappop(loads)
             if number == replica:
                 own.add(item)

@@ -18,7 +18,7 @@ from elastictrain.liveness.progress import Phase, ProgressMark
 LEFT_TO_THE_GUILTY_S = 3.0  # how long waiting ranks leave it to the guilty rank's host to end that rank and report it
 _NAMED_AT_MOST = 8
 # Passes alternate within a step, before the phases that follow all passes.
-_IN_PASS = {Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
+_IN_PASS = {Phase.STEP: 0, Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
 _AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3, Phase.DETACH: 4, Phase.END: 4}
 # The checks of a group run while it is formed.
 _BEFORE_STEPS = {

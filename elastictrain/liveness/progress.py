@@ -25,13 +25,14 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     REDUCE = "reduce"
     UPDATE = "update"
+    STEP = "step"  # all of a step of a loop that a user has written, and what follows it there
     SAVE = "save"
     EVAL = "eval"
     DETACH = "detach"
     END = "end"
 
 
-STEP_PHASES = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.UPDATE, Phase.EVAL))
+STEP_PHASES = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.UPDATE, Phase.STEP, Phase.EVAL))
 """The short phases that recur in every step, or nearly so."""
 
 

@@ -70,8 +70,9 @@ def bound_s(mark: ProgressMark, options: FaultGroup) -> float:
 
 
 def _is_short(mark: ProgressMark) -> bool:
-    """Whether the phase is a known part of a step. EVAL is not: the first evaluation compiles the model, without gradients."""
-    return mark.phase in STEP_PHASES and mark.phase is not Phase.EVAL and mark.first_step_done and not mark.compiling
+    """Whether the phase is a known part of a step. EVAL is not: the first evaluation compiles the model, without gradients. Nor
+    is a STEP: there an evaluation looks like a hang."""
+    return mark.phase in STEP_PHASES - {Phase.STEP, Phase.EVAL} and mark.first_step_done and not mark.compiling
 
 
 def judge(

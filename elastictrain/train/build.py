@@ -83,7 +83,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     checkpointer = make_checkpointer(context)
     try:
         if identity.is_log_rank:
-            _record_start(context)
+            record_start(context)
 
         def begin_again() -> None:
             fill_again(state.model, context.task, seed=config.run.seed, device=context.group.device)
@@ -209,7 +209,7 @@ def restore(
     return resume
 
 
-def _record_start(context: TrainContext) -> None:
+def record_start(context: TrainContext) -> None:
     store_config(context.store, context.config)
     device = context.group.device
     start = Start(

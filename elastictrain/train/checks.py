@@ -18,7 +18,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.config.task_signature import build_task
 from elastictrain.data.opening import open_datasets
-from elastictrain.distributed.device import find_backend, plan_environment
+from elastictrain.distributed.device import Backend, find_backend, plan_environment
 from elastictrain.distributed.wrapping import MeshShape, mesh_shape
 from elastictrain.errors import (
     ConfigError,
@@ -55,17 +55,7 @@ def check_alone(
     """Check what needs no other rank, and set torch's environment. Raises: ElasticTrainError."""
     began = time.monotonic()
     signing_key(config)
-    backend, why_cpu = find_backend(
-        config.parallel.backend,
-        environment=os.environ,
-        local_world_size=identity.local_world_size,
-        device=config.parallel.device,
-    )
-    if why_cpu and identity.local_rank == 0:
-        logger.warning("training on the CPU, not on a GPU: %s", why_cpu)
-    # torch opens this path without checking what is there.
-    dump_prefix = f"{temporary_folder()}/flight-r"
-    os.environ.update(plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ))
+    backend = choose_backend(config, identity)
     task = cast(Task, build_task(config))
     if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
         message = "needs a task that names its blocks (method `blocks`); set it to none"
@@ -79,6 +69,30 @@ def check_alone(
     context = TrainContext(config, identity, tracker, stop_request, check_attached, backend, task, samples, store)
     context.seconds["checks"] = round(time.monotonic() - began, 4)
     return context
+
+
+def choose_backend(config: RunConfig, identity: Identity) -> Backend:
+    """The collective library; sets torch's environment for it. Raises: HostUnfitError, ConfigError."""
+    backend, why_cpu = find_backend(
+        config.parallel.backend,
+        environment=os.environ,
+        local_world_size=identity.local_world_size,
+        device=config.parallel.device,
+    )
+    if why_cpu and identity.local_rank == 0:
+        logger.warning("training on the CPU, not on a GPU: %s", why_cpu)
+    # torch opens this path without checking what is there.
+    dump_prefix = f"{temporary_folder()}/flight-r"
+    os.environ.update(plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ))
+    return backend
+
+
+def set_determinism(config: RunConfig) -> None:
+    """Before CUDA starts, which reads the variable."""
+    if config.run.deterministic:
+        # cuBLAS picks among algorithms at run time unless its workspace has a fixed size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def signing_key(config: RunConfig) -> SigningKey | None:

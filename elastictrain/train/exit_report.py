@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
@@ -32,11 +33,32 @@ from elastictrain.storage.store import Store
 from elastictrain.torch_private import flight_recorder
 from elastictrain.train.context import StopRequested, TrainContext
 from elastictrain.train.hang_watch import HangWatch
-from elastictrain.train.loop import Loop
-from elastictrain.train.saving import describe
+from elastictrain.train.observing import Observer
+from elastictrain.train.saving import Reached, describe
+from elastictrain.train.state import SavedState
 
 _FLIGHT_RECORDER_LIMIT_S = 3.0
 _LEAST_END_S = 1.0
+
+
+class Reported(Protocol):
+    """A loop, as far as its end is reported."""
+
+    @property
+    def state(self) -> SavedState: ...
+
+    @property
+    def observer(self) -> Observer: ...
+
+    @property
+    def reached(self) -> Reached:
+        """What the next start can resume from."""
+
+    def close(self, *, finished: bool) -> None:
+        """End all that the loop has opened. `finished`: the run is complete."""
+
+    def abandon(self) -> None:
+        """The same after a failure."""
 
 
 @dataclass(slots=True)
@@ -49,11 +71,11 @@ class ExitReport:
     hangs: HangWatch
     stop_request: StopRequested
     context: TrainContext | None = None  # records go through it, once the ranks have met
-    loop: Loop | None = None
+    loop: Reported | None = None
     _began_s: float = field(default_factory=time.monotonic, init=False)
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def in_order(self, context: TrainContext, loop: Loop, *, code: int, reason: str) -> None:
+    def in_order(self, context: TrainContext, loop: Reported, *, code: int, reason: str) -> None:
         """Report a run that is complete, or that was stopped and has saved what it could."""
         step, reached, request = loop.state.step, loop.reached, self.stop_request()
         # The launcher is informed before anything is closed: slow storage may keep this process from returning.

@@ -190,7 +190,8 @@ class SynchronousSaving:
         self.comparison.begin(step)
         self.comparison.check(step)
         try:
-            self.checkpointer.save(step, tensors=self.state.tensors(), state=self.scalars(step), reason=reason)
+            tensors, of_first = self.state.tensors(), self.state.changed_by_forward()
+            self.checkpointer.save(step, tensors=tensors, state=self.scalars(step), reason=reason, of_first=of_first)
         except (CheckpointError, StorageError) as error:
             self._failed_saves += 1
             if first:

@@ -192,7 +192,7 @@ def make_saving(
     if link is None or memory.trouble:
         return _without_memory(memory, synchronous, in_storage=in_storage)
     tensors = state.tensors()
-    layout = _layout(tensors, context)
+    layout = _layout(state, context)
     # Each rank decides by itself what it writes, so all must have the same names.
     shapes = sorted((name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items())
     told = gather_json(digest_of(repr(shapes).encode()), group=group)
@@ -237,7 +237,7 @@ def share_arena(context: TrainContext, state: SavedState) -> Arena | None:
     """For a standby of one rank: map and page-lock the slots of the worker that has this rank now, in the background. Then the
     successor's snapshots begin at once. None if this host keeps nothing in memory."""
     options, rank = context.config.checkpoint, context.identity.rank
-    folder, layout = run_folder(options.memory_dir, context.config.run.dir), _layout(state.tensors(), context)
+    folder, layout = run_folder(options.memory_dir, context.config.run.dir), _layout(state, context)
     wanted = most_buffers(options.buffers, replicate=options.replicate)
     indices, _ = slot_indices(folder, rank=rank, size_bytes=layout.file_bytes, wanted=wanted)
     if not indices:
@@ -247,9 +247,11 @@ def share_arena(context: TrainContext, state: SavedState) -> Arena | None:
     return arena
 
 
-def _layout(tensors: Mapping[str, Tensor], context: TrainContext) -> RankLayout:
+def _layout(state: SavedState, context: TrainContext) -> RankLayout:
     identity, shard_bytes = context.identity, int(context.config.checkpoint.shard_mb * 2**20)
-    return RankLayout(own_items(tensors, rank=identity.rank, world_size=identity.world_size), shard_bytes=shard_bytes)
+    world_size, of_first = identity.world_size, state.changed_by_forward()
+    items = own_items(state.tensors(), rank=identity.rank, world_size=world_size, of_first=of_first)
+    return RankLayout(items, shard_bytes=shard_bytes)
 
 
 def _facts(context: TrainContext, *, run: str, layout: str) -> SnapshotFacts:

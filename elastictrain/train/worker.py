@@ -35,7 +35,7 @@ from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import claim_memory, form_group, meet
 from elastictrain.train.build import BuiltState, build, detached
-from elastictrain.train.checks import check_alone
+from elastictrain.train.checks import check_alone, set_determinism
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
 from elastictrain.train.exit_report import ExitReport
@@ -59,10 +59,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: L
     prefix = LogPrefix(identity.rank, step=lambda: tracker.mark.step)
     set_up_logging(prefix)
     torch.set_num_threads(config.run.num_threads)
-    if config.run.deterministic:
-        # cuBLAS picks among algorithms at run time unless its workspace has a fixed size; read when CUDA starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    set_determinism(config)
     # Never closed: a SIGTERM while this process ends must not change its exit code.
     stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
     stop.quiet = bool(standby) or identity.local_rank > 0
@@ -109,6 +106,7 @@ class Worker:
     checked: TrainContext | None = field(default=None, init=False)  # of the generation before, or of a standby
     built: BuiltState | None = field(default=None, init=False)
     link: SaverLink | None = field(default=None, init=False)  # of the present generation
+    loop: Loop | None = field(default=None, init=False)  # likewise
     _left: threading.Event = field(default_factory=threading.Event, init=False)  # whether the main thread has raised
     _ending_s: float | None = field(default=None, init=False)  # since when the watchdog has it leave the generation
 
@@ -200,7 +198,7 @@ class Worker:
         form_group(context)
         self._tell(Attached(os.environ.get(OWN_VARIABLES, "")))
         report.hangs.group_formed(context.backend, link)
-        loop = report.loop = build(context, link, self.built)
+        loop = self.loop = report.loop = build(context, link, self.built)
         code, reason = EXIT_OK, "done"
         try:
             loop.run()
@@ -212,7 +210,7 @@ class Worker:
         report.in_order(context, loop, code=code, reason=reason)
         stays = code == EXIT_STOPPED and self.channel is not None
         if stays:
-            self.built, report.loop = detached(loop), None
+            self.built, self.loop, report.loop = detached(loop), None, None
             loop.abandon()
         else:
             loop.close(finished=code == EXIT_OK)
@@ -243,7 +241,7 @@ class Worker:
     def _abort(self) -> None:
         """Free the main thread from what it waits for in this generation; called by another thread."""
         # The main thread lets go of it at an orderly end.
-        if (loop := self.report.loop) is not None:
+        if (loop := self.loop) is not None:
             loop.loader.interrupt()
         until_s = time.monotonic() + _DETACH_S
         # Groups that the main thread is making at this moment can be aborted a moment later.
@@ -261,7 +259,7 @@ class Worker:
     def _detach(self, error: Exception, context: TrainContext) -> int:
         """Leave the generation; returns the exit code with which this process would have ended. Raises: TransportError if a
         part of the generation cannot be ended."""
-        report, loop = self.report, self.report.loop
+        report, loop = self.report, self.loop
         self._left.set()
         failure = report.detached(error)
         self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
@@ -313,7 +311,7 @@ class Worker:
         set_up_logging(self.prefix)
         with suppress(OSError):
             Path("/proc/self/comm").write_text(f"rank {identity.rank}")
-        self.report, self._ending_s = self._begin_report(), None
+        self.report, self.loop, self._ending_s = self._begin_report(), None, None
 
     def _begin_report(self) -> ExitReport:
         hangs = HangWatch(self.config, self.identity, self.tracker)

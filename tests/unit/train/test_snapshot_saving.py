@@ -35,6 +35,9 @@ class FakeState:
     def tensors(self) -> dict[str, Tensor]:
         return {"w": torch.zeros(2)}
 
+    def changed_by_forward(self) -> frozenset[str]:
+        return frozenset()
+
     def scalars(self, step: int, *, global_batch: int) -> dict[str, int]:
         return {"step": step}
 

@@ -51,7 +51,7 @@ class Stage:
     def _build(self, context: object) -> BuiltState:
         if self.fractions and self.needs > self.fractions[-1] * 80 * GB:
             raise torch.OutOfMemoryError
-        return BuiltState(cast(Any, None), cast(Any, SimpleNamespace(tensors=lambda: {"w": self.tensor})))
+        return BuiltState(cast(Any, None), cast(Any, SimpleNamespace(tensors=lambda: {"w": self.tensor}, changed_by_forward=frozenset)))
 
 
 @pytest.fixture

@@ -1,0 +1,376 @@
+"""`elastictrain.attach`: snapshots, checkpoints, agreed stops and verified restores for training loops that users write."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from elastictrain.distributed.wrapping import MeshShape
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, CheckpointError, ConfigError, Problem, StopRequestedError, UsageError
+from elastictrain.events import Step
+from elastictrain.identity import read_identity
+from elastictrain.liveness.progress import Phase
+from elastictrain.own_loop.session import Session, init_process_group, present_session
+from elastictrain.own_loop.state import OwnState, own_state
+from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
+from elastictrain.train.attachment import Attachment
+from elastictrain.train.build import make_checkpointer, record_start, restore
+from elastictrain.train.observing import Observer
+from elastictrain.train.parameters import derive_seed, seed_everything
+from elastictrain.train.replica_comparison import HostCopy, ReplicaComparison
+from elastictrain.train.saving import Reached, SynchronousSaving
+from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
+from elastictrain.train.step import StepFlags, after_step
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """The flags of one step of all ranks, on their way."""
+
+    sums: Tensor
+    work: dist.Work
+
+    def flags(self) -> StepFlags:
+        self.work.wait()
+        return StepFlags.decode(self.sums.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What a step has come to, on its way from the device."""
+
+    step: int
+    names: tuple[str, ...]
+    values: HostCopy
+    rate: float
+    seconds: float
+
+
+class _Observer(Observer):
+    """Prints sentences of the run, and writes the metrics of steps as curves."""
+
+    def __init__(self, session: Session, *, first_step: int) -> None:
+        config = session.context.config
+        self._every_steps = config.telemetry.log_every_steps
+        self._device = session.context.group.device
+        self._scalars: ScalarWriter | None = None
+        if config.telemetry.tensorboard:
+            flush_s, close_s = config.telemetry.flush_s, config.fault.close_s
+            self._scalars = ScalarWriter(session.context.store, purge_step=first_step, flush_s=flush_s, close_s=close_s)
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._scalars is not None and (step % self._every_steps == 0 or step == 1):
+            self._scalars.write(step, {**metrics, **host_scalars(self._device)})
+
+    def print_line(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._scalars is not None:
+            self._scalars.close()
+
+
+@dataclass(slots=True)
+class Run:
+    """A run whose loop is the user's. All ranks make the same calls, in the same order. Made by `attach`.
+
+        with elastictrain.attach("runs/mine", model=model, optimizer=optimizer) as run:
+            for step in range(run.restore() + 1, 1001):
+                ...                      # forward, backward, optimizer.step()
+                run.step_done(step, metrics={"loss": loss})
+                if run.should_stop:
+                    break
+
+    Left by an exception or a kill, the same command goes on from the newest step that every rank has."""
+
+    _session: Session
+    _state: OwnState
+    _memory: SnapshotMemory | None = field(default=None, init=False)
+    _synchronous: SynchronousSaving | None = field(default=None, init=False)  # once restored
+    _in_storage: bool = field(default=True, init=False)
+    _attachment: Attachment | None = field(default=None, init=False)  # once a step is done
+    _agreement: _Agreement | None = field(default=None, init=False)
+    _unfinished: tuple[int, StepFlags] | None = field(default=None, init=False)
+    _figures: _Figures | None = field(default=None, init=False)
+    _began_s: float = field(default=0.0, init=False)
+    _stop_reason: str = field(default="", init=False)
+    _ended: bool = field(default=False, init=False)
+
+    @property
+    def step(self) -> int:
+        """The newest step that is done; 0 for none."""
+        return self._state.step
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed to stop after the last step, which is saved: leave the loop, and close the run."""
+        return bool(self._stop_reason)
+
+    def restore(self) -> int:
+        """Load the newest step that is complete and verified, from host memory, another host's memory or storage, into model,
+        optimizer and extras, in place. Call it once, before the first step. Returns the step; 0 if there is none: then nothing
+        was changed. Collective: yes. Raises: CheckpointError, ConfigError if the checkpoint is of another model,
+        StorageError."""
+        self._check_open()
+        if self._synchronous is not None:
+            raise UsageError("run.restore() must be called once, but was called again")
+        context, state = self._session.context, self._state
+        self._memory = connect_savers(context, self._session.link)
+        checkpointer = make_checkpointer(context)
+        state.make_room()
+        shape = _shape(state, world_size=context.identity.world_size)
+        resume = restore(context, checkpointer, state, memory=self._memory, reset=_refuse_changed_state)
+        if not resume.step:
+            state.forget()
+        first_step = resume.step + 1
+        observer = _Observer(self._session, first_step=first_step) if context.identity.is_log_rank else Observer()
+        observer.print_line(f"resumed at step {resume.step}" if resume.step else f"a new run in {context.store.url}: step 0")
+        comparison = ReplicaComparison(context, state, shape)
+        self._synchronous = SynchronousSaving(context, checkpointer, state, comparison, None, observer)
+        self._in_storage = resume.tier in ("storage", "none")
+        for optimizer in state.optimizers.values():
+            optimizer.register_step_pre_hook(self._before_update)
+        self._begin_step(first_step)
+        return resume.step
+
+    def step_done(self, step: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
+        """Call this after the update of `step`, which counts from 1. Takes a snapshot or saves where one is due, lets the ranks
+        agree on a stop, and records `metrics`: numbers or tensors of one element; `loss`, `grad_norm` and `tokens` (of all
+        ranks in this step) are known to reports. Tensors are not waited for. Collective: yes. Raises: UsageError;
+        SavesFailingError, ReplicasDivergedError."""
+        self._check_open()
+        if self._synchronous is None:
+            raise UsageError("run.restore() must be called before the first run.step_done()")
+        if step != self._state.step + 1:
+            raise UsageError(f"run.step_done() must be called with step {self._state.step + 1}, but was with {step}")
+        if self._stop_reason:
+            raise StopRequestedError(self._stop_reason)
+        context = self._session.context
+        # Read here: the state of another step would be saved under this one's name.
+        first, attachment = self._attachment is None, self._attachment or self._begin_saving(self._synchronous)
+        agreement = self._agreement or self._ask(attachment.flags(step))
+        flags = agreement.flags()
+        figures = self._take_figures(step, metrics or {})
+        self._state.step = step
+        attachment.comparison.step_launched(step)
+        self._finish()
+        self._figures, self._unfinished = figures, (step, flags)
+        saving = attachment.saving
+        actions = after_step(step, context.config, stop_agreed=flags.stop, save_agreed=flags.save or saving.save_pending)
+        early = not actions.leave and not saving.requires_finished_step
+        if early:
+            attachment.save(step, actions.save)
+        if first or not early:
+            self._finish()
+        if first:
+            attachment.first_step_done()
+        if actions.leave:
+            attachment.save_now(step, "stop")
+            self._stop_reason = context.any_stop_reason() or "another rank was asked to stop"
+            return
+        if not early:
+            attachment.save(step, actions.save)
+        self._agreement = self._ask(attachment.flags(step + 1))
+        self._begin_step(step + 1)
+
+    def save(self) -> None:
+        """Save the last step, and wait until it is durable. Collective: yes. Raises: SavesFailingError."""
+        self._check_open()
+        if self._attachment is None:
+            raise UsageError("run.save() must be called after a step is done")
+        self._settle()
+        self._attachment.save_now(self._state.step, "interval")
+        self._agreement = self._ask(self._attachment.flags(self._state.step + 1))
+        self._begin_step(self._state.step + 1)
+
+    def close(self) -> int:
+        """Save the last step unless a stop has done so, wait until it is durable, and leave the run; returns the exit code that
+        this process should end with: 0, or 75 if it was asked to stop, so that launchers start it again. Collective: yes.
+        Raises: SavesFailingError."""
+        if self._ended:
+            return EXIT_STOPPED if self._stop_reason else EXIT_OK
+        attachment, code = self._attachment, EXIT_OK
+        if attachment is not None:
+            self._settle()
+            if not self._stop_reason:
+                attachment.save_now(self._state.step, "end")
+                if attachment.reached != Reached(self._state.step, "storage"):
+                    self._stop_reason = self._session.context.any_stop_reason() or "the last step is not in storage"
+        if self._stop_reason:
+            code = EXIT_STOPPED
+        self._ended = True
+        self._session.context.tracker.set_phase(Phase.END, step=self._state.step)
+        self._session.end(_Ending(self), code=code, reason=self._stop_reason or "done", finished=code == EXIT_OK)
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """After an error nothing is waited for: the process ends, and reports it."""
+        if kind is None and self.close() == EXIT_STOPPED:
+            raise SystemExit(EXIT_STOPPED)
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise UsageError("this run is closed")
+
+    def _begin_saving(self, synchronous: SynchronousSaving) -> Attachment:
+        """After the first step: only now optimizers have all of their state."""
+        context, state = self._session.context, self._state
+        state.make_room()
+        saving = make_saving(self._memory, synchronous, in_storage=self._in_storage)
+        observer, comparison = synchronous.observer, synchronous.comparison
+        self._attachment = Attachment(context, state, saving, comparison, observer)
+        return self._attachment
+
+    def _before_update(self, *_: object) -> None:
+        if self._attachment is not None:
+            self._attachment.saving.before_update()
+
+    def _ask(self, flags: StepFlags) -> _Agreement:
+        sums = torch.tensor(flags.encode(), dtype=torch.float64)
+        work = dist.all_reduce(sums, group=self._session.context.group.control, async_op=True)
+        assert work is not None  # noqa: S101
+        return _Agreement(sums, work)
+
+    def _settle(self) -> None:
+        """Wait for what is under way between two steps."""
+        if self._agreement is not None:
+            self._agreement.flags()
+            self._agreement = None
+        self._before_update()
+        self._finish()
+
+    def _begin_step(self, step: int) -> None:
+        """The user's code begins a step. Its random numbers depend on (seed, step, rank) alone."""
+        context = self._session.context
+        self._began_s = time.monotonic()
+        seed_everything(derive_seed(context.config.run.seed, "own loop", step, context.identity.rank))
+        context.tracker.set_phase(Phase.STEP, step=step)
+
+    def _take_figures(self, step: int, metrics: Mapping[str, float | Tensor]) -> _Figures:
+        values = []
+        for name, value in metrics.items():
+            tensor = torch.as_tensor(value, dtype=torch.float64).detach()
+            if tensor.numel() != 1:
+                raise UsageError(f"metrics[{name!r}] must be a number, but has the shape {list(tensor.shape)}")
+            values.append(tensor.reshape(()))
+        device = next((one.device for one in values if one.is_cuda), torch.device("cpu"))
+        stacked = torch.stack([one.to(device, non_blocking=True) for one in values]) if values else torch.zeros(0)
+        rates = [
+            group["lr"] for optimizer in self._state.optimizers.values() for group in optimizer.param_groups if "lr" in group
+        ]
+        seconds = max(time.monotonic() - self._began_s, 1e-9)
+        return _Figures(step, tuple(metrics), HostCopy(stacked), float(rates[0]) if rates else math.nan, seconds)
+
+    def _finish(self) -> None:
+        """Take the figures of the last step, and let its snapshot count."""
+        figures, self._figures = self._figures, None
+        unfinished, self._unfinished = self._unfinished, None
+        attachment, context = self._attachment, self._session.context
+        if figures is None or unfinished is None or attachment is None:
+            return
+        if context.identity.is_log_rank:
+            values = dict(zip(figures.names, figures.values.wait().tolist(), strict=True))
+            context.journal.record(
+                Step(
+                    step=figures.step,
+                    loss=values.get("loss", math.nan),
+                    lr=figures.rate,
+                    grad_norm=values.get("grad_norm", math.nan),
+                    positions=(figures.step - 1, figures.step),
+                    tokens_per_s=values.get("tokens", 0.0) / figures.seconds,
+                )
+            )
+            if isinstance(attachment.observer, _Observer):
+                attachment.observer.on_metrics(figures.step, values)
+        attachment.finish(*unfinished)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """A run, as far as its end is reported."""
+
+    run: Run
+
+    @property
+    def state(self) -> OwnState:
+        return self.run._state
+
+    @property
+    def observer(self) -> Observer:
+        synchronous = self.run._synchronous
+        return synchronous.observer if synchronous is not None else Observer()
+
+    @property
+    def reached(self) -> Reached:
+        attachment, step = self.run._attachment, self.run.step
+        return attachment.reached if attachment is not None else Reached(step, "storage" if step else "nothing")
+
+    def close(self, *, finished: bool) -> None:
+        if self.run._attachment is not None:
+            self.run._attachment.saving.close(finished=finished)
+        self.abandon()
+
+    def abandon(self) -> None:
+        self.observer.close()
+
+
+def attach(
+    url: str,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None,
+    extra: Mapping[str, object] | None = None,
+    **options: Mapping[str, Any],
+) -> Run:
+    """Attach a loop to the run in the folder `url`, a path or any fsspec URL. A program that runs alone calls this once its
+    model is there. Under torchrun each process calls `elastictrain.init_process_group(url, ...)` in the place of torch's function,
+    wraps its model (DDP, FSDP2, HSDP, or not at all), and then calls this, with the same arguments on all ranks.
+
+    `extra`: what else the run's state consists of, by name: modules, tensors, and objects with `state_dict` and
+    `load_state_dict` (schedulers, averages of weights, loaders with a position); equal on all ranks, without pickle.
+    `options`: keys of the groups `checkpoint`, `fault`, `parallel` (backend, device), `preflight`, `run` and `telemetry` of
+    docs/configuration.md, as in `checkpoint={"every_steps": 500}`.
+
+    Handlers for SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 ask for a stop, and a `sys.excepthook` ends the process with an exit code
+    which launchers know. Collective: yes. Raises: ConfigError naming the argument; StorageError."""
+    session = present_session()
+    if session is None:
+        if dist.is_initialized() or read_identity(os.environ).launched:  # type: ignore[no-untyped-call,unused-ignore]
+            message = "must be called before attach, in the place of torch.distributed.init_process_group"
+            raise ConfigError([Problem("elastictrain.init_process_group", message)])
+        init_process_group(url, **options)
+        session = present_session()
+    elif (url, options) != (session.context.config.run.dir, {}):
+        given = f"{url!r} and {', '.join(options) or 'no options'}"
+        message = (
+            f"must be called with {session.context.config.run.dir!r} alone, as init_process_group was, but was with {given}"
+        )
+        raise ConfigError([Problem("elastictrain.attach", message)])
+    assert session is not None  # noqa: S101
+    state = own_state(model, optimizer, extra)
+    if session.context.identity.is_log_rank:
+        record_start(session.context)
+    return Run(session, state)
+
+
+def _shape(state: OwnState, *, world_size: int) -> MeshShape:
+    sharded = any(isinstance(tensor, DTensor) for tensor in state.tensors().values())
+    return MeshShape(1, world_size) if sharded else MeshShape(world_size, 1)
+
+
+def _refuse_changed_state() -> None:
+    raise CheckpointError("the only checkpoint is damaged, and was partly loaded; start again: the run begins anew then")

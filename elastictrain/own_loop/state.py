@@ -1,0 +1,252 @@
+"""The state of a loop that a user has written: models, optimizers, and what else must survive."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from elastictrain.bounded_json import encode_record, parse_json
+from elastictrain.checkpoint.manifest import JsonValue, StateCounters
+from elastictrain.errors import ConfigError, Problem
+from elastictrain.own_loop.nest import UnknownValueError, put_together, take_apart
+from elastictrain.train.state import JsonState
+
+JSON = "own.json"
+"""The tensor [65536] uint8 that holds all state that is no tensor, as JSON with spaces after it."""
+
+_JSON_BYTES = 1 << 16
+_OF_MACHINES = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))  # how, not what, an optimizer computes
+
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class HasStateDict(Protocol):
+    """A scheduler, an average of weights, a data loader with a position: what torch calls stateful."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> object: ...
+
+
+@dataclass(slots=True)
+class OwnState:
+    """Models, optimizers and extras by name, which is part of the names of tensors in a checkpoint. Made by `own_state`."""
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer]
+    extra: Mapping[str, object]
+    counters: StateCounters = field(default_factory=lambda: StateCounters(0))
+    step: int = 0
+    _names: dict[int, str] = field(default_factory=dict, init=False)  # of parameters, by identity
+    _given: dict[str, Tensor] = field(default_factory=dict, init=False)  # what `tensors` has returned last
+
+    def __post_init__(self) -> None:
+        for name, parameter in self._parameters():
+            self._names[id(parameter)] = name
+        for key, optimizer in self.optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if id(parameter) not in self._names:
+                        message = (
+                            f"has a parameter of shape {list(parameter.shape)} in group {index} that no module of `model` has"
+                        )
+                        raise _problem(f"optimizer{key}", message)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Live tensors by their name; the state of an optimizer is there after its first step, or after `make_room`."""
+        named, document = self._parts()
+        text = encode_record(document)
+        if len(text) > _JSON_BYTES:
+            raise _problem("extra", f"must have at most {_JSON_BYTES} bytes of numbers and text, but has {len(text)}")
+        named[JSON] = torch.frombuffer(bytearray(text.ljust(_JSON_BYTES)), dtype=torch.uint8)
+        self._given = named
+        return named
+
+    def changed_by_forward(self) -> frozenset[str]:
+        """All but parameters and what an optimizer keeps on their devices: the user's code may change it at any time."""
+        on_device = any(parameter.device.type != "cpu" for _, parameter in self._parameters())
+        fixed = {*self._names.values(), *(name for name, _, _ in self._optimizer_values())}
+        return frozenset(
+            name for name, tensor in self.tensors().items() if name not in fixed or (on_device and tensor.device.type == "cpu")
+        )
+
+    def scalars(self, step: int, *, global_batch: int) -> JsonState:
+        return asdict(replace(self.counters, step=step, positions=step * global_batch))
+
+    def adopt(self, counters: StateCounters) -> None:
+        """The tensors that `tensors` has returned last have the values of a checkpoint: the rest gets its values, too."""
+        self._load(self._given)
+        self.step, self.counters = counters.step, replace(counters, data_digest=self.counters.data_digest)
+
+    def make_room(self) -> None:
+        """Have optimizers make the state of all their parameters, where it is missing, by an update that changes nothing."""
+        for key, optimizer in self.optimizers.items():
+            lacking = [one for one in _trained(optimizer) if not optimizer.state.get(one)]
+            if not lacking:
+                continue
+            gradients = [(one, one.grad) for one in _trained(optimizer)]
+            rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+            for one in _trained(optimizer):
+                one.grad = None
+            for one in lacking:
+                one.grad = torch.zeros_like(one)
+            try:
+                for group in optimizer.param_groups:
+                    if "lr" in group:
+                        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+                # Not the method of the object: a scheduler counts its calls, and hooks are not meant for this one.
+                update: Any = type(optimizer).step
+                (update.__wrapped__ if getattr(update, "hooked", False) else update)(optimizer)
+            except Exception as error:
+                message = (
+                    f"({type(optimizer).__name__}) must make its state in `step()` without arguments, but raised {error!r}"
+                )
+                raise _problem(f"optimizer{key}", message) from error
+            finally:
+                for group, rate in zip([one for one in optimizer.param_groups if "lr" in one], rates, strict=True):
+                    group["lr"] = rate
+                for one, gradient in gradients:
+                    one.grad = gradient
+
+    def forget(self) -> None:
+        """Nothing was restored: the optimizers are as their user has made them."""
+        for optimizer in self.optimizers.values():
+            optimizer.state.clear()
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        document = parse_json(bytes(tensors[JSON].cpu().numpy().tobytes()))
+        for key, optimizer in self.optimizers.items():
+            saved = put_together(document["optimizers"][key], tensors)
+            groups = saved["groups"]
+            if len(groups) != len(optimizer.param_groups):
+                count = len(optimizer.param_groups)
+                raise _problem(f"optimizer{key}", f"must have {len(groups)} groups, as in the checkpoint, but has {count}")
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)
+            for name, values in saved["state"].items():
+                parameter = next(one for one in _trained(optimizer) if self._names[id(one)] == name)
+                optimizer.state[parameter].update(values)
+        for key, value in self.extra.items():
+            if not isinstance(value, nn.Module | Tensor) and isinstance(value, HasStateDict):
+                value.load_state_dict(put_together(document["extra"][key], tensors))
+
+    def _parts(self) -> tuple[dict[str, Tensor], dict[str, JsonValue]]:
+        named: dict[str, Tensor] = {}
+        for key, model in self.models.items():
+            named |= _tensors_of(model, f"model{key}")
+        optimizers: dict[str, JsonValue] = {}
+        for key, optimizer in self.optimizers.items():
+            groups: list[JsonValue] = []
+            for index, group in enumerate(optimizer.param_groups):
+                options = {name: value for name, value in group.items() if name not in _OF_MACHINES}
+                groups.append(_apart(options, f"optim{key}.groups.{index}", named, key=f"optimizer{key}"))
+            optimizers[key] = {"groups": groups, "state": {}}
+        for name, tensor, _ in self._optimizer_values():
+            named[name] = tensor
+        for key, values in self._other_values().items():
+            document = optimizers[key]
+            assert isinstance(document, dict)  # noqa: S101
+            document["state"] = values
+        extra: dict[str, JsonValue] = {}
+        for key, value in self.extra.items():
+            if isinstance(value, nn.Module):
+                named |= _tensors_of(value, f"extra.{key}")
+            elif isinstance(value, Tensor):
+                named[f"extra.{key}"] = value
+            else:
+                assert isinstance(value, HasStateDict)  # noqa: S101
+                extra[key] = _apart(value.state_dict(), f"extra.{key}", named, key=f"extra.{key}")
+        return named, {"optimizers": optimizers, "extra": extra}
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for key, model in self.models.items():
+            for name, parameter in plain(model).named_parameters():
+                yield f"model{key}.{name}", parameter
+
+    def _optimizer_values(self) -> Iterator[tuple[str, Tensor, str]]:
+        """Tensors in the state of parameters, with their names."""
+        for key, optimizer in self.optimizers.items():
+            for parameter in _trained(optimizer):
+                for kind, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"optim{key}.{kind}.{self._names[id(parameter)].removeprefix('model.')}", value, key
+
+    def _other_values(self) -> dict[str, dict[str, JsonValue]]:
+        """What optimizers keep of a parameter besides tensors, by optimizer and parameter."""
+        found: dict[str, dict[str, JsonValue]] = {}
+        for key, optimizer in self.optimizers.items():
+            values = found[key] = {}
+            for parameter in _trained(optimizer):
+                state = optimizer.state.get(parameter, {})
+                others = {kind: one for kind, one in state.items() if not isinstance(one, Tensor)}
+                if others:
+                    name = self._names[id(parameter)]
+                    values[name] = _apart(others, f"state of {name}", {}, key=f"optimizer{key}")
+        return found
+
+
+def own_state(model: object, optimizer: object, extra: Mapping[str, object] | None) -> OwnState:
+    """`model`: a module, or modules by name; `optimizer` likewise, or None. Raises: ConfigError naming the argument."""
+    models, optimizers = _by_name(model, nn.Module, "model"), _by_name(optimizer, Optimizer, "optimizer")
+    if not models:
+        raise _problem("model", "must be a module, or a mapping of names to modules, but is empty")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise _problem("extra", f"must be a mapping of names to objects, but is a {type(extra).__name__}")
+    for key, value in (extra or {}).items():
+        if not isinstance(value, nn.Module | Tensor | HasStateDict):
+            message = f"must be a module, a tensor, or have `state_dict` and `load_state_dict`, but is a {type(value).__name__}"
+            raise _problem(f"extra.{key}", message)
+    return OwnState(models, optimizers, dict(extra or {}))
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The module inside DDP and torch.compile: its parameters have the names that they have without these."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _by_name(given: object, kind: type[T], argument: str) -> dict[str, T]:
+    """By the part that the name adds to those of tensors: ".NAME", or nothing for a single one."""
+    if given is None and argument != "model":
+        return {}
+    named = {f".{name}": one for name, one in given.items()} if isinstance(given, Mapping) else {"": given}
+    for name, one in named.items():
+        if not isinstance(one, kind):
+            message = f"must be a {kind.__name__}, or a mapping of names to such, but is a {type(one).__name__}"
+            raise _problem(f"{argument}{name}", message)
+    return cast(dict[str, T], named)
+
+
+def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+
+
+def _tensors_of(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """Parameters, and the buffers that a state_dict has."""
+    module = plain(model)
+    persistent = set(module.state_dict())
+    found: dict[str, Tensor] = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+    return found | {f"{name}.{key}": buffer for key, buffer in module.named_buffers() if key in persistent}
+
+
+def _apart(value: object, name: str, tensors: dict[str, Tensor], *, key: str) -> JsonValue:
+    try:
+        return take_apart(value, name, tensors)
+    except UnknownValueError as error:
+        message = f"must consist of tensors, numbers, texts, lists and mappings, as a checkpoint holds no pickle, but {error}"
+        raise _problem(key, message) from error
+
+
+def _problem(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem(key, message)])
