@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Any
 from elastictrain.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from elastictrain.own_loop.loading import load as load
     from elastictrain.own_loop.run import Run as Run
     from elastictrain.own_loop.run import attach as attach
+    from elastictrain.own_loop.sample_order import SampleOrder as SampleOrder
     from elastictrain.own_loop.session import init_process_group as init_process_group
 
-_PLACES = {"Run": "own_loop.run", "attach": "own_loop.run", "init_process_group": "own_loop.session"}
+_PLACES = {
+    "Run": "own_loop.run",
+    "SampleOrder": "own_loop.sample_order",
+    "attach": "own_loop.run",
+    "init_process_group": "own_loop.session",
+    "load": "own_loop.loading",
+}
 
-__all__ = ["Run", "__version__", "attach", "init_process_group"]
+__all__ = ["Run", "SampleOrder", "__version__", "attach", "init_process_group", "load"]
 
 
 def __getattr__(name: str) -> Any:

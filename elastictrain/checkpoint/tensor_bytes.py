@@ -67,8 +67,8 @@ def own_items(
 
 
 def choose_own(boxes: Sequence[Box], *, of_first: frozenset[str] = frozenset()) -> tuple[Item, ...]:
-    """The boxes that this rank writes: exactly one rank writes each, the first one those of tensors `of_first`, and the loads of
-    the others are even. Pure.
+    """The boxes that this rank writes: exactly one rank writes each, the first one those of tensors `of_first`, and the
+    loads of the others are even. Pure.
 
     Ranks that share boxes must list the same ones: then they agree without messages, at any world size.
     """

@@ -337,8 +337,8 @@ def attach(
     **options: Mapping[str, Any],
 ) -> Run:
     """Attach a loop to the run in the folder `url`, a path or any fsspec URL. A program that runs alone calls this once its
-    model is there. Under torchrun each process calls `elastictrain.init_process_group(url, ...)` in the place of torch's function,
-    wraps its model (DDP, FSDP2, HSDP, or not at all), and then calls this, with the same arguments on all ranks.
+    model is there. Under torchrun each process calls `elastictrain.init_process_group(url, ...)` in the place of torch's
+    function, wraps its model (DDP, FSDP2, HSDP, or not at all), and then calls this, with the same arguments on all ranks.
 
     `extra`: what else the run's state consists of, by name: modules, tensors, and objects with `state_dict` and
     `load_state_dict` (schedulers, averages of weights, loaders with a position); equal on all ranks, without pickle.

@@ -4,12 +4,11 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.copier import Arena, Copier, free_indices, slot_indices

@@ -51,7 +51,8 @@ class Stage:
     def _build(self, context: object) -> BuiltState:
         if self.fractions and self.needs > self.fractions[-1] * 80 * GB:
             raise torch.OutOfMemoryError
-        return BuiltState(cast(Any, None), cast(Any, SimpleNamespace(tensors=lambda: {"w": self.tensor}, changed_by_forward=frozenset)))
+        state = SimpleNamespace(tensors=lambda: {"w": self.tensor}, changed_by_forward=frozenset)
+        return BuiltState(cast(Any, None), cast(Any, state))
 
 
 @pytest.fixture
