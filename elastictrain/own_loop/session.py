@@ -146,6 +146,8 @@ def _begin(config: RunConfig, hook: _Hook) -> Session:
     session.link = start_saver(context, agent=parent if identity.launched else os.getpid())
     form_group(context)
     hangs.group_formed(backend, session.link)
+    # torch has put its own in front, which would capture what is printed.
+    sys.excepthook = hook
     tracker.set_phase(Phase.BUILD)
     return session
 
