@@ -20,13 +20,13 @@ from elastictrain.errors import EXIT_OK, EXIT_STOPPED, CheckpointError, ConfigEr
 from elastictrain.events import Step
 from elastictrain.identity import read_identity
 from elastictrain.liveness.progress import Phase
-from elastictrain.own_loop.session import Session, init_process_group, present_session
+from elastictrain.own_loop.session import Session, init_process_group, present_session, report_exceptions
 from elastictrain.own_loop.state import OwnState, own_state
 from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.build import make_checkpointer, record_start, restore
 from elastictrain.train.observing import Observer
-from elastictrain.train.parameters import derive_seed, seed_everything
+from elastictrain.train.parameters import derive_seed
 from elastictrain.train.replica_comparison import HostCopy, ReplicaComparison
 from elastictrain.train.saving import Reached, SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
@@ -257,7 +257,8 @@ class Run:
         """The user's code begins a step. Its random numbers depend on (seed, step, rank) alone."""
         context = self._session.context
         self._began_s = time.monotonic()
-        seed_everything(derive_seed(context.config.run.seed, "own loop", step, context.identity.rank))
+        self._session.step_seed = derive_seed(context.config.run.seed, "own loop", step, context.identity.rank)
+        self._session.seed()
         context.tracker.set_phase(Phase.STEP, step=step)
 
     def _take_figures(self, step: int, metrics: Mapping[str, float | Tensor]) -> _Figures:
@@ -349,6 +350,7 @@ def attach(
     which launchers know. Collective: yes. Raises: ConfigError naming the argument; StorageError."""
     session = present_session()
     if session is None:
+        report_exceptions()
         if dist.is_initialized() or read_identity(os.environ).launched:  # type: ignore[no-untyped-call,unused-ignore]
             message = "must be called before attach, in the place of torch.distributed.init_process_group"
             raise ConfigError([Problem("elastictrain.init_process_group", message)])

@@ -8,6 +8,7 @@ from torch.utils.data import Sampler
 from elastictrain.data.assignment import Share, passes
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.identity import read_identity
+from elastictrain.own_loop.session import present_session
 
 
 class SampleOrder(Sampler[list[int]]):
@@ -53,6 +54,9 @@ class SampleOrder(Sampler[list[int]]):
         self._num_samples, self._seed, self._shuffle = num_samples, seed, shuffle
 
     def __iter__(self) -> Iterator[list[int]]:
+        # The iterator of a DataLoader draws a random number when it is made: only in the first step of a process.
+        if (session := present_session()) is not None:
+            session.seed()
         endless = 1 << 62
         for one in passes(
             self.first_step - 1,

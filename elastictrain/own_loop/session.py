@@ -31,6 +31,7 @@ from elastictrain.train.checks import check_run_folder, choose_backend, set_dete
 from elastictrain.train.context import Samples, TrainContext
 from elastictrain.train.exit_report import ExitReport, Reported
 from elastictrain.train.hang_watch import HangWatch
+from elastictrain.train.parameters import seed_everything
 from elastictrain.train.snapshot_memory import start_saver
 from elastictrain.train.task import Task
 
@@ -44,6 +45,12 @@ class Session:
     watchdog: Watchdog
     link: SaverLink | None = None
     ended: bool = False
+    step_seed: int | None = None
+
+    def seed(self) -> None:
+        """Random numbers from here on are those of the beginning of a step."""
+        if self.step_seed is not None:
+            seed_everything(self.step_seed)
 
     def end(self, loop: Reported, *, code: int, reason: str, finished: bool) -> None:
         """The loop has ended in order; nothing is left of this session. Collective: yes."""
@@ -96,12 +103,18 @@ def init_process_group(url: str, **options: Mapping[str, Any]) -> torch.device:
 
     `url` and `options`: as for `attach`, which then takes no options. Collective: yes. Raises: ElasticTrainError."""
     global _present  # noqa: PLW0603  # like the process group, there is one
-    hook = sys.excepthook = _Hook()
+    hook = report_exceptions()
     if present_session() is not None or dist.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
         message = "must be called once, and in the place of torch.distributed.init_process_group, but there is a process group"
         raise ConfigError([Problem("elastictrain.init_process_group", message)])
     _present = _begin(own_config(url, options), hook)
     return _present.context.group.device
+
+
+def report_exceptions() -> _Hook:
+    """From now on an exception that nobody catches ends the process with a sentence."""
+    hook = sys.excepthook = _Hook()
+    return hook
 
 
 def present_session() -> Session | None:

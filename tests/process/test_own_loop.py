@@ -1,4 +1,4 @@
-"""The program that docs/own-loop.md shows, killed, stopped and moved to another world, equals the one that nothing happens to."""
+"""The program of docs/own-loop.md, killed, stopped and moved to another world, equals the one that nothing happens to."""
 
 import json
 import random
@@ -26,10 +26,14 @@ def program(tmp_path: Path) -> Path:
     (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     memory = tmp_path / "host-memory"
     memory.mkdir()
-    source = source.replace('"every_steps": 20}', f'"every_steps": 20, "memory_dir": "{memory}"}}, "preflight": {{"level": "off"}}')
+    source = source.replace(
+        '"every_steps": 20}', f'"every_steps": 20, "memory_dir": "{memory}"}}, "preflight": {{"level": "off"}}'
+    )
     source = source.replace('"flush_s": 1.0', '"flush_s": 0.1')
     path = tmp_path / "own_loop.py"
-    path.write_text(source.replace("        scheduler.step()\n", "        scheduler.step()\n        __import__('time').sleep(0.03)\n"))
+    path.write_text(
+        source.replace("        scheduler.step()\n", "        scheduler.step()\n        __import__('time').sleep(0.03)\n")
+    )
     return path
 
 
@@ -44,7 +48,12 @@ def _no_saver_is_left(tmp_path: Path) -> Iterator[None]:
 def run_of(program: Path, folder: Path, *, world_size: int, steps: int = STEPS, max_restarts: int = 0) -> Iterator[Run]:
     log = folder.with_name(f"{folder.name}-log")
     with torchrun(
-        [str(folder), str(steps)], world_size=world_size, folder=log, max_restarts=max_restarts, module=[str(program)]
+        [str(folder), str(steps)],
+        world_size=world_size,
+        folder=log,
+        max_restarts=max_restarts,
+        module=[str(program)],
+        warm=False,
     ) as run:
         yield run
 
@@ -95,7 +104,9 @@ def test_a_notice_is_obeyed_and_another_world_goes_on(program: Path, tmp_path: P
         run.wait(60)
     (stop,) = events(folder, "stop")
     assert (stop["exit_code"], stop["saved"], stop["saved_step"]) == (75, "storage", stop["step"])
-    with started([sys.executable, str(program), str(folder), str(stop["step"] + 5)], log=tmp_path / "alone.txt", warm=False) as run:
+    with started(
+        [sys.executable, str(program), str(folder), str(stop["step"] + 5)], log=tmp_path / "alone.txt", warm=False
+    ) as run:
         assert run.wait(120) == 0, run.output()[-4000:]
     assert events(folder, "resume")[-1]["step"] == stop["step"]
     assert last_step(folder) == stop["step"] + 5
