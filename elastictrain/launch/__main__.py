@@ -18,7 +18,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -74,32 +75,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    log = None
+    return _exit_code(partial(_start, tuple(arguments)))
+
+
+def _exit_code(act: Callable[[], int]) -> int:
+    """That of `act`, or of its error, which is printed."""
     try:
-        text = requested_help(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
-        if text is not None:
-            sys.stdout.write(f"{text}\n")
-            return errors.EXIT_OK
-        config = load(arguments, with_task=False)
-        if config.launch.log_dir:
-            log = HostLog.begin(config.launch.log_dir, host=socket.gethostname())
-        code = _take_part(config, tuple(arguments))
+        return act()
     except errors.ElasticTrainError as error:
         print_line(str(error))
-        code = error.exit_code
+        return error.exit_code
     except KeyboardInterrupt:
         # Until a listener is installed there is nothing to stop.
-        code = errors.EXIT_STOPPED
+        return errors.EXIT_STOPPED
+    except Exception:  # noqa: BLE001  # the edge of the process: the file of what it prints has this, too
+        traceback.print_exc()
+        return errors.EXIT_BUG
+
+
+def _start(arguments: tuple[str, ...]) -> int:
+    text = requested_help(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
+    if text is not None:
+        sys.stdout.write(f"{text}\n")
+        return errors.EXIT_OK
+    config, surroundings = load(arguments, with_task=False), Surroundings()
+    place = _find_place(config, surroundings)
+    if place.role == "idle":
+        _print_findings(place)
+        return wait_for_launcher(place.job)
+    log = HostLog.begin(config.launch.log_dir, host=socket.gethostname()) if config.launch.log_dir else None
+    code = _exit_code(partial(_take_part, config, arguments, place, surroundings))
     if log is not None:
         log.close(code)
     return code
 
 
-def _take_part(config: RunConfig, arguments: tuple[str, ...]) -> int:
-    surroundings = Surroundings()
-    place = _find_place(config, surroundings)
-    if place.role == "idle":
-        return wait_for_launcher(place.job)
+def _take_part(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
+    _print_findings(place)
     if place.kind == "slurm":
         acquire_task_lock(place.job, print_line=print_line)
     return _launch(config, arguments, place, surroundings)
@@ -112,18 +124,20 @@ def print_line(text: str) -> None:
 
 def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
     interfaces = usable_interfaces(surroundings)
-    place = detect(
+    return detect(
         os.environ,
         hosts=config.launch.hosts,
         names=(*own_names(), *(address for interface in interfaces for address in interface.addresses)),
         interfaces={interface.name: interface.addresses for interface in interfaces},
         default_interface=default_interface(surroundings),
     )
+
+
+def _print_findings(place: ClusterPlace) -> None:
     for sentence in place.conclusions:
         print_line(sentence)
     for sentence in place.warnings:
         print_line(f"warning: {sentence}")
-    return place
 
 
 def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:

@@ -4,12 +4,15 @@ keeps its exit code, which a pipe into `tee` would replace.
     python -m elastictrain.launch.host_log FILE OUTPUT ERRORS CONTROL     (descriptors; started by the launcher)
 """
 
+import fcntl
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,8 +21,11 @@ from pathlib import Path
 from typing import Self
 
 from elastictrain.errors import HostUnfitError
+from elastictrain.fault.stop import STOP_SIGNALS
 
 _CLOSE_S = 2.0  # for what has been printed to reach file and terminal
+_TERMINAL_S = 10.0  # for which a terminal that does not block may take nothing
+_PAUSE_S = 0.01
 _STREAMS = (1, 2)
 _CHUNK = 1 << 16
 _MODULE = "elastictrain.launch.host_log"
@@ -30,35 +36,42 @@ class HostLog:
     """The launcher's end."""
 
     path: Path
+    _file: int
+    _sources: tuple[int, ...]  # read ends of the pipes: open here, too, so that they outlive a copier that is killed
     _control: socket.socket
+    _copiers_control: socket.socket
     _copier: subprocess.Popen[bytes]
     _terminal: tuple[int, ...]  # where output and errors went before
 
     @classmethod
     def begin(cls, folder: str, *, host: str) -> Self:
         """From now on what this process and its children print goes to the terminal and to a new file in `folder`. Raises:
-        HostUnfitError if there can be no such file."""
+        HostUnfitError if there can be no such file, or no process that copies."""
         path = Path(folder).expanduser() / f"{host}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise HostUnfitError(f"`launch.log_dir` must be a folder in which {path.name} can be made, but {error}") from error
-        ours, theirs = socket.socketpair()
-        pipes = [os.pipe() for _ in _STREAMS]
-        passed = [*(reader for reader, _ in pipes), theirs.fileno()]
-        command = [sys.executable, "-m", _MODULE, str(path), *map(str, passed)]
-        # A signal from the terminal is for the launcher: what it prints then is copied, too.
-        copier = subprocess.Popen(  # noqa: S603  # this module
-            command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        try:
+            ours, theirs = socket.socketpair()
+            pipes = [os.pipe() for _ in _STREAMS]
+            passed = (file, *(reader for reader, _ in pipes), theirs.fileno())
+            copier = _start_copier(passed)
+        except OSError as error:
+            raise HostUnfitError(f"with `launch.log_dir` this host must be able to start a process, but {error}") from error
         terminal = tuple(map(os.dup, _STREAMS))
-        for stream, (reader, writer) in zip(_STREAMS, pipes, strict=True):
+        for stream, (_, writer) in zip(_STREAMS, pipes, strict=True):
             os.dup2(writer, stream)
-            os.close(reader)
             os.close(writer)
-        theirs.close()
-        return cls(path, ours, copier, terminal)
+        log = cls(path, file, passed[1:-1], ours, theirs, copier, terminal)
+        threading.Thread(target=log._replace_copier, name="host log", daemon=True).start()
+        return log
+
+    def _replace_copier(self) -> None:
+        """Copy here once the copier was killed: whoever prints into a pipe that nobody reads ends, or waits for ever."""
+        if self._copier.wait():
+            copy(self._file, self._sources, self._terminal, self._copiers_control)
 
     def close(self, code: int) -> None:
         """Note the exit code in the file, and wait a moment until all is copied. A saver may print after that."""
@@ -68,60 +81,80 @@ class HostLog:
         for stream, before in zip(_STREAMS, self._terminal, strict=True):
             os.dup2(before, stream)
         with suppress(OSError):
-            self._control.settimeout(_CLOSE_S)
+            self._control.settimeout(2 * _CLOSE_S)
             self._control.sendall(f"elastictrain: exit code {code}\n".encode())
             self._control.shutdown(socket.SHUT_WR)
             self._control.recv(1)
         self._control.close()
 
 
-def copy(path: Path, sources: Sequence[int], control: socket.socket) -> None:
-    """Copy each of the `sources` to the stream of its number (1, 2) and to the file, until nobody writes to them any more. The
-    launcher's last word comes over `control` when it ends, and is for the file; it is answered by the end of `control`."""
-    with path.open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
-        for stream, source in zip(_STREAMS, sources, strict=True):
-            os.set_blocking(source, False)
-            selector.register(source, selectors.EVENT_READ, stream)
-        selector.register(control, selectors.EVENT_READ, 0)
-        while selector.get_map():
-            ready = sorted(selector.select(), key=lambda one: one[0].data)
-            if ready[0][0].data == 0:
-                last_word = b"".join(iter(lambda: control.recv(_CHUNK), b""))
-                selector.unregister(control)
-                # All that the launcher has printed is in the pipes by now.
-                for source in sources:
-                    while source in selector.get_map() and _copy_once(source, selector, file.fileno()):
-                        pass
-                _write(file.fileno(), last_word)
-                control.close()
-                continue
-            for key, _ in ready:
-                _copy_once(key.fd, selector, file.fileno())
-
-
-def _copy_once(source: int, selector: selectors.BaseSelector, file: int) -> bool:
-    """Whether there was something to copy."""
+def _start_copier(passed: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Raises: OSError."""
+    command = [sys.executable, "-m", _MODULE, *map(str, passed)]
+    # A signal to all processes is for the launcher: what it prints then is copied, too. The copier inherits that these are
+    # blocked, from its first moment on.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGHUP, signal.SIGPIPE))
     try:
-        data = os.read(source, _CHUNK)
-    except BlockingIOError:
+        return subprocess.Popen(  # noqa: S603  # this module
+            command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def copy(file: int, sources: Sequence[int], terminal: Sequence[int], control: socket.socket) -> None:
+    """Copy each of the `sources` to its stream of the `terminal` and to the file, until nobody writes to them any more. The
+    launcher's last word comes over `control` when it ends, and is for the file; it is answered with one byte."""
+    # Of one stream alone, so that a terminal that takes no output does not hold up the errors.
+    locks = [threading.Lock() for _ in sources]
+    threads = [
+        threading.Thread(target=_copy_stream, args=(source, file, stream, lock), daemon=True)
+        for source, stream, lock in zip(sources, terminal, locks, strict=True)
+    ]
+    for one in threads:
+        one.start()
+    last_word = b"".join(iter(lambda: control.recv(_CHUNK), b""))
+    until_s = time.monotonic() + _CLOSE_S
+    # All that the launcher has printed is in the pipes by now.
+    while not all(map(_is_copied, sources, locks)) and time.monotonic() < until_s:
+        time.sleep(_PAUSE_S)
+    _write(file, last_word)
+    with suppress(OSError):
+        control.send(b".")
+    for one in threads:
+        one.join()
+
+
+def _copy_stream(source: int, file: int, stream: int, lock: threading.Lock) -> None:
+    data = b"."
+    while data:
+        select.select([source], [], [])
+        with lock:
+            data = os.read(source, _CHUNK)
+            _write(file, data)
+            _write(stream, data)
+
+
+def _is_copied(source: int, lock: threading.Lock) -> bool:
+    """Whether all is copied that had been printed to `source`."""
+    if not lock.acquire(blocking=False):
         return False
-    if data:
-        _write(file, data)
-        _write(selector.get_key(source).data, data)
-    else:
-        selector.unregister(source)
-    return bool(data)
+    unread = any(fcntl.ioctl(source, termios.FIONREAD, bytes(4)))
+    lock.release()
+    return not unread
 
 
 def _write(descriptor: int, data: bytes) -> None:
     """A terminal that was closed, or a full disk, must not end the other copy."""
     with suppress(OSError):
         while data:
-            data = data[os.write(descriptor, data) :]
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:
+                if not select.select([], [descriptor], [], _TERMINAL_S)[1]:
+                    return
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
-    _path, *_descriptors, _control = sys.argv[1:]
-    copy(Path(_path), [*map(int, _descriptors)], socket.socket(fileno=int(_control)))
+    _file, *_sources, _control = map(int, sys.argv[1:])
+    copy(_file, _sources, _STREAMS, socket.socket(fileno=_control))

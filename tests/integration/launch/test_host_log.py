@@ -14,7 +14,8 @@ from elastictrain.errors import HostUnfitError
 from elastictrain.launch.host_log import HostLog
 
 LIMIT_S = 30.0
-PRINTS = "import os; os.write(1, b'out ' * {times}); os.write(2, b'error ' * {times}); "
+PRINTS = "import os; [(os.write(1, b'out\\n'), os.write(2, b'error\\n')) for _ in range({times})]"
+COPIER = "import psutil; copier = psutil.Process().children()[0]"
 PROGRAM = """
 import os, subprocess, sys, time
 from elastictrain.launch.host_log import HostLog
@@ -48,12 +49,13 @@ def test_all_is_copied_in_order_and_the_exit_code_is_passed_on(code: int, tmp_pa
     child = f"subprocess.run([sys.executable, '-c', {PRINTS.format(times=times)!r}])"
     ended = run(tmp_path / "logs", f"print('begins', flush=True); {child}; sys.stderr.write('ends')", code=code)
     assert ended.returncode == code
-    assert ended.stdout == b"begins\n" + b"out " * times
-    assert ended.stderr == b"error " * times + b"ends"
+    assert ended.stdout == b"begins\n" + b"out\n" * times
+    assert ended.stderr == b"error\n" * times + b"ends"
     log = log_of(tmp_path / "logs")
     assert log.startswith(b"begins\n")
     assert log.endswith(f"elastictrain: exit code {code}\n".encode())
-    assert (log.count(b"out "), log.count(b"error ")) == (times, times)
+    lines = log.splitlines()
+    assert (lines.count(b"out"), lines.count(b"error")) == (times, times), "no line is torn"
     assert len(log) == len(ended.stdout) + len(ended.stderr) + len(f"elastictrain: exit code {code}\n")
 
 
@@ -95,6 +97,62 @@ def test_a_signal_to_all_processes_of_the_terminal_leaves_the_copier(tmp_path: P
     )
     assert run(tmp_path, f"{body}; time.sleep(0.2)", code=75).returncode == 75
     assert log_of(tmp_path) == b"asked\nelastictrain: exit code 75\n"
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.5])
+def test_signals_that_a_scheduler_sends_to_all_processes_leave_the_copier(after_s: float, tmp_path: Path) -> None:
+    send = "[os.kill(copier.pid, number) for number in (1, 2, 10, 12, 13, 15)]"
+    body = f"{COPIER}; time.sleep({after_s}); {send}; time.sleep(0.3); print(copier.status() != 'zombie', flush=True)"
+    assert run(tmp_path, body).stdout == b"True\n"
+    assert log_of(tmp_path) == b"True\nelastictrain: exit code 0\n"
+
+
+def test_what_is_printed_survives_the_copier(tmp_path: Path) -> None:
+    times = 100_000
+    child = f"subprocess.run([sys.executable, '-c', {PRINTS.format(times=times)!r}])"
+    kill = "print('one', flush=True); time.sleep(0.3); copier.kill()"
+    ended = run(tmp_path, f"{COPIER}; {kill}; print('two', flush=True); {child}", code=75)
+    assert ended.returncode == 75
+    assert ended.stdout == b"one\ntwo\n" + b"out\n" * times
+    assert ended.stderr == b"error\n" * times
+    lines = log_of(tmp_path).splitlines()
+    assert (lines[0], lines.count(b"out"), lines.count(b"error")) == (b"one", times, times)
+    assert lines[-1] == b"elastictrain: exit code 75"
+
+
+def test_an_output_that_nobody_reads_does_not_hold_up_the_errors(tmp_path: Path) -> None:
+    print_all = "__import__('threading').Thread(target=lambda: os.write(1, b'out ' * 100_000), daemon=True).start()"
+    program = PROGRAM.format(folder=str(tmp_path), body=f"{print_all}; time.sleep(0.3); os.write(2, b'error')", code=3)
+    reader, writer = os.pipe()
+    try:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        assert process.stderr.read(5) == b"error"
+        assert process.wait(LIMIT_S) == 3
+        assert log_of(tmp_path).endswith(b"errorelastictrain: exit code 3\n")
+    finally:
+        os.close(reader)
+        os.close(writer)
+        process.stderr.close()
+
+
+def test_a_terminal_that_does_not_block_gets_all(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    program = PROGRAM.format(folder=str(tmp_path), body="os.write(1, b'x' * 300_000)", code=0)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=writer)
+    os.close(writer)
+    time.sleep(0.5)
+    with open(reader, "rb") as terminal:
+        assert len(terminal.read()) == 300_000
+    assert process.wait(LIMIT_S) == 0
+
+
+def test_a_host_that_can_start_no_process_is_unfit(tmp_path: Path) -> None:
+    fail = "def fail(*_, **__):\n    raise OSError(11, 'EAGAIN')\nsubprocess.Popen = fail\n"
+    program = PROGRAM.replace("log =", f"{fail}log =", 1).format(folder=str(tmp_path), body="", code=0)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT_S, check=False)
+    assert b"HostUnfitError: with `launch.log_dir`" in ended.stderr
 
 
 def test_a_folder_that_cannot_be_made_makes_the_host_unfit(tmp_path: Path) -> None:

@@ -307,6 +307,46 @@ def test_a_task_beside_the_launcher_waits_for_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
+    ("error", "role", "code", "said"),
+    [
+        (None, "launcher", 0, ["begin", 0]),
+        (RuntimeError("a bug"), "launcher", 70, ["begin", 70]),
+        (TransientStorageError("away"), "launcher", 74, ["begin", 74]),
+        (KeyboardInterrupt(), "launcher", 75, ["begin", 75]),
+        # It prints nothing that is worth a process and a file of its own.
+        (None, "idle", 0, []),
+    ],
+    ids=repr,
+)
+def test_the_file_of_what_is_printed_has_the_exit_code_however_the_launcher_ends(
+    error: BaseException | None,
+    role: Any,
+    code: int,
+    said: list[str | int],
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log, calls = SimpleNamespace(close=lambda code: calls.append(code)), list[str | int]()
+
+    def launched(*_: object) -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    kept = replace(config, launch=replace(config.launch, log_dir="logs"))
+    monkeypatch.setattr(launching, "load", lambda arguments, with_task: kept)
+    monkeypatch.setattr(launching, "detect", lambda *_, **__: ClusterPlace("slurm", role=role, job="17"))
+    monkeypatch.setattr(launching, "wait_for_launcher", lambda job: 0)
+    monkeypatch.setattr(launching, "acquire_task_lock", lambda job, print_line: None)
+    monkeypatch.setattr(launching, "HostLog", SimpleNamespace(begin=lambda folder, host: calls.append("begin") or log))
+    monkeypatch.setattr(launching, "_launch", launched)
+    assert main(RUN) == code
+    assert calls == said
+    assert ("Traceback" in capsys.readouterr().err) is (code == 70)
+
+
+@pytest.mark.parametrize(
     ("backend", "given", "place", "gpus", "workers"),
     [
         ("auto", 0, 0, 0, 1),
