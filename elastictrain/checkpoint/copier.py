@@ -102,7 +102,14 @@ class Arena:
                 place = self._begun - 1
                 if place == 0:
                     store_layout(self._folder, self._layout)
-                slot = Slot.make(f"{self._folder}/{self.names[place]}", size_bytes=self._layout.size_bytes)
+                find = Slot.find if self._of_another else Slot.make
+                slot = find(f"{self._folder}/{self.names[place]}", size_bytes=self._layout.size_bytes)
+                if slot is None:
+                    # The other process has removed it since it was looked for.
+                    with self._changed:
+                        self._begun -= 1
+                        self._changed.wait(_LOOK_S)
+                    continue
                 self._lock_pages(slot.map)
                 # Also when stopped: `close` unlocks the pages before it unmaps them.
                 self.slots[place] = slot
@@ -158,15 +165,19 @@ class Arena:
         del self._registered[first:]
 
 
-def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tuple[list[int], list[int]]:
+def slot_indices(
+    folder: str, *, rank: int, size_bytes: int, wanted: int, allocating: bool = False
+) -> tuple[list[int], list[int]]:
     """Indices of the slots to use, and those among them that exist with the right size.
 
-    Slots of another size stay until newer snapshots are complete: they may hold the only ones.
+    Slots of another size stay until newer snapshots are complete: they may hold the only ones. `allocating`: another process
+    makes these slots now; the file of the one that it allocates is empty, and fits.
     """
     there: dict[int, bool] = {}
     for index in range(10):
         with suppress(OSError):
-            there[index] = os.stat(f"{folder}/{SlotName('own', rank, index)}").st_size == size_bytes  # noqa: PTH116
+            found_bytes = os.stat(f"{folder}/{SlotName('own', rank, index)}").st_size  # noqa: PTH116
+            there[index] = found_bytes == size_bytes or (allocating and not found_bytes)
     fitting = [index for index, fits in there.items() if fits][:wanted]
     free = [index for index in range(10) if index not in there]
     return (fitting + free)[:wanted], fitting

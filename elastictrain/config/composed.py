@@ -352,8 +352,8 @@ class LaunchGroup:
     """Wall-clock limit after which the run is stopped and saved; 0 for none. A limit of Slurm is found by itself."""
 
     standbys: Annotated[int, Range(0)] | Literal["auto"] = "auto"
-    """Processes that each host prepares beside training, to take the place of a worker that dies; auto for one
-    on hosts without GPUs, and none where memory of a GPU is what training needs."""
+    """Processes that each host prepares beside training, to take the place of workers that die; auto for one, or
+    one for each rank on hosts with GPUs."""
 
     log_dir: str = ""
     """Folder on the host in which the launcher keeps all that it and its workers print, in a file for each start; empty: none.

@@ -238,7 +238,7 @@ def share_arena(context: TrainContext, state: SavedState) -> Arena | None:
     options, rank = context.config.checkpoint, context.identity.rank
     folder, layout = run_folder(options.memory_dir, context.config.run.dir), _layout(state, context)
     wanted = most_buffers(options.buffers, replicate=options.replicate)
-    indices, _ = slot_indices(folder, rank=rank, size_bytes=layout.file_bytes, wanted=wanted)
+    indices, _ = slot_indices(folder, rank=rank, size_bytes=layout.file_bytes, wanted=wanted, allocating=True)
     if not indices:
         return None
     arena = Arena(folder, layout, rank=rank, indices=indices, device=context.group.device, of_another=True)

@@ -35,7 +35,7 @@ _ROOM = 3  # times the size of the state that must be free: a standby must not m
 
 def has_room(context: TrainContext) -> bool:
     """Whether the device of this rank has memory for a standby beside training; True where it uses none."""
-    if context.backend != "nccl":
+    if not context.on_gpu:
         return True
     free_bytes, total_bytes = torch.cuda.mem_get_info(context.identity.local_rank)
     return free_bytes >= _LEAST_FREE * total_bytes
@@ -56,7 +56,11 @@ def prepare(context: TrainContext, *, exact: bool) -> BuiltState | None:
         warm_backward()
     # The priority is the thread's own: the process that this one becomes must not keep it, and could not raise it again.
     with ThreadPoolExecutor(1, thread_name_prefix="prepare", initializer=partial(os.nice, _LOWEST)) as pool:
-        return pool.submit(_build_on_device if on_device else _build, context).result()
+        built = pool.submit(_build_on_device if on_device else _build, context).result()
+    if built is not None and on_device:
+        # Not in the pool: the arena's thread would inherit the priority, and keep it.
+        built = replace(built, arena=share_arena(context, built.state))
+    return built
 
 
 def warm_backward() -> None:
@@ -74,7 +78,7 @@ def _build_on_device(context: TrainContext) -> BuiltState | None:
         built = _build(context)
         peak_bytes = torch.cuda.max_memory_reserved(device)
         parked = ParkedMemory.give(built.state.tensors().values(), peak_bytes=peak_bytes)
-        built = replace(built, parked=parked, arena=share_arena(context, built.state))
+        built = replace(built, parked=parked)
     except torch.OutOfMemoryError:
         logger.info("no standby is built: a step needs more than the free %.1f GB of the device", free_bytes / 1e9)
     finally:

@@ -157,12 +157,15 @@ class Stepper:
         if sampled and times is not None:
             gathers.mark = lambda begins: times.mark(WAIT if begins else str(Phase.FORWARD))
         seed_everything(derive_seed(seed, "micro-batch", step, micro_batch.portion.first))
-        with self.wrapped.precision_context():
-            output = self.context.task.loss(self.wrapped.module, to_device(micro_batch.batch, device))
+        try:
+            with self.wrapped.precision_context():
+                output = self.context.task.loss(self.wrapped.module, to_device(micro_batch.batch, device))
+        finally:
+            # A recovery in place keeps the module: later passes would mark the times of a generation that is over.
+            gathers.mark = None
         counts = 1.0 if micro_batch.portion.counts else 0.0
         figures[_LOSS_SUM] += output.loss_sum.detach() * counts
         figures[_WEIGHT] += output.weight * counts
-        gathers.mark = None
         self._set_phase(Phase.BACKWARD, step, index, works=not sharded)
         # A pass that does not count still runs its backward: its collectives need every rank.
         loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0

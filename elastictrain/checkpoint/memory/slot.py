@@ -108,25 +108,36 @@ class Slot:
         """The slot at `path`; an existing one of that size keeps its content. Raises: CheckpointError if there is no memory."""
         total_bytes = HEADER_BYTES + size_bytes
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            if os.fstat(descriptor).st_size != total_bytes:
-                # Another layout: the content is of no use, and a new file lets readers keep the old one.
+            if (found := cls.find(path, size_bytes=size_bytes)) is not None:
+                return found
+            # Another layout: the content is of no use, and a new file lets readers keep the old one.
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                # Allocate all of it now: if memory ran out during a copy, SIGBUS would end the process.
+                os.posix_fallocate(descriptor, 0, total_bytes)
+            except BaseException:
                 os.close(descriptor)
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     os.unlink(path)  # noqa: PTH108
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                try:
-                    # Allocate all of it now: if memory ran out during a copy, SIGBUS would end the process.
-                    os.posix_fallocate(descriptor, 0, total_bytes)
-                except BaseException:
-                    os.close(descriptor)
-                    with suppress(OSError):
-                        os.unlink(path)  # noqa: PTH108
-                    raise
+                raise
             return cls(path, descriptor=descriptor, writable=True)
         except OSError as error:
             # An existing file stays: a slot that could not be opened may hold a good snapshot.
             raise CheckpointError(f"{path} cannot get {total_bytes} bytes of host memory: {error.strerror}") from error
+
+    @classmethod
+    def find(cls, path: str, *, size_bytes: int) -> "Slot | None":
+        """An existing slot of that size, to write; None if there is none. Raises: OSError."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        if os.fstat(descriptor).st_size != HEADER_BYTES + size_bytes:
+            os.close(descriptor)
+            return None
+        return cls(path, descriptor=descriptor, writable=True)
 
     @classmethod
     def open(cls, path: str) -> "Slot":

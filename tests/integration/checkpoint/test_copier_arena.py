@@ -33,6 +33,16 @@ def test_slots_that_fit_are_used_again_and_others_left_alone(tmp_path: Path) -> 
     assert slot_indices(str(tmp_path), rank=0, size_bytes=LAYOUT.file_bytes, wanted=2) == ([1, 4], [1, 4])
 
 
+def test_a_slot_that_another_process_allocates_is_one_of_its_slots(tmp_path: Path) -> None:
+    put(tmp_path, facts_of(3), index=0)
+    (tmp_path / "own-r00000-s1").touch()
+    (tmp_path / "own-r00000-s2").write_bytes(b"another size")
+    find = partial(slot_indices, str(tmp_path), rank=0, size_bytes=LAYOUT.file_bytes, wanted=3)
+    assert find(allocating=True)[0] == [0, 1, 3]
+    # For a rank that starts it is what a killed process has left, and holds no memory.
+    assert find() == ([0, 3, 4], [0])
+
+
 def test_names_that_older_starts_have_taken_are_freed_the_oldest_first(tmp_path: Path) -> None:
     def free(wanted: int, restored_step: int | None) -> list[int]:
         free_indices(str(tmp_path), rank=0, size_bytes=99, wanted=wanted, restored_step=restored_step)
@@ -136,6 +146,21 @@ def test_slots_of_another_process_are_opened_after_their_first_snapshot(wanted: 
     first = arena.slots[0]
     assert first is not None
     assert first.facts == facts_of(3)
+    arena.close()
+
+
+def test_a_slot_that_the_other_process_removes_meanwhile_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier, "_LOOK_S", 0.01)
+    monkeypatch.setattr(Arena, "_is_made", lambda *_: True)
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU, of_another=True)
+    arena.start()
+    time.sleep(0.05)
+    assert (slot_names(str(tmp_path)), arena.slots, arena.broken) == ([], [None], "")
+    (tmp_path / "own-r00000-s0").write_bytes(b"another size")
+    time.sleep(0.05)
+    assert (tmp_path / "own-r00000-s0").read_bytes() == b"another size"
+    assert arena.take_over(LAYOUT, [SlotName("own", 0, 0)])
+    wait_for(lambda: arena.slots[0])
     arena.close()
 
 

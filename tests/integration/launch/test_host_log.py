@@ -143,7 +143,7 @@ def test_a_terminal_that_does_not_block_gets_all(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=writer)
     os.close(writer)
     time.sleep(0.5)
-    with open(reader, "rb") as terminal:
+    with os.fdopen(reader, "rb") as terminal:
         assert len(terminal.read()) == 300_000
     assert process.wait(LIMIT_S) == 0
 

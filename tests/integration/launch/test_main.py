@@ -327,7 +327,8 @@ def test_the_file_of_what_is_printed_has_the_exit_code_however_the_launcher_ends
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log, calls = SimpleNamespace(close=lambda code: calls.append(code)), list[str | int]()
+    calls: list[str | int] = []
+    log = SimpleNamespace(close=calls.append)
 
     def launched(*_: object) -> int:
         if error is not None:

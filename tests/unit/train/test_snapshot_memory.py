@@ -11,7 +11,7 @@ from torch import Tensor
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
-from elastictrain.checkpoint.memory.folder import SnapshotSet
+from elastictrain.checkpoint.memory.folder import SnapshotSet, run_folder
 from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.checkpoint.peers.client import OtherHosts
 from elastictrain.checkpoint.saver.link import SaverLink
@@ -28,6 +28,7 @@ from elastictrain.train.snapshot_memory import (
     _choose_slots,
     connect_savers,
     make_saving,
+    share_arena,
 )
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState
@@ -235,3 +236,16 @@ def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "own-r00000-s0").exists()
     monkeypatch.setattr(module, "gather_json", lambda value, *, group: [value, 1])
     assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP) == [8]
+
+
+def test_a_standby_maps_the_slots_of_its_rank_also_while_one_is_being_allocated(tmp_path: Path) -> None:
+    plain = config(steps=100)
+    options = replace(plain.checkpoint, memory_dir=str(tmp_path), buffers=3, replicate=False)
+    context = context_of(config=replace(plain, checkpoint=options))
+    folder = Path(run_folder(str(tmp_path), context.config.run.dir))
+    folder.mkdir(parents=True)
+    (folder / "own-r00000-s0").touch()
+    arena = share_arena(context, cast(TrainState, FakeState()))
+    assert arena is not None
+    arena.close()
+    assert [name.index for name in arena.names] == [0, 1, 2]

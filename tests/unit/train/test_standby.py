@@ -1,5 +1,7 @@
 """What a standby builds, and where it builds nothing."""
 
+import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +29,9 @@ class Stage:
         self.fractions: list[float] = []
         self.needs = GB
         self.tensor = torch.ones(4)
+        self.arena_priorities: list[int] = []
         monkeypatch.setattr(module, "_build", self._build)
+        monkeypatch.setattr(module, "share_arena", self._share_arena)
         monkeypatch.setattr(module, "measure_state", lambda task: SimpleNamespace(of_rank=lambda *, shards: GB))
         monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=self.available))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 80 * GB))
@@ -47,6 +51,9 @@ class Stage:
             task=None,
         )
         return prepare(context, exact=exact)
+
+    def _share_arena(self, context: object, state: object) -> None:
+        self.arena_priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     def _build(self, context: object) -> BuiltState:
         if self.fractions and self.needs > self.fractions[-1] * 80 * GB:
@@ -90,15 +97,19 @@ def test_on_a_device_it_gives_the_memory_back(stage: Stage) -> None:
     assert built.parked is not None
     assert built.parked.peak_bytes == GB
     assert stage.tensor.untyped_storage().nbytes() == 0
+    assert stage.arena_priorities == [os.getpriority(os.PRIO_PROCESS, 0)], "the successor keeps its thread"
     assert stage.fractions == [pytest.approx(0.7 * 20 / 80), 1.0], "it may take a part of what is free, and all of it later"
 
 
-@pytest.mark.parametrize(("backend", "free", "room"), [("nccl", 9, True), ("nccl", 7, False), ("gloo", 7, True)])
+@pytest.mark.parametrize(
+    ("backend", "on_gpu", "free", "room"),
+    [("nccl", True, 9, True), ("nccl", True, 7, False), ("gloo", False, 7, True), ("gloo", True, 7, False)],
+)
 def test_where_training_may_need_the_rest_of_a_device_there_is_no_room(
-    backend: str, free: int, room: bool, stage: Stage
+    backend: str, on_gpu: bool, free: int, room: bool, stage: Stage
 ) -> None:
     stage.free = free * GB
-    assert has_room(context_of(config=config(steps=3), backend=backend, task=None)) is room
+    assert has_room(context_of(config=config(steps=3), backend=backend, on_gpu=on_gpu, task=None)) is room
 
 
 def test_a_device_with_little_memory_stays_free(stage: Stage) -> None:

@@ -333,3 +333,22 @@ def test_times_ride_on_the_reduction_beside_the_flags(group_of_one: dist.HashSto
     assert all(seconds > 0 for seconds in phases_s)
     assert sum(phases_s) < step_s
     assert len(phases_s) == len(PHASES)
+
+
+class Broken(Squares):
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        super().loss(model, batch)
+        raise RuntimeError("a collective was aborted")
+
+
+def test_a_forward_pass_that_is_cut_short_leaves_no_mark_to_later_ones(group_of_one: dist.HashStore) -> None:
+    bench, times = Bench(Broken(), kind="fsdp"), Phases()
+    sharded = replace(bench.wrapped, shape=replace(bench.wrapped.shape, shards=2))
+    bench.stepper = replace(bench.stepper, wrapped=sharded, times=times)
+    with pytest.raises(RuntimeError, match="aborted"):
+        bench.step(4)
+    marked = list(times.marked)
+    with torch.no_grad():
+        Squares().loss(bench.wrapped.module, POINTS.batch(0, 2))
+    assert bench.wrapped.gathers.mark is None
+    assert times.marked == marked
