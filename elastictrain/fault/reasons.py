@@ -81,6 +81,14 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rank that holds up the others, and how."""
+
+    rank: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class _JobNote:
     """The job's note on the newest step that its workers on this host knew to be committed."""
 
@@ -102,14 +110,19 @@ def read_begun(folder: str) -> int | None:
     return _read(Path(folder) / _BEGUN_NAME, int)
 
 
-def leave_straggler(folder: str, sentence: str) -> None:
-    """Ask the launcher to leave its host out, which holds up the others. Never raises."""
-    leave_text(Path(folder) / _STRAGGLER_NAME, encode_record(sentence).decode())
+def leave_straggler(folder: str, slow: SlowRank | None) -> None:
+    """Ask the launcher to leave its host out, which holds up the others; None: not any more. Never raises."""
+    path = Path(folder) / _STRAGGLER_NAME
+    if slow is not None:
+        leave_text(path, encode_record(slow).decode())
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
-def read_straggler(folder: Path) -> str:
-    """Why the workers ask to leave this host out; empty if they do not."""
-    return _read(folder / _STRAGGLER_NAME, str) or ""
+def read_straggler(folder: Path) -> SlowRank | None:
+    """For which rank the workers ask to leave this host out; None if they do not."""
+    return _read(folder / _STRAGGLER_NAME, SlowRank)
 
 
 def read_noted_step(folder: str) -> int:

@@ -201,7 +201,9 @@ class HostRegistry:
         with self._lock:
             known = self.known
             if known.newest is None or known.newest.number < newest.number:
+                slow, since_s = known.newest.slow if known.newest is not None else None, known.slow_since_s
                 known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows)
+                known = replace(known, slow_since_s=since_s if newest.slow == slow else now_s)
                 self._take_note(replace(known, ends={}, ended_since_s=None))
         self._on_generation()
 

@@ -39,6 +39,7 @@ from elastictrain.launch.membership.records import (
     Join,
     Leave,
     LeaveOut,
+    Rejoin,
     Wait,
 )
 from elastictrain.launch.own_host import free_port
@@ -101,9 +102,11 @@ class Supervisor:
         while True:
             self._look_after_workers()
             self._exchange_records()
-            for leave in (self._leave_if_asked, self._leave_if_taken, self._retry_if_unfit):
+            for leave in (self._leave_if_asked, self._leave_if_taken):
                 if (code := leave()) is not None:
                     return code
+            if self.registry.record.state is HostState.UNFIT and self.clock() >= self._retry_s:
+                self._check_again()
             if self.registry.known.reads:
                 decision = decide(self._cluster_state(), self.config.launch)
                 if isinstance(decision, Leave):
@@ -141,7 +144,7 @@ class Supervisor:
             left_s=max(0.0, self._began_s + 3600 * hours - self.clock()) if hours else float("inf"),
             stop_limit_s=self._stop_limit_s,
             wants_to_leave=self.stop_request() is not None,
-            straggles=read_straggler(self._attempt.folder) if self._attempt is not None else "",
+            straggles=read_straggler(self._attempt.folder) if self._attempt is not None else None,
         )
 
     def _act(self, decision: Decision) -> None:
@@ -154,6 +157,8 @@ class Supervisor:
                 self._finish(self._attempt, end, at_once=at_once)
             case LeaveOut(number, reason):
                 self._leave_out(reason, ended=number)
+            case Rejoin():
+                self._check_again()
             case Wait():
                 if self._attempt is None:
                     self._prepare_to_join()
@@ -306,7 +311,7 @@ class Supervisor:
         self.workers.release()
         before = self.registry.record
         if before.state is not HostState.UNFIT:
-            self._retry_s = self.clock() + self.config.launch.retry_unfit_s
+            self._retry_s = self.clock() + (self.config.launch.retry_unfit_s or float("inf"))
         self.registry.update(HostState.UNFIT, reason=reason, ended=max(ended, before.ended), committed_step=self._known_step)
 
     def _note_begin(self, attempt: Attempt) -> None:
@@ -355,19 +360,14 @@ class Supervisor:
             raise RunHeldError(newest.reason)
         return self._leave(EXIT_STOPPED, newest.reason)
 
-    def _retry_if_unfit(self) -> int | None:
-        retry_s = self.config.launch.retry_unfit_s
-        if self.registry.record.state is not HostState.UNFIT or self.clock() < self._retry_s:
-            return None
-        if retry_s == 0:
-            return self._leave(EXIT_UNFIT, self.registry.record.reason)
+    def _check_again(self) -> None:
         if unfit := self.check_host():
             self.print_line(f"this host is still unfit: {unfit}")
-            self._retry_s = self.clock() + retry_s
+            self._retry_s = self.clock() + (self.config.launch.retry_unfit_s or float("inf"))
+            self.registry.update(HostState.UNFIT, reason=unfit)
         else:
             self.print_line("this host passes its checks again, and waits to be taken in")
             self.registry.update(HostState.READY, master_port=free_port())
-        return None
 
     def _leave(self, code: int, reason: str) -> int:
         self.workers.close()

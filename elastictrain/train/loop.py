@@ -11,7 +11,7 @@ from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
 from elastictrain.events import Evaluated, Skip, Step
-from elastictrain.fault.reasons import leave_straggler
+from elastictrain.fault.reasons import SlowRank, leave_straggler
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.compile_cache import CompileCache
 from elastictrain.train.context import TrainContext
@@ -47,7 +47,7 @@ class Loop:
     attachment: Attachment = field(init=False)
     _passes: int = field(init=False)
     _last_finished_s: float = field(init=False)
-    _reported: int | None = field(default=None, init=False)  # the straggler of which the launcher has been told
+    _reported: SlowRank | None = field(default=None, init=False)  # of this host; the launcher has been told of it
 
     def __post_init__(self) -> None:
         config = self.context.config
@@ -195,11 +195,14 @@ class Loop:
                 context.journal.record(change.event(step=result.step, host=hosts[change.rank]))
                 self.observer.print_line(change.describe(host=hosts[change.rank]))
         chosen = to_leave_out(self.stragglers.named, after=context.config.fault.straggler_exclude_after)
-        if chosen is None or chosen.rank == self._reported:
+        slow = None
+        if chosen is not None and chosen.rank in identity.host_ranks:
+            slow = SlowRank(chosen.rank, chosen.describe(host=hosts[chosen.rank]))
+        is_told = (slow and slow.rank) == (self._reported and self._reported.rank)
+        if is_told or identity.launcher is None or identity.local_rank > 0:
             return
-        self._reported = chosen.rank
-        if identity.launcher is not None and identity.local_rank == 0 and chosen.rank in identity.host_ranks:
-            leave_straggler(identity.launcher.folder, chosen.describe(host=hosts[chosen.rank]))
+        self._reported = slow
+        leave_straggler(identity.launcher.folder, slow)
 
     def _follow(self, step: int, actions: StepActions, *, saved: bool) -> None:
         """`saved`: the save of this step is already under way. Raises: StopRequestedError."""

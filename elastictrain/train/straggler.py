@@ -69,8 +69,9 @@ class Straggler:
 
 
 def to_leave_out(named: Sequence[Straggler], *, after: int) -> Straggler | None:
-    """The one whose host should be left out: the straggler of the most steps, `after` at least; None if `after` is 0."""
-    due = [one for one in named if 0 < after <= one.steps]
+    """The one whose host should be left out: the straggler of the most steps, `after` at least; None if `after` is 0. Work
+    between steps is that of a rank on any host."""
+    due = [one for one in named if 0 < after <= one.steps and one.lag.phase != BETWEEN]
     return min(due, key=lambda one: (-one.steps, one.rank), default=None)
 
 

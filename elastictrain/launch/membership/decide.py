@@ -6,12 +6,14 @@ newest one may propose the next: storage accepts only the first proposal of each
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
+from elastictrain.fault.reasons import SlowRank
 from elastictrain.launch.membership import messages
 from elastictrain.launch.membership.observation import (
     ClusterState,
     connections,
     is_alive,
     is_connected,
+    may_be_alive,
     missing_member,
     unconnected_members,
 )
@@ -27,6 +29,7 @@ from elastictrain.launch.membership.records import (
     Join,
     Leave,
     LeaveOut,
+    Rejoin,
     Wait,
 )
 
@@ -45,14 +48,14 @@ def decide(cluster: ClusterState, options: LaunchGroup) -> Decision:
     if cluster.wants_to_leave:
         return Leave(EXIT_STOPPED, "asked to leave")
     if newest is not None and me.ended < newest.number:
-        if newest.has(me.host) and not cluster.ends:
-            # A host that cannot take part stays silent, and the others continue without it.
-            return Join(newest) if me.state is HostState.READY else Wait()
+        # A host that cannot take part stays silent, and the others continue without it.
+        if newest.has(me.host) and not cluster.ends and me.state is HostState.READY:
+            return Join(newest)
         if me.host in newest.excluded and not newest.terminal:
             reason = f"generation {newest.number} leaves this host out: {newest.reason}"
             return LeaveOut(newest.number, reason) if options.retry_unfit_s else Leave(EXIT_UNFIT, reason)
     if me.state is not HostState.READY:
-        return Wait() if options.retry_unfit_s else Leave(EXIT_UNFIT, me.reason)
+        return _while_unfit(cluster, options)
     if (proposed := propose_generation(cluster, options)) is not None:
         return proposed
     assert newest is not None  # noqa: S101
@@ -77,17 +80,40 @@ def _while_running(cluster: ClusterState, running: Generation, options: LaunchGr
     if cluster.wants_to_leave:
         leaving = _end(running, me, EndKind.LEAVING, EXIT_STOPPED, "asked to leave")
         return Finish(leaving, at_once=any(end.loses_state for end in others))
-    if cluster.straggles and not others and len(running.members) > options.min_hosts:
-        # After an orderly end this host is unfit for a while.
-        return Finish(_end(running, me, EndKind.LEAVING, EXIT_UNFIT, cluster.straggles), at_once=False)
     if (followed := _to_follow(cluster, others)) is not None:
         return Finish(followed, at_once=followed.loses_state)
     if (missing := missing_member(cluster, running, options)) is not None:
         member, sentence = missing
         return _finish_lost(running, me, f"{member.name} {sentence}", lost=member.host)
+    if (slow := cluster.straggles) is not None and not others and _is_left_out(slow, cluster, running, options):
+        # After an orderly end this host is unfit for a while.
+        return Finish(_end(running, me, EndKind.LEAVING, EXIT_UNFIT, slow.sentence, slow_rank=slow.rank), at_once=False)
     if running.members[0].host == me.host and not others and (worth := should_grow(cluster, running, options)) is not None:
         return Finish(_end(running, me, EndKind.GROW, EXIT_OK, worth), at_once=False)
     return Wait()
+
+
+def _is_left_out(slow: SlowRank, cluster: ClusterState, running: Generation, options: LaunchGroup) -> bool:
+    """Whether this host leaves for its `slow` rank: if enough others remain, and only one host in `launch.retry_unfit_s`. A
+    rank that was slow on another host before is slow by its work: it would take out one host after the other."""
+    last = running.slow
+    if last is not None and cluster.now_s < cluster.slow_since_s + options.retry_unfit_s:
+        return False
+    by_its_work = last is not None and last.slow_rank == slow.rank and last.host != cluster.me.host
+    return not by_its_work and len(running.members) > options.min_hosts
+
+
+def _while_unfit(cluster: ClusterState, options: LaunchGroup) -> Decision:
+    me, newest, end = cluster.me, cluster.newest, cluster.me.end
+    if end is not None and end.slow_rank >= 0 and (end.generation, end.reason) == (me.ended, me.reason):
+        # Nothing but slowness makes this host unfit: it is better than none.
+        others = [one for one in cluster.observed.values() if one.record.state in (HostState.READY, HostState.BUSY)]
+        if sum(may_be_alive(one, cluster, options) for one in others) < options.min_hosts:
+            return Rejoin()
+        if newest is not None and newest.number <= me.ended:
+            # Until the others train without it they may still be lost.
+            return Wait()
+    return Wait() if options.retry_unfit_s else Leave(EXIT_UNFIT, me.reason)
 
 
 def _to_follow(cluster: ClusterState, others: list[End]) -> End | None:
@@ -105,8 +131,10 @@ def _finish_lost(running: Generation, me: HostRecord, reason: str, *, lost: str)
     return Finish(_end(running, me, EndKind.LOST, EXIT_TRANSPORT, reason, lost=lost), at_once=True)
 
 
-def _end(running: Generation, me: HostRecord, kind: EndKind, exit_code: int, reason: str, *, lost: str = "") -> End:
-    return End(running.number, me.host, kind, exit_code, "", 0, 0, reason, lost)
+def _end(
+    running: Generation, me: HostRecord, kind: EndKind, exit_code: int, reason: str, *, lost: str = "", slow_rank: int = -1
+) -> End:
+    return End(running.number, me.host, kind, exit_code, "", 0, 0, reason, lost, slow_rank=slow_rank)
 
 
 def should_grow(cluster: ClusterState, running: Generation, options: LaunchGroup) -> str | None:

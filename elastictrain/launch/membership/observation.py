@@ -12,6 +12,7 @@ from itertools import combinations
 from math import inf
 
 from elastictrain.config.composed import LaunchGroup
+from elastictrain.fault.reasons import SlowRank
 from elastictrain.launch.membership.records import End, Generation, GenerationMember, HostRecord, HostState
 
 _REMEMBERED_S = 3600.0
@@ -40,6 +41,7 @@ class ClusterState:
     running: Generation | None = None  # what runs or is being stopped here; None: nothing
     newest: Generation | None = None
     newest_since_s: float = 0.0
+    slow_since_s: float = -inf  # since when `newest.slow` is the same
     follows_another: bool = False  # whether the generation before the newest one was not the last of a launch
     created: frozenset[int] = frozenset()  # numbers of generations that this host has tried to create
     ends: Mapping[str, End] = field(default_factory=dict)  # ends of `newest`, by host; read before `observed`
@@ -59,7 +61,7 @@ class ClusterState:
     left_s: float = inf  # until the run's time limit
     stop_limit_s: float = 920.0  # limit of an orderly end on a host: a save and the shutdown
     wants_to_leave: bool = False
-    straggles: str = ""  # why the workers here ask to leave this host out; empty if they do not
+    straggles: SlowRank | None = None  # for which the workers here ask to leave this host out; None if they do not
 
 
 def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[str]:

@@ -46,6 +46,7 @@ class End:
     reason: str
     lost: str = ""  # the silent host, if `kind` is LOST
     blames: tuple[str, ...] = ()  # hosts that its workers or launcher blame for a hang or a broken connection
+    slow_rank: int = -1  # of this host, which leaves because this rank holds up the others; -1: it does not
 
     @property
     def loses_state(self) -> bool:
@@ -118,6 +119,7 @@ class Generation:
     exit_code: int
     reason: str
     owner: str = LAUNCHER  # the kind of run; empty in records older than this field
+    slow: End | None = None  # of the last host that was left out because it held up the others
 
     @property
     def terminal(self) -> bool:
@@ -210,9 +212,14 @@ class LeaveOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Check this host again at once: it was left out for being slow, and too few others are left."""
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     exit_code: int
     reason: str
 
 
-Decision = Wait | Join | Create | Finish | LeaveOut | Leave
+Decision = Wait | Join | Create | Finish | LeaveOut | Rejoin | Leave

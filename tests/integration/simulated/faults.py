@@ -24,6 +24,7 @@ DEEDS = (
     "restart",
     "leave",
     "unfit",
+    "slow",
     "storm",
     "calm",
 )
@@ -43,7 +44,7 @@ plans = st.lists(
 )
 
 
-def options(*, min_hosts: int = 1, max_hosts: int = 0, max_failures: int = 10**6) -> LaunchGroup:
+def options(*, min_hosts: int = 1, max_hosts: int = 0, max_failures: int = 10**6, retry_s: float = 10.0) -> LaunchGroup:
     """Impatient ones, so that much happens in little time."""
     return LaunchGroup(
         min_hosts=min_hosts,
@@ -54,7 +55,7 @@ def options(*, min_hosts: int = 1, max_hosts: int = 0, max_failures: int = 10**6
         grow_every_s=10.0,
         max_failures=max_failures,
         backoff_s=0.0,
-        retry_unfit_s=10.0,
+        retry_unfit_s=retry_s,
     )
 
 
@@ -68,7 +69,7 @@ def suffer(world: World, plan: Sequence[Fault]) -> None:
     world.storage.weather = Weather()
     for name in world.names:
         _heal(world, name)
-        world.launchers[name].frozen = ""
+        world.launchers[name].frozen, world.launchers[name].is_slow = "", False
 
 
 def recover(world: World, *, num_hosts: int, within_s: int) -> bool:
@@ -102,6 +103,8 @@ def _do(world: World, fault: Fault) -> None:
             world.start(fault.name)
         case "leave":
             launcher.wants_to_leave = True
+        case "slow":
+            launcher.is_slow = not launcher.is_slow
         case "storm" | "calm":
             world.storage.weather = STORM if fault.deed == "storm" else Weather()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastictrain.config.composed import LaunchGroup
+from elastictrain.fault.reasons import SlowRank
 from elastictrain.launch.membership.observation import ClusterState, HostObservation, observe, observe_datagrams
 from elastictrain.launch.membership.records import (
     Create,
@@ -19,6 +20,7 @@ from elastictrain.launch.membership.records import (
     Join,
     Leave,
     LeaveOut,
+    Rejoin,
     Wait,
 )
 from tests.integration.simulated.storage import Storage, StorageDownError
@@ -26,7 +28,6 @@ from tests.integration.simulated.storage import Storage, StorageDownError
 Decide = Callable[[ClusterState, LaunchGroup], Decision]
 STOP_LIMIT_S = 20.0
 _CREATE_AGAIN_S = 3.0
-_UNFIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,10 @@ class Launcher:
         self.frozen = ""
         self.gone = False
         self.silent_death = False
-        self.wants_to_leave = False
+        self.wants_to_leave = self.is_slow = self.first_is_slow = False
+        """The host, or the work of the first rank on any host."""
+
+        self.slow_since_s = 0.0
         self.exit_code: int | None = None
         self.attempt: Attempt | None = None
         self.others: tuple[str, ...] = ()
@@ -152,7 +156,15 @@ class Launcher:
             expected_hosts=self.expected_hosts,
             stop_limit_s=STOP_LIMIT_S,
             wants_to_leave=self.wants_to_leave,
+            straggles=self._straggles(),
+            slow_since_s=self.slow_since_s,
         )
+
+    def _straggles(self) -> SlowRank | None:
+        if self.attempt is None or not self.attempt.started:
+            return None
+        rank = self.attempt.generation.first_rank(self.host)
+        return SlowRank(rank, "it is slow") if self.is_slow or (self.first_is_slow and rank == 0) else None
 
     def _turn(self, now_s: float) -> None:
         storage, local_s = self.storage, self.clock(now_s)
@@ -163,6 +175,8 @@ class Launcher:
         storage.write_record(self.record, now_s=now_s)
         newest = storage.newest(self.newest, now_s=now_s)
         if newest is not None and newest != self.newest:
+            if newest.slow != (self.newest and self.newest.slow):
+                self.slow_since_s = local_s
             self.newest, self.newest_since_s, self.ends, self.ended_since_s = newest, local_s, {}, None
         if self.attentive:
             self.observed = observe(self.observed, storage.all_entries(now_s=now_s), own=self.host, now_s=local_s)
@@ -205,7 +219,10 @@ class Launcher:
                 self._finish(end, at_once=at_once, now_s=now_s)
             case LeaveOut(number, reason):
                 self._say(HostState.UNFIT, ended=number, reason=reason)
-                self.retry_s = min(self.retry_s, self.clock(now_s) + _UNFIT_S)
+                self.retry_s = min(self.retry_s, self.clock(now_s) + self.options.retry_unfit_s)
+            case Rejoin():
+                self._say(HostState.READY, ended=self.record.ended)
+                self.retry_s = float("inf")
             case Leave(exit_code):
                 self.exit_code = exit_code
                 self.gone = True
@@ -250,11 +267,13 @@ class Launcher:
             self._change(end=End(number, self.host, kind, attempt.exit_code, "", 0, 0, "workers ended"))
         self.attempt, self.attentive = None, True
         self._change(committed_step=max(self.record.committed_step, self._committed_step()))
-        unfit = attempt.exit_code == 69 and attempt.asked is None
-        self._say(HostState.UNFIT if unfit else HostState.READY, ended=number)
+        own = attempt.asked is not None and attempt.asked.host == self.host
+        slow = attempt.asked.reason if attempt.asked is not None and own and attempt.asked.exit_code == 69 else ""
+        unfit = slow or (attempt.exit_code == 69 and attempt.asked is None)
+        self._say(HostState.UNFIT if unfit else HostState.READY, ended=number, reason=slow)
         self._tell()
         if unfit:
-            self.retry_s = self.clock(now_s) + _UNFIT_S
+            self.retry_s = self.clock(now_s) + self.options.retry_unfit_s
 
     def _say(self, state: HostState, *, ended: int, reason: str = "") -> None:
         self._change(state=state, ended=max(ended, self.record.ended), reason=reason)

@@ -169,3 +169,52 @@ def test_the_simulation_sees_hosts_that_do_not_stop() -> None:
 
 def test_the_simulation_sees_histories_that_are_mixed() -> None:
     assert breaks(stale=lambda commit, resumes: False)
+
+
+def slow_ones_left_out(world: World) -> list[str]:
+    """The hosts that were left out for being slow, in order."""
+    ends = [one.slow for _, versions in sorted(world.storage.generations.rows.items()) for _, one in versions if one.slow]
+    return [world.all[end.host].name for end in dict.fromkeys(ends)]
+
+
+def train(world: World, seconds: int) -> None:
+    for _ in range(seconds):
+        world.tick()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_that_is_slow_by_its_work_takes_out_one_host_at_most(seed: int) -> None:
+    world = World(NAMES, seed=seed, options=options(retry_s=10.0**6), expected_hosts=4)
+    for launcher in world.all.values():
+        launcher.first_is_slow = True
+    train(world, 300)
+    assert len(slow_ones_left_out(world)) == 1
+    newest = world.newest()
+    assert newest is not None
+    assert (len(newest.members), world.trains()) == (3, True), story(world)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slow_hosts_are_left_out_one_at_a_time(seed: int) -> None:
+    world = World(NAMES, seed=seed, options=options(min_hosts=2, retry_s=100.0), expected_hosts=4)
+    for name in "abcd":
+        world.launchers[name].is_slow = True
+    train(world, 90)
+    assert len(slow_ones_left_out(world)) == 1
+    assert recover(world, num_hosts=2, within_s=400), story(world)
+
+
+@pytest.mark.parametrize("retry_s", [0.0, 10.0**6])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_host_that_was_left_out_for_being_slow_trains_when_the_others_are_lost(seed: int, retry_s: float) -> None:
+    """They are lost while it leaves; where it waits to be checked again, also later."""
+    world = World("ab", seed=seed, options=options(retry_s=retry_s), expected_hosts=2)
+    while not world.trains():
+        world.tick()
+    world.launchers["b"].is_slow = True
+    while world.launchers["b"].record.end is None:
+        world.tick()
+    train(world, Random(seed).randint(0, 2 if retry_s == 0 else 60))
+    world.kill("a", silently=True)
+    world.launchers["b"].is_slow = False
+    assert recover(world, num_hosts=1, within_s=60), story(world)

@@ -11,6 +11,7 @@ from elastictrain.errors import ConfigError, Problem, TransportError
 from elastictrain.fault.reasons import (
     ExitClassification,
     Reason,
+    SlowRank,
     classify_exit,
     describe_heard,
     elect_reporter,
@@ -119,12 +120,14 @@ def test_a_beginning_that_cannot_be_read(text: str, tmp_path: Path) -> None:
 
 
 def test_the_request_to_leave_a_straggler_out(tmp_path: Path) -> None:
-    assert read_straggler(tmp_path) == ""
-    leave_straggler(str(tmp_path), "rank 3 is slow")
-    assert read_straggler(tmp_path) == "rank 3 is slow"
+    assert read_straggler(tmp_path) is None
+    slow = SlowRank(3, "rank 3 is slow")
+    for told in (slow, None, None, slow):
+        leave_straggler(str(tmp_path), told)
+        assert read_straggler(tmp_path) == told
     assert read_reasons(str(tmp_path)) == []
     (tmp_path / "straggler.json").write_text("{")
-    assert read_straggler(tmp_path) == ""
+    assert read_straggler(tmp_path) is None
 
 
 def test_leaving_word_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +135,7 @@ def test_leaving_word_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         leave_reason(str(tmp_path / "nowhere"), REASON)
         leave_begun(str(tmp_path / "nowhere"), resumed_step=1)
-        leave_straggler(str(tmp_path / "nowhere"), "slow")
+        leave_straggler(str(tmp_path / "nowhere"), SlowRank(0, "slow"))
     assert len(caplog.records) == 3
 
 

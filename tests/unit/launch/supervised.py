@@ -90,6 +90,8 @@ class FakeRegistry:
     def post(self, record: Generation | End) -> None:
         self.diary.note(f"post {record.kind}" if isinstance(record, End) else f"post generation {record.number}")
         self.posts.append(record)
+        if isinstance(record, End):
+            self.record = replace(self.record, end=record)
 
     def receive(self, lines: Iterable[HostRecord]) -> None:
         self.diary.note(f"hear {' '.join(line.host for line in lines)}")

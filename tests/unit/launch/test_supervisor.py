@@ -11,7 +11,7 @@ import pytest
 
 from elastictrain.config.composed import FaultGroup, LaunchGroup
 from elastictrain.errors import RunHeldError
-from elastictrain.fault.reasons import Reason, leave_straggler
+from elastictrain.fault.reasons import Reason, SlowRank, leave_straggler
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.records import GenerationEnded, LauncherEnded, WorkersNotForked
@@ -112,20 +112,40 @@ class TestUnfit:
     def test_one_that_holds_up_the_others_ends_in_order_and_rests(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
         host.run_workers(generation(1, "abc"))
-        leave_straggler(str(host.folder_of(1)), "rank 0 is slow")
+        leave_straggler(str(host.folder_of(1)), SlowRank(0, "rank 0 is slow"))
         assert host.go(1.0) is None
         assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 69)]
         assert (host.diary.when("kill"), host.diary.when("detach")) == ([], [])
         # What it keeps in memory is not there for the next generation.
         note = json.loads((host.folder_of(1) / "stop.json").read_text())
         assert (note["reason"], note["host_stays"]) == ("rank 0 is slow", False)
+        others = {"b": observed(record("b", HostState.BUSY), changed_s=host.diary.now_s)}
+        host.learn(observed=others)
         host.end_workers(1, 1, STOPPED)
         assert host.go(0.5) is None
         line = host.registry.record
         assert (line.state, line.reason, line.ended) == (HostState.UNFIT, "rank 0 is slow", 1)
         assert recorded_ends(host) == [(1, "leaving")]
+        host.learn(generation(2, "bc"))
+        assert host.go(RETRY_S - 1.5) is None
+        assert host.registry.record.state is HostState.UNFIT
         assert host.go(2 * RETRY_S) is None
         assert host.registry.record.state is HostState.READY
+
+    @pytest.mark.parametrize(("unfit", "retry_s", "code"), [("", 0.0, None), ("", RETRY_S, None), ("no GPU", 0.0, 69)])
+    def test_a_slow_host_takes_part_again_at_once_if_nobody_else_is_left(
+        self, unfit: str, retry_s: float, code: int | None, tmp_path: Path
+    ) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=retry_s))
+        host.run_workers(generation(1, "abc"))
+        leave_straggler(str(host.folder_of(1)), SlowRank(0, "rank 0 is slow"))
+        assert host.go(1.0) is None
+        host.learn(observed={"b": observed(record("b", HostState.BUSY), changed_s=host.diary.now_s - 100.0)})
+        host.unfit, host.committed_steps[0.0] = unfit, STOPPED.step
+        host.end_workers(1, 1, STOPPED)
+        assert host.go(2.0) == code
+        assert host.registry.record.state is (HostState.READY if code is None else HostState.GONE)
+        assert len(host.diary.when("check")) == 1
 
     def test_another_host_that_is_left_out_leaves_this_one_fit(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))

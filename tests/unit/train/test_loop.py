@@ -641,3 +641,24 @@ def test_the_launcher_of_the_straggler_is_asked_to_leave_its_host_out(
     world = World(of_run, rank=rank, times=SLOW_SECOND, launcher=launcher, local_ranks=local_ranks)
     world.train()
     assert bool(read_straggler(tmp_path)) == asks
+
+
+class Recovering(World):
+    """The slow rank is as fast as the other one soon after it was named."""
+
+    asked = False
+
+    def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: StepFlags) -> Pending:
+        assert self.launcher is not None
+        if step == NAMED_AT + 5:
+            self.asked, self.times = read_straggler(Path(self.launcher.folder)) is not None, SLOW_SECOND[:1].expand(2, -1)
+        return super().run(step, micro_batches, passes=passes, rate=rate, flags=flags)
+
+
+def test_the_request_is_withdrawn_when_the_host_does_not_hold_up_the_others_any_more(tmp_path: Path) -> None:
+    plain = config(steps=(2 * IN_A_ROW + 2) * WINDOW_STEPS)
+    of_run = replace(plain, fault=replace(plain.fault, straggler_exclude_after=1))
+    world = Recovering(of_run, rank=1, local_ranks=1, times=SLOW_SECOND, launcher=Launcher(1, 1, False, str(tmp_path)))
+    world.train()
+    assert world.asked
+    assert read_straggler(tmp_path) is None

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -154,6 +155,8 @@ def test_the_host_of_the_oldest_straggler_is_left_out_after_enough_steps() -> No
     chosen = to_leave_out(named, after=300)
     assert chosen is not None
     assert chosen.rank == 2
+    # What a rank does between steps it does on any host.
+    assert to_leave_out([Straggler(1, replace(lag, phase="between"), 300)], after=300) is None
 
 
 @given(st.lists(st.floats(0.0, 10.0), min_size=2, max_size=9))

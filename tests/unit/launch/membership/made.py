@@ -4,6 +4,7 @@ from math import inf
 from string import ascii_lowercase
 
 from elastictrain.config.composed import LaunchGroup
+from elastictrain.fault.reasons import SlowRank
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import (
@@ -60,9 +61,10 @@ def generation(
     failures: tuple[GenerationFailure, ...] = (),
     excluded: tuple[str, ...] = (),
     exit_code: int = 0,
+    slow: End | None = None,
 ) -> Generation:
     members = tuple(member(host) for host in hosts)
-    return Generation(number, outcome, members, 29_500, hosts[:1], failures, excluded, 0.0, exit_code, "made-up")
+    return Generation(number, outcome, members, 29_500, hosts[:1], failures, excluded, 0.0, exit_code, "made-up", slow=slow)
 
 
 def end(
@@ -76,8 +78,9 @@ def end(
     phase: str = "",
     lost: str = "",
     blames: tuple[str, ...] = (),
+    slow_rank: int = -1,
 ) -> End:
-    return End(number, host, kind, code, phase, step, committed, f"{kind}-{host}", lost, blames)
+    return End(number, host, kind, code, phase, step, committed, f"{kind}-{host}", lost, blames, slow_rank)
 
 
 def by_host(ends: Iterable[End]) -> Mapping[str, End]:
@@ -103,7 +106,8 @@ def cluster(
     most_processes: int = 0,
     left_s: float = inf,
     wants_to_leave: bool = False,
-    straggles: str = "",
+    straggles: SlowRank | None = None,
+    slow_since_s: float = 0.0,
 ) -> ClusterState:
     told = by_host(ends)
     if me is None:
@@ -128,6 +132,7 @@ def cluster(
         left_s=left_s,
         wants_to_leave=wants_to_leave,
         straggles=straggles,
+        slow_since_s=slow_since_s,
     )
 
 

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import (
@@ -117,28 +116,6 @@ def test_a_host_that_is_asked_to_leave_says_so(broken: bool) -> None:
     decision = decide(cluster(running=newest, newest=newest, ends=ends, wants_to_leave=True), OPTIONS)
     assert isinstance(decision, Finish)
     assert (decision.end.kind, decision.end.host, decision.at_once) == (EndKind.LEAVING, "a", broken)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "min_hosts", "leaves"), [("abc", 2, True), ("ab", 1, True), ("abc", 3, False), ("a", 1, False)]
-)
-def test_a_host_that_holds_up_the_others_leaves_if_enough_others_remain(hosts: str, min_hosts: int, leaves: bool) -> None:
-    newest, options = generation(1, hosts), LaunchGroup(min_hosts=min_hosts)
-    looked = cluster(running=newest, newest=newest, straggles="rank 0 is slow")
-    decision = decide(looked, options)
-    if not leaves:
-        assert decision == Wait()
-        return
-    assert isinstance(decision, Finish)
-    assert (decision.end.kind, decision.end.exit_code, decision.at_once) == (EndKind.LEAVING, EXIT_UNFIT, False)
-    # One host at a time, and not before what another one has ended already.
-    other = decide(replace(looked, ends={"b": end("b", EndKind.LEAVING, EXIT_UNFIT)}), options)
-    assert isinstance(other, Finish)
-    assert other.end.host == "b"
-    # Whoever is asked to leave does not come back as an unfit host.
-    asked = decide(replace(looked, wants_to_leave=True), options)
-    assert isinstance(asked, Finish)
-    assert asked.end.exit_code == EXIT_STOPPED
 
 
 def test_a_member_that_the_watch_does_not_hear_is_lost() -> None:
