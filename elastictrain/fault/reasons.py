@@ -112,12 +112,7 @@ def read_begun(folder: str) -> int | None:
 
 def leave_straggler(folder: str, slow: SlowRank | None) -> None:
     """Ask the launcher to leave its host out, which holds up the others; None: not any more. Never raises."""
-    path = Path(folder) / _STRAGGLER_NAME
-    if slow is not None:
-        leave_text(path, encode_record(slow).decode())
-    else:
-        with suppress(OSError):
-            path.unlink()
+    leave_text(Path(folder) / _STRAGGLER_NAME, encode_record(slow).decode())
 
 
 def read_straggler(folder: Path) -> SlowRank | None:

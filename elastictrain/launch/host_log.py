@@ -25,7 +25,6 @@ from elastictrain.fault.stop import STOP_SIGNALS
 
 _CLOSE_S = 2.0  # for what has been printed to reach file and terminal
 _TERMINAL_S = 10.0  # for which a terminal that does not block may take nothing
-_PAUSE_S = 0.01
 _STREAMS = (1, 2)
 _CHUNK = 1 << 16
 _MODULE = "elastictrain.launch.host_log"
@@ -95,9 +94,7 @@ def _start_copier(passed: Sequence[int]) -> subprocess.Popen[bytes]:
     # blocked, from its first moment on.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGHUP, signal.SIGPIPE))
     try:
-        return subprocess.Popen(  # noqa: S603  # this module
-            command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        return subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -107,22 +104,20 @@ def copy(file: int, sources: Sequence[int], terminal: Sequence[int], control: so
     launcher's last word comes over `control` when it ends, and is for the file; it is answered with one byte."""
     # Of one stream alone, so that a terminal that takes no output does not hold up the errors.
     locks = [threading.Lock() for _ in sources]
-    threads = [
-        threading.Thread(target=_copy_stream, args=(source, file, stream, lock), daemon=True)
-        for source, stream, lock in zip(sources, terminal, locks, strict=True)
-    ]
-    for one in threads:
-        one.start()
+    parts = zip(sources, [file] * len(sources), terminal, locks, strict=True)
+    threads = [threading.Thread(target=_copy_stream, args=one, daemon=True) for one in parts]
+    for thread in threads:
+        thread.start()
     last_word = b"".join(iter(lambda: control.recv(_CHUNK), b""))
     until_s = time.monotonic() + _CLOSE_S
     # All that the launcher has printed is in the pipes by now.
     while not all(map(_is_copied, sources, locks)) and time.monotonic() < until_s:
-        time.sleep(_PAUSE_S)
+        time.sleep(0.01)
     _write(file, last_word)
     with suppress(OSError):
         control.send(b".")
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.join()
 
 
 def _copy_stream(source: int, file: int, stream: int, lock: threading.Lock) -> None:

@@ -130,14 +130,12 @@ class Slot:
     @classmethod
     def find(cls, path: str, *, size_bytes: int) -> "Slot | None":
         """An existing slot of that size, to write; None if there is none. Raises: OSError."""
-        try:
+        with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        if os.fstat(descriptor).st_size != HEADER_BYTES + size_bytes:
+            if os.fstat(descriptor).st_size == HEADER_BYTES + size_bytes:
+                return cls(path, descriptor=descriptor, writable=True)
             os.close(descriptor)
-            return None
-        return cls(path, descriptor=descriptor, writable=True)
+        return None
 
     @classmethod
     def open(cls, path: str) -> "Slot":

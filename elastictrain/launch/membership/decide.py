@@ -87,7 +87,8 @@ def _while_running(cluster: ClusterState, running: Generation, options: LaunchGr
         return _finish_lost(running, me, f"{member.name} {sentence}", lost=member.host)
     if (slow := cluster.straggles) is not None and not others and _is_left_out(slow, cluster, running, options):
         # After an orderly end this host is unfit for a while.
-        return Finish(_end(running, me, EndKind.LEAVING, EXIT_UNFIT, slow.sentence, slow_rank=slow.rank), at_once=False)
+        end = End(running.number, me.host, EndKind.LEAVING, EXIT_UNFIT, "", 0, 0, slow.sentence, slow_rank=slow.rank)
+        return Finish(end, at_once=False)
     if running.members[0].host == me.host and not others and (worth := should_grow(cluster, running, options)) is not None:
         return Finish(_end(running, me, EndKind.GROW, EXIT_OK, worth), at_once=False)
     return Wait()
@@ -131,10 +132,8 @@ def _finish_lost(running: Generation, me: HostRecord, reason: str, *, lost: str)
     return Finish(_end(running, me, EndKind.LOST, EXIT_TRANSPORT, reason, lost=lost), at_once=True)
 
 
-def _end(
-    running: Generation, me: HostRecord, kind: EndKind, exit_code: int, reason: str, *, lost: str = "", slow_rank: int = -1
-) -> End:
-    return End(running.number, me.host, kind, exit_code, "", 0, 0, reason, lost, slow_rank=slow_rank)
+def _end(running: Generation, me: HostRecord, kind: EndKind, exit_code: int, reason: str, *, lost: str = "") -> End:
+    return End(running.number, me.host, kind, exit_code, "", 0, 0, reason, lost)
 
 
 def should_grow(cluster: ClusterState, running: Generation, options: LaunchGroup) -> str | None:

@@ -255,8 +255,7 @@ class _GenerationProposal:
             unaware=self._unaware(),
             committed_step=max((one.committed_step for one in records if previous.has(one.host)), default=0),
         )
-        slow = next((end for end in cluster.ends.values() if end.slow_rank >= 0), previous.slow)
-        following = replace(following, slow=slow)
+        following = replace(following, slow=next((end for end in cluster.ends.values() if end.slow_rank >= 0), previous.slow))
         witnessed = any(map(previous.has, hosts)) or self.since_s > cluster.began_s + self.options.lost_s
         if following.outcome is GenerationOutcome.RUN or witnessed:
             return following

@@ -167,6 +167,18 @@ def test_times_are_of_the_first_sight() -> None:
         assert known.newest == generation(2, "ab")
 
 
+def test_since_when_the_last_host_is_left_out_for_being_slow() -> None:
+    store, clock, told = FakeStore(), Stepped(), []
+    with registering(store, clock=clock) as registry:
+        for number, host in enumerate(("", "b", "b", "c"), start=1):
+            slow = end(host, EndKind.LEAVING, 69, slow_rank=1) if host else None
+            clock.now_s += 10.0
+            MembershipStore(store).create(generation(number, "a", slow=slow))
+            turn(registry)
+            told.append(registry.known.slow_since_s)
+    assert told == [float("-inf"), 70.0, 70.0, 90.0]
+
+
 def test_whether_a_generation_goes_on_with_a_launch() -> None:
     store = FakeStore()
     with registering(store) as registry:

@@ -206,6 +206,15 @@ def test_those_who_stay_go_on_in_their_places_and_newcomers_follow() -> None:
     assert (created(decision).number, created(decision).reason) == (2, "grow-a")
 
 
+def test_the_last_host_that_was_left_out_for_being_slow_is_remembered() -> None:
+    slow, before = (end(host, EndKind.LEAVING, 69, slow_rank=1) for host in "bc")
+    others = (done("b", state=UNFIT), done("c"))
+    looked = ended(*others, ends=(slow,))
+    assert created(at(looked, NOW_S + 1.0)).slow == slow
+    later = replace(looked, ends={"a": end("a", EndKind.GROW)}, newest=generation(1, "abc", slow=before))
+    assert created(at(later, NOW_S + 1.0)).slow == before
+
+
 @pytest.mark.parametrize(
     ("spares", "after"),
     [

@@ -22,7 +22,7 @@ ENTRY = HostRecord("a-1", "a", "10.0.0.1", 4000, 5000, 8, -1, HostState.READY, "
 END = End(7, "a-1", EndKind.FAILED, 71, "reduce", 12, 10, "a peer is gone", "b-1", ("b-1", "c-1"))
 FAILURE = GenerationFailure(6, ("b-1",), 70, "forward", 3, 2, "boom")
 MEMBER = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)
-GENERATION = Generation(7, GenerationOutcome.RUN, (MEMBER,), 5000, "a-1", (FAILURE,), ("c-1",), 2.0, 0, "b left")
+GENERATION = Generation(7, GenerationOutcome.RUN, (MEMBER,), 5000, "a-1", (FAILURE,), ("c-1",), 2.0, 0, "b left", slow=END)
 RECORDS = (ENTRY, END, GENERATION)
 
 text = st.text()
