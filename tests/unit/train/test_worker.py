@@ -74,6 +74,7 @@ class FakeContext:
     generation: Any = None
     group: Any = None
     backend: str = "gloo"
+    on_gpu: bool = False
     journal: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None, flush=lambda: None))
     heartbeats: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
 
