@@ -3,14 +3,16 @@
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
 from elastictrain.data.cache import read_shard
+from elastictrain.data.encoding import Encoder
 from elastictrain.data.index import TokenIndex, read_index, stored_type
-from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, discover, plan_digest, prepare
+from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, default_workers, plan_digest, prepare
+from elastictrain.data.progress import progress
+from elastictrain.data.sources import FORMATS, discover, format_of
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, tokenizer_of
 from elastictrain.entry_point import run_command
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, UsageError
@@ -18,6 +20,7 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 
 _SHOWN_CHARACTERS = 2000
+_MOST_WORKERS = 256
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,16 +35,20 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser(
         "prepare",
-        help="turn text files into token files",
-        description="Turn text files into token files. Interrupted, the same command continues where it was.",
+        help="turn texts into token files",
+        description="Turn texts into token files. Interrupted, the same command continues where it was.",
     )
     making.set_defaults(act=_prepare)
-    making.add_argument("input", nargs="+", help="text file, folder, or quoted pattern such as 'books/**/*.txt'")
+    making.add_argument("input", nargs="+", help="file, folder or quoted pattern ('books/**/*.txt'): a path or any fsspec URL")
     making.add_argument("--out", required=True, metavar="URL", help="folder of the token files: a path or any fsspec URL")
-    making.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
+    making.add_argument("--format", choices=("auto", *FORMATS), default="auto", help="of the inputs; auto: by their suffix")
+    making.add_argument("--field", metavar="NAME", help="field or column that holds the text (text); not for plain text")
+    making.add_argument("--split", metavar="NAME", help="split of a data set that has several, such as train")
+    making.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or the folder of a Hugging Face model")
     making.add_argument("--separator", metavar="TOKEN", help="token of the tokenizer.json that ends a document")
     making.add_argument("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N", help="tokens per file")
-    making.add_argument("--pattern", action="append", metavar="GLOB", help="files to take from folders (*.txt); repeatable")
+    making.add_argument("--pattern", action="append", metavar="GLOB", help="files to take from folders; repeatable")
+    making.add_argument("--workers", type=int, metavar="N", help="processes; 0: this one; one per core if it is not given")
     showing = commands.add_parser("inspect", help="show token files", description="Show what a folder of token files holds.")
     showing.set_defaults(act=_inspect)
     showing.add_argument("url", help="folder of the token files: a path or any fsspec URL")
@@ -56,18 +63,25 @@ def _prepare(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--shard-tokens must be >= 1, but is {parsed.shard_tokens}")
     if parsed.separator is not None and parsed.tokenizer == "bytes":
         raise UsageError("--separator must go with --tokenizer PATH.json; the byte tokenizer has a separator of its own")
+    if parsed.workers is not None and not 0 <= parsed.workers <= _MOST_WORKERS:
+        raise UsageError(f"--workers must be in [0, {_MOST_WORKERS}], but is {parsed.workers}")
     tokenizer: Tokenizer = ByteTokenizer()
     if parsed.tokenizer != "bytes":
         tokenizer = load_huggingface(parsed.tokenizer, separator=parsed.separator)
-    documents = discover(parsed.input, patterns=parsed.pattern or ["*.txt"])
+    sources = discover(parsed.input, patterns=parsed.pattern or (), split=parsed.split)
+    kind = format_of(sources, given=parsed.format)
+    if kind == "text" and parsed.field is not None:
+        raise UsageError(f"--field must go with jsonl, parquet or arrow files, but {sources[0].url} is plain text")
+    encoder = Encoder(tokenizer, kind=kind, field="" if kind == "text" else parsed.field or "text")
     store = open_store(parsed.out)
-    with _progress("preparing", sum(document.size_bytes for document in documents)) as on_bytes:
+    with progress("preparing", sum(source.size_bytes for source in sources)) as on_bytes:
         index, complete = prepare(
-            documents,
-            plan=plan_digest(documents, tokenizer=tokenizer.description, shard_tokens=parsed.shard_tokens),
+            sources,
+            plan=plan_digest(sources, encoder=encoder, shard_tokens=parsed.shard_tokens),
             store=store,
-            tokenizer=tokenizer,
+            encoder=encoder,
             shard_tokens=parsed.shard_tokens,
+            workers=default_workers(sources, tokenizer=tokenizer) if parsed.workers is None else parsed.workers,
             on_bytes=on_bytes,
         )
     if complete:
@@ -87,8 +101,8 @@ def _inspect(parsed: argparse.Namespace) -> int:
         text = _sample_text(store, index, sample=parsed.sample, seq_len=parsed.seq_len)
         print(f"  sample {parsed.sample} ({parsed.seq_len} tokens and the one after):\n{text}")  # noqa: T201
     if parsed.verify:
-        with _progress("verifying", index.size_bytes) as on_bytes:
-            found = [read_shard(store, shard, take=lambda piece: on_bytes(len(piece))) for shard in index.shards]
+        with progress("verifying", sum(file.size_bytes for file in index.files)) as on_bytes:
+            found = [read_shard(store, file, take=lambda piece: on_bytes(len(piece))) for file in index.files]
         problems = [problem for problem in found if problem]
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)  # noqa: T201
@@ -128,17 +142,6 @@ def _sample_text(store: Store, index: TokenIndex, *, sample: int, seq_len: int) 
         first += shard.num_tokens
     text = tokenizer.decode(np.frombuffer(data, dtype=dtype).tolist())
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}\n[{len(text) - _SHOWN_CHARACTERS} more]"
-
-
-@contextmanager
-def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True) as bar:
-        yield bar.update
 
 
 if __name__ == "__main__":

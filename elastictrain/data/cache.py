@@ -21,7 +21,7 @@ from threading import Event
 
 import xxhash
 
-from elastictrain.data.index import Shard, TokenIndex
+from elastictrain.data.index import DocumentStarts, Shard, TokenIndex
 from elastictrain.errors import DataError, HostUnfitError, ObjectNotFoundError, Problem
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -180,7 +180,7 @@ def fetch_shards(store: Store, index: TokenIndex, *, cache: CacheFolder) -> tupl
     return tuple(lease.folder / shard.file for shard in index.shards), lease
 
 
-def read_shard(store: Store, shard: Shard, *, take: Callable[[memoryview], object]) -> str:
+def read_shard(store: Store, shard: Shard | DocumentStarts, *, take: Callable[[memoryview], object]) -> str:
     """Pass each piece of a shard to `take`, in order; return what is wrong with the shard, as a sentence, or ''."""
     url = f"{store.url}/{shard.file}"
     try:

@@ -1,7 +1,7 @@
 """The index of a folder of token files. It is written last, so a folder with an index is complete.
 
-The folder holds `index.json` and shards `tokens-00000.bin`, ...: little-endian unsigned integers and nothing else. The data set
-is the concatenation of its shards.
+The folder holds `index.json`, shards `tokens-00000.bin`, ... and, for each, `documents-00000.bin`, ..., which folders of
+older releases lack: little-endian unsigned integers and nothing else. The data set is the concatenation of its shards.
 """
 
 import json
@@ -50,11 +50,27 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class DocumentStarts:
+    """The file for one shard with the tokens at which documents begin, counted from the first shard: uint64, ascending."""
+
+    file: _PlainName
+    num_documents: _Count
+    size_bytes: _Count
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
 class TokenIndex:
     dtype: TokenType
     tokenizer: TokenizerDescription
     num_documents: _Count
     shards: tuple[Shard, ...]
+    documents: tuple[DocumentStarts, ...] = ()
+    """One per shard; empty in what an older release has prepared. No part of the digest: the same tokens are the same data."""
+
+    @property
+    def files(self) -> "tuple[Shard | DocumentStarts, ...]":
+        return (*self.shards, *self.documents)
 
     @property
     def num_tokens(self) -> int:
@@ -81,11 +97,14 @@ def stored_type(dtype: TokenType) -> "np.dtype[Any]":
 
 def _body(index: TokenIndex) -> dict[str, object]:
     totals = {"num_tokens": index.num_tokens, "size_bytes": index.size_bytes}
-    return {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(index), **totals}
+    body = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(index), **totals}
+    del body["documents"]
+    return body
 
 
 def encode_index(index: TokenIndex) -> bytes:
-    return json.dumps({**_body(index), "digest": index.digest}, indent=1).encode() + b"\n"
+    documents = {"documents": msgspec.to_builtins(index.documents)} if index.documents else {}
+    return json.dumps({**_body(index), **documents, "digest": index.digest}, indent=1).encode() + b"\n"
 
 
 def decode_index(data: bytes, *, url: str) -> TokenIndex:
@@ -119,6 +138,10 @@ def decode_index(data: bytes, *, url: str) -> TokenIndex:
         if shard.size_bytes != shard.num_tokens * width:
             tokens = f"{shard.num_tokens} tokens of {width} bytes"
             raise damaged(f"contradicts itself: {shard.file} with {tokens} has {shard.size_bytes} bytes")
+    starts = sum(one.num_documents for one in index.documents)
+    sizes = all(one.size_bytes == 8 * one.num_documents for one in index.documents)
+    if index.documents and (starts != index.num_documents or len(index.documents) != len(index.shards) or not sizes):
+        raise damaged(f"contradicts itself: of {index.num_documents} documents it lists {starts}")
     return index
 
 

@@ -17,8 +17,10 @@ import xxhash
 from elastictrain.config.composed import DataGroup
 from elastictrain.data.cache import CacheFolder, CacheLease, default_cache_dir, fetch_shards
 from elastictrain.data.dataset import Dataset
+from elastictrain.data.encoding import Encoder
 from elastictrain.data.index import TokenIndex, read_index
-from elastictrain.data.prepare import Document, prepare
+from elastictrain.data.prepare import prepare
+from elastictrain.data.sources import SourceFile
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.data.tokens import TokenDataset
 from elastictrain.errors import DataError, Problem
@@ -115,7 +117,7 @@ def belongs(name: str) -> bool:
     return not file.startswith("_sysconfigdata") and file not in ("sitecustomize.py", "usercustomize.py")
 
 
-def find_sources(library: Path) -> tuple[Document, ...]:
+def find_sources(library: Path) -> tuple[SourceFile, ...]:
     """The files of the corpus in name order. Raises: DataError if there are none."""
     documents = []
     for folder, folders, files in os.walk(library):
@@ -124,7 +126,7 @@ def find_sources(library: Path) -> tuple[Document, ...]:
         for path in (Path(folder, file) for file in files):
             name = path.relative_to(library).as_posix()
             if belongs(name) and path.is_file() and (status := path.stat()).st_size:
-                documents.append(Document(path, name, status.st_size, status.st_mtime_ns))
+                documents.append(SourceFile(str(path), name, status.st_size, str(status.st_mtime_ns)))
     if not documents:
         raise DataError(
             f"`data.path=stdlib` needs the source files of the Python standard library, but {library} holds none; "
@@ -133,11 +135,11 @@ def find_sources(library: Path) -> tuple[Document, ...]:
     return tuple(sorted(documents, key=lambda document: document.name))
 
 
-def content_digest(documents: tuple[Document, ...]) -> str:
+def content_digest(documents: tuple[SourceFile, ...]) -> str:
     """Identifies the corpus by file names, sizes and bytes."""
     digest = xxhash.xxh3_128()
     for document in documents:
-        text = document.path.read_bytes()
+        text = Path(document.url).read_bytes()
         digest.update(f"{document.name}\0{len(text)}\0".encode())
         digest.update(text)
     return digest.hexdigest()
@@ -151,7 +153,7 @@ def prepare_stdlib(cache: CacheFolder, *, library: Path) -> tuple[TokenIndex, Pa
     lease = cache.lease(name, size_bytes=size_bytes, source="the standard library corpus")
     with lease.filling():
         # The name holds the text's digest; file times, which differ between installations, are no part of the plan.
-        index, complete = prepare(documents, plan=name, store=open_store(str(lease.folder)), tokenizer=ByteTokenizer())
+        index, complete = prepare(documents, plan=name, store=open_store(str(lease.folder)), encoder=Encoder(ByteTokenizer()))
     if not complete:
         _logger.info("prepared the standard library corpus (%d tokens) in %s", index.num_tokens, lease.folder)
     return index, lease.folder, lease

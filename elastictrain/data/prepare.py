@@ -1,30 +1,31 @@
-"""Turns text files into token files: streaming, resumable, complete only once the index exists."""
+"""Turns texts into token files: streaming, in parallel, resumable, complete only once the index exists."""
 
-import glob
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
-from pathlib import Path
+from itertools import accumulate
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
+from elastictrain.data.encoding import EncodedPiece, Encoder, encode_pieces
+from elastictrain.data.formats import PIECE_BYTES, pieces
 from elastictrain.data.index import (
     INDEX_FILE,
+    DocumentStarts,
     Shard,
     TokenIndex,
-    TokenizerDescription,
-    TokenType,
     encode_index,
     read_index,
     stored_type,
 )
+from elastictrain.data.sources import SourceFile
 from elastictrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from elastictrain.errors import DataError, ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, exists, read_bounded
@@ -34,22 +35,13 @@ PROGRESS_FILE = "prepare.json"
 DEFAULT_SHARD_TOKENS = 2**27
 
 _logger = logging.getLogger(__name__)
-_PIECE_BYTES = 2**22
-_BATCH_DOCUMENTS = 64
 _WRITE_TOKENS = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    path: Path
-    name: str  # path relative to the input that it was found by
-    size_bytes: int
-    modified_ns: int
+_MOST_WORKERS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The next token: token `token` of the piece that starts at `offset_bytes` of a document."""
+    """The next token: token `token` of the piece that starts at `offset_bytes` of file `document`; tables count rows."""
 
     document: int
     offset_bytes: int
@@ -61,91 +53,68 @@ class PlanProgress:
     plan: str  # `plan_digest` of the work
     shards: tuple[Shard, ...]
     position: Position
+    documents: tuple[DocumentStarts, ...] = ()
 
 
-def plan_digest(documents: Sequence[Document], *, tokenizer: TokenizerDescription, shard_tokens: int) -> str:
+def plan_digest(sources: Sequence[SourceFile], *, encoder: Encoder, shard_tokens: int) -> str:
     """Identifies the work: the same digest gives the same bytes."""
     plan = {
-        "documents": [[document.name, document.size_bytes, document.modified_ns] for document in documents],
-        "tokenizer": msgspec.to_builtins(tokenizer),
+        "sources": [[source.name, source.size_bytes, source.stamp] for source in sources],
+        "format": [encoder.kind, encoder.field],
+        "tokenizer": msgspec.to_builtins(encoder.tokenizer.description),
         "shard_tokens": shard_tokens,
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(plan, sort_keys=True).encode())
 
 
-def discover(inputs: Sequence[str], *, patterns: Sequence[str]) -> tuple[Document, ...]:
-    """The documents that files, folders and globs name, in the given order, those of each folder and glob in name order.
-
-    Empty files and repetitions are left out. Raises: DataError naming the input that is missing or matches nothing.
-    """
-    found: dict[Path, Document] = {}
-    for given in inputs:
-        if "://" in given:
-            raise DataError(f"input {given} must be on a local disk, but is a URL; copy it to this host first")
-        for path, name in _expand(given, patterns=patterns):
-            try:
-                status = path.stat()
-            except OSError as error:
-                raise DataError(f"input {path} must be a readable file, but is not: {error.strerror}") from None
-            if status.st_size and path.resolve() not in found:
-                found[path.resolve()] = Document(path, name, status.st_size, status.st_mtime_ns)
-    if not found:
-        raise DataError(f"the inputs must hold at least one byte of text, but {', '.join(inputs)} hold none")
-    return tuple(found.values())
-
-
-def _expand(given: str, *, patterns: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    path = Path(given).expanduser()
-    if path.is_file():
-        yield path, path.name
-    elif path.is_dir():
-        names = sorted(
-            {file.relative_to(path).as_posix() for pattern in patterns for file in path.rglob(pattern) if file.is_file()}
-        )
-        if not names:
-            raise DataError(f"input {given} must hold files that match {' or '.join(patterns)}, but holds none; pass --pattern")
-        for name in names:
-            yield path / name, name
-    else:
-        # Path.glob accepts no absolute pattern.
-        matches = sorted(match for match in glob.glob(str(path), recursive=True) if Path(match).is_file())  # noqa: PTH207
-        if not matches:
-            raise DataError(
-                f"input {given} must be a file, a folder or a pattern that matches files, but there is nothing of that name"
-            )
-        for match in matches:
-            yield Path(match), match
+def default_workers(sources: Sequence[SourceFile], *, tokenizer: Tokenizer) -> int:
+    """Processes worth starting: none for bytes, which need no work to become tokens, or for one piece of text."""
+    num_pieces = -(-sum(source.size_bytes for source in sources) // PIECE_BYTES)
+    if tokenizer.description.kind == "bytes" or num_pieces == 1:
+        return 0
+    return min(len(os.sched_getaffinity(0)), num_pieces, _MOST_WORKERS)
 
 
 def prepare(
-    documents: Sequence[Document],
+    sources: Sequence[SourceFile],
     *,
     plan: str,
     store: Store,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    workers: int = 0,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> tuple[TokenIndex, bool]:
-    """Write token files of `documents` to `store`; return their index, and whether they were complete before.
+    """Write token files of `sources` to `store`; return their index, and whether they were complete before.
 
-    The same call resumes an interrupted one. `plan` identifies the work (see `plan_digest`): a folder with another plan is
-    refused. `on_bytes` gets the bytes of text read, including those that a resumed call skips.
+    The same call resumes an interrupted one, with any number of `workers` (processes; 0: this one). `plan` identifies the work
+    (see `plan_digest`): a folder with another plan is refused. `on_bytes` gets the bytes of the files that are done.
     """
     start = _claim(store, plan=plan)
     if isinstance(start, TokenIndex):
         return start, True
     if start.shards:
         _logger.info("going on after %d finished shards in %s", len(start.shards), store.url)
-    if tokenizer.file is not None:
-        store.write(TOKENIZER_FILE, tokenizer.file)
-    dtype: TokenType = "uint16" if tokenizer.description.vocab_size <= 2**16 else "uint32"
-    on_bytes(sum(document.size_bytes for document in documents[: start.position.document]) + start.position.offset_bytes)
-    stream = _TokenStream(documents, tokenizer=tokenizer, start=start.position, on_bytes=on_bytes)
-    shards = list(start.shards)
-    while not stream.exhausted():
-        shards.append(_write_shard(store, f"tokens-{len(shards):05d}.bin", stream=stream, limit=shard_tokens, dtype=dtype))
-        store.write(PROGRESS_FILE, encode_record(PlanProgress(plan, tuple(shards), stream.position)))
-    index = TokenIndex(dtype, tokenizer.description, len(documents), tuple(shards))
+    if encoder.tokenizer.file is not None:
+        store.write(TOKENIZER_FILE, encoder.tokenizer.file)
+    at = start.position
+    todo = pieces(sources, kind=encoder.kind, field=encoder.field, start=(at.document, at.offset_bytes))
+    encoded = encode_pieces(todo, encoder=encoder, sources=sources, workers=workers)
+    stream = _TokenStream(encoded, start=at, sources=sources, on_bytes=on_bytes)
+    shards, documents = list(start.shards), list(start.documents)
+    try:
+        while not stream.exhausted():
+            before = sum(shard.num_tokens for shard in shards)
+            shard, starts = _write_shard(store, len(shards), stream=stream, limit=shard_tokens, encoder=encoder, before=before)
+            shards.append(shard)
+            documents.append(starts)
+            store.write(PROGRESS_FILE, encode_record(PlanProgress(plan, tuple(shards), stream.position, tuple(documents))))
+    finally:
+        encoded.close()
+    if not shards:
+        raise DataError(f"the inputs must hold at least one text, but {sources[0].url} and all others hold none")
+    num_documents = sum(one.num_documents for one in documents)
+    index = TokenIndex(encoder.dtype, encoder.tokenizer.description, num_documents, tuple(shards), tuple(documents))
     store.write(INDEX_FILE, encode_index(index))
     return index, False
 
@@ -179,104 +148,68 @@ def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
             return read_index(store) if finished else begun
 
 
-def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int, dtype: TokenType) -> Shard:
-    digest, stored = xxhash.xxh3_128(), stored_type(dtype)
+def _write_shard(
+    store: Store, number: int, *, stream: "_TokenStream", limit: int, encoder: Encoder, before: int
+) -> tuple[Shard, DocumentStarts]:
+    """Write shard `number`, which follows `before` tokens, and where its documents begin."""
+    file, digest, stored = f"tokens-{number:05d}.bin", xxhash.xxh3_128(), stored_type(encoder.dtype)
     count = 0
+    found = [np.empty(0, dtype="<u8")]
     with store.open_writer(file) as writer:
         while count < limit and not stream.exhausted():
-            data = stream.take(min(limit - count, _WRITE_TOKENS)).astype(stored).tobytes()
+            tokens, starts = stream.take(min(limit - count, _WRITE_TOKENS))
+            data = tokens.tobytes()
             digest.update(data)
             writer.write(data)
-            count += len(data) // stored.itemsize
-    return Shard(file, count, count * stored.itemsize, digest.hexdigest())
-
-
-def cut(data: bytes, *, final: bool) -> int:
-    """Where the piece that begins with `data` ends: after the last line break, or else between two characters of UTF-8.
-
-    Long documents are encoded in pieces to bound the memory; a cut at a line break hardly changes the tokens.
-    """
-    if final:
-        return len(data)
-    end = data.rfind(b"\n") + 1
-    if end:
-        return end
-    end = len(data) - 1
-    while end > max(1, len(data) - 4) and data[end] & 0xC0 == 0x80:
-        end -= 1
-    return end
-
-
-@dataclass(frozen=True, slots=True)
-class _TextPiece:
-    document: int
-    offset_bytes: int
-    text: bytes
-    ends_document: bool
+            found.append((starts + (before + count)).astype("<u8"))
+            count += len(tokens)
+    positions = np.concatenate(found).tobytes()
+    documents = f"documents-{number:05d}.bin"
+    store.write(documents, positions)
+    return (
+        Shard(file, count, count * stored.itemsize, digest.hexdigest()),
+        DocumentStarts(documents, len(positions) // 8, len(positions), xxhash.xxh3_128_hexdigest(positions)),
+    )
 
 
 class _TokenStream:
     """The tokens of all documents in a row, from a position on."""
 
     def __init__(
-        self, documents: Sequence[Document], *, tokenizer: Tokenizer, start: Position, on_bytes: Callable[[int], object]
+        self,
+        encoded: Iterator[EncodedPiece],
+        *,
+        start: Position,
+        sources: Sequence[SourceFile],
+        on_bytes: Callable[[int], object],
     ) -> None:
         self.position = start
-        self._tokens: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
-        self._encoded = _encode(_pieces(documents, start=start), tokenizer=tokenizer)
+        self._encoded = encoded
+        self._before_bytes = (0, *accumulate(source.size_bytes for source in sources))
         self._on_bytes = on_bytes
-        self._first = True
+        self._piece: EncodedPiece | None = None
+        self._told_bytes = 0
 
     def exhausted(self) -> bool:
         """Load the next piece if the current one is used up; True if no token is left."""
-        while self.position.token >= len(self._tokens):
-            piece, tokens = next(self._encoded, (None, self._tokens))
+        while self._piece is None or self.position.token >= len(self._piece.tokens):
+            piece = next(self._encoded, None)
             if piece is None:
                 return True
             # `position` points into the first piece.
-            self.position = Position(piece.document, piece.offset_bytes, self.position.token if self._first else 0)
-            self._first = False
-            self._tokens = tokens
-            self._on_bytes(len(piece.text))
+            self.position = Position(piece.source, piece.offset, self.position.token if self._piece is None else 0)
+            self._piece = piece
+            read_bytes = self._before_bytes[piece.source] + piece.read_bytes
+            self._on_bytes(read_bytes - self._told_bytes)
+            self._told_bytes = read_bytes
         return False
 
-    def take(self, count: int) -> npt.NDArray[np.uint32]:
-        taken = self._tokens[self.position.token : self.position.token + count]
-        self.position = replace(self.position, token=self.position.token + len(taken))
-        return taken
-
-
-def _encode(pieces: Iterator[_TextPiece], *, tokenizer: Tokenizer) -> Iterator[tuple[_TextPiece, npt.NDArray[np.uint32]]]:
-    """Encode several small documents, or one large piece, at a time: tokenizers work in parallel, and memory is bounded."""
-    separator = np.array([tokenizer.description.separator], dtype=np.uint32)
-    batch: list[_TextPiece] = []
-    for piece in chain(pieces, (None,)):
-        if piece is not None:
-            batch.append(piece)
-        if piece is None or len(batch) == _BATCH_DOCUMENTS or sum(len(one.text) for one in batch) >= _PIECE_BYTES:
-            for one, tokens in zip(batch, tokenizer.encode([one.text for one in batch]), strict=True):
-                yield one, np.concatenate((tokens, separator)) if one.ends_document else tokens
-            batch.clear()
-
-
-def _pieces(documents: Sequence[Document], *, start: Position) -> Iterator[_TextPiece]:
-    offset = start.offset_bytes
-    for number in range(start.document, len(documents)):
-        document = documents[number]
-        while offset < document.size_bytes:
-            try:
-                with document.path.open("rb") as file:
-                    file.seek(offset)
-                    data = file.read(_PIECE_BYTES)
-                    status = document.path.stat()
-            except OSError as error:
-                raise DataError(f"input {document.path} must be a readable file, but is not: {error.strerror}") from None
-            if (status.st_size, status.st_mtime_ns) != (document.size_bytes, document.modified_ns):
-                message = (
-                    f"input {document.path} changed while it was being read; prepare the data again when it stays as it is"
-                )
-                raise DataError(message)
-            text = data[: cut(data, final=offset + len(data) >= document.size_bytes)]
-            yield _TextPiece(number, offset, text, ends_document=offset + len(text) == document.size_bytes)
-            offset += len(text)
-        offset = 0
+    def take(self, count: int) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+        """At most `count` tokens of the piece, and which of them begin documents."""
+        assert self._piece is not None  # noqa: S101  `exhausted` comes first
+        begin = self.position.token
+        taken = self._piece.tokens[begin : begin + count]
+        starts = self._piece.starts
+        starts = starts[(starts >= begin) & (starts < begin + len(taken))] - begin
+        self.position = replace(self.position, token=begin + len(taken))
+        return taken, starts

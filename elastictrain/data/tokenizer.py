@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
+from elastictrain.data.hub import hub_snapshot
 from elastictrain.data.index import TokenIndex, TokenizerDescription
 from elastictrain.errors import DataError, ObjectNotFoundError, ObjectTooLargeError, UsageError
 from elastictrain.storage.bounded_read import read_bounded
@@ -53,21 +55,24 @@ class HuggingFaceTokenizer:
         return text
 
 
-Tokenizer = ByteTokenizer | HuggingFaceTokenizer  # no text contains the separator token: it stands between documents
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def load_huggingface(path: str, *, separator: str | None = None) -> HuggingFaceTokenizer:
-    """Load a `tokenizer.json`; `separator` ends documents, by default the first usual end-of-text token of the vocabulary.
+    """Load a `tokenizer.json`, or that of a model's folder or of a repository in the local Hugging Face cache.
 
+    `separator` ends documents: by default what the folder's `tokenizer_config.json` calls `eos_token`, or else the first usual
+    end-of-text token of the vocabulary.
     Raises: UsageError without the extra `hf` or without a separator; DataError if the file cannot be read or is no tokenizer.
     """
+    folder = hub_snapshot(Path(path).expanduser())
     try:
-        data = Path(path).read_bytes()
+        data = (folder / TOKENIZER_FILE if folder.is_dir() else folder).read_bytes()
     except OSError as error:
         raise DataError(f"--tokenizer {path} must be a readable tokenizer.json, but is not: {error.strerror}") from None
     model = _load_model(data, source=path)
     vocabulary = model.get_vocab(with_added_tokens=True)
-    candidates = (separator,) if separator is not None else _SEPARATORS
+    candidates = (separator,) if separator is not None else (*_end_of_text(folder), *_SEPARATORS)
     found = next((vocabulary[name] for name in candidates if name in vocabulary), None)
     if found is None:
         raise UsageError(
@@ -76,6 +81,16 @@ def load_huggingface(path: str, *, separator: str | None = None) -> HuggingFaceT
     digest = xxhash.xxh3_128_hexdigest(data)
     description = TokenizerDescription("huggingface", max(vocabulary.values()) + 1, found, digest)
     return HuggingFaceTokenizer(model, file=data, description=description)
+
+
+def _end_of_text(folder: Path) -> tuple[str, ...]:
+    """The end-of-text token that the configuration in a model's folder names, if there is one."""
+    try:
+        named = parse_json((folder / "tokenizer_config.json").read_bytes(), limits=DOCUMENT).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return ()
+    named = named.get("content") if isinstance(named, dict) else named
+    return (named,) if isinstance(named, str) else ()
 
 
 def _load_model(data: bytes, *, source: str) -> "HuggingFaceModel":

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.data.encoding import Encoder
 from elastictrain.data.index import TokenIndex
-from elastictrain.data.prepare import discover, plan_digest, prepare
+from elastictrain.data.prepare import plan_digest, prepare
+from elastictrain.data.sources import discover
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
 from elastictrain.storage.store import Bytes, ObjectInfo, ObjectWriter, Store
@@ -97,12 +99,12 @@ def prepare_bytes(tmp_path: Path) -> Callable[..., TokenIndex]:
         source = tmp_path / "source.txt"
         source.write_bytes(text)
         documents = discover([str(source)], patterns=[])
-        tokenizer = ByteTokenizer()
+        encoder = Encoder(ByteTokenizer())
         index, _ = prepare(
             documents,
-            plan=plan_digest(documents, tokenizer=tokenizer.description, shard_tokens=shard_tokens),
+            plan=plan_digest(documents, encoder=encoder, shard_tokens=shard_tokens),
             store=store,
-            tokenizer=tokenizer,
+            encoder=encoder,
             shard_tokens=shard_tokens,
         )
         return index

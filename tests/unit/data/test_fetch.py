@@ -9,7 +9,7 @@ from elastictrain.data.cache import CacheFolder, fetch_shards
 from elastictrain.data.index import TokenIndex
 from elastictrain.errors import DataError
 
-TEXT = bytes(range(250)) * 4
+TEXT = bytes(range(125)) * 8
 
 
 @pytest.fixture

@@ -1,16 +1,16 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from elastictrain.bounded_json import encode_record
+from elastictrain.data.encoding import Encoder
 from elastictrain.data.index import decode_index
-from elastictrain.data.prepare import PlanProgress, Position, cut, discover, prepare
+from elastictrain.data.prepare import PlanProgress, Position, prepare
+from elastictrain.data.sources import discover
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import DataError
-from tests.unit.examples import examples
 
 TEXTS = {"a.txt": b"first\nsecond\n", "b/c.txt": "häl\u20aclo".encode(), "b/d.txt": b"", "e.txt": b"x" * 50}
 
@@ -28,7 +28,7 @@ def run(store: Any, folder: Path, *, shard_tokens: int = 16, plan: str = "plan")
         discover([str(folder)], patterns=["*.txt"]),
         plan=plan,
         store=store,
-        tokenizer=ByteTokenizer(),
+        encoder=Encoder(ByteTokenizer()),
         shard_tokens=shard_tokens,
     )
 
@@ -40,12 +40,15 @@ def test_documents_are_separated_and_cut_into_shards(memory_store: Any, folder: 
     assert tokens == [*TEXTS["a.txt"], 256, *TEXTS["b/c.txt"], 256, *TEXTS["e.txt"], 256]
     assert [shard.num_tokens for shard in index.shards] == [16, 16, 16, 16, 11]
     assert index.num_documents == 3
+    starts = b"".join(memory_store.objects[one.file] for one in index.documents)
+    assert [int.from_bytes(starts[i : i + 8], "little") for i in range(0, len(starts), 8)] == [0, 14, 24]
+    assert [one.num_documents for one in index.documents] == [2, 1, 0, 0, 0]
     assert decode_index(memory_store.objects["index.json"], url="x") == index
 
 
 def test_interrupted_after_every_write_and_continued(memory_store: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small pieces, so that shards end within pieces and pieces within documents.
-    monkeypatch.setattr("elastictrain.data.prepare._PIECE_BYTES", 7)
+    monkeypatch.setattr("elastictrain.data.formats.PIECE_BYTES", 7)
     whole = type(memory_store)()
     run(whole, folder, shard_tokens=9)
     interruptions = 0
@@ -56,7 +59,7 @@ def test_interrupted_after_every_write_and_continued(memory_store: Any, folder: 
             run(store, folder, shard_tokens=9)
         except KeyboardInterrupt:
             interruptions += 1
-            finished = sum(key.endswith(".bin") for key in store.objects)
+            finished = sum(key.startswith("tokens-") for key in store.objects)
             store.writes_left = -1
             store.streams = 0
             total = len(run(store, folder, shard_tokens=9)[0].shards)
@@ -98,7 +101,7 @@ def test_a_file_that_changes_meanwhile_is_refused(memory_store: Any, folder: Pat
     documents = discover([str(folder)], patterns=["*.txt"])
     (folder / "e.txt").write_bytes(b"shorter")
     with pytest.raises(DataError, match=r"e\.txt changed"):
-        prepare(documents, plan="plan", store=memory_store, tokenizer=ByteTokenizer(), shard_tokens=100)
+        prepare(documents, plan="plan", store=memory_store, encoder=Encoder(ByteTokenizer()), shard_tokens=100)
     assert "index.json" not in memory_store.objects
 
 
@@ -112,7 +115,7 @@ def test_discover_keeps_order_and_drops_repetitions(folder: Path) -> None:
     [
         ("nothing-here", "nothing-here"),
         ("nothing-*", r"nothing-\*"),
-        ("s3://bucket/text", "s3://bucket/text"),
+        ("memory://nothing/text", "memory://nothing/text"),
         (".", r"\*\.none"),
         ("b/d.txt", r"b/d\.txt"),
     ],
@@ -121,25 +124,6 @@ def test_inputs_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(folder)
     with pytest.raises(DataError, match=named):
         discover([given], patterns=["*.none"])
-
-
-@settings(max_examples=examples(60))
-@given(text=st.text(min_size=1, max_size=30), size=st.integers(5, 12))
-def test_pieces_join_to_the_text_and_never_split_a_character(text: str, size: int) -> None:
-    data, offset, pieces = text.encode(), 0, []
-    while offset < len(data):
-        piece = data[offset : offset + size]
-        piece = piece[: cut(piece, final=offset + len(piece) >= len(data))]
-        assert piece
-        pieces.append(piece)
-        offset += len(piece)
-    assert b"".join(pieces) == data
-    assert "".join(piece.decode() for piece in pieces) == text
-
-
-@given(data=st.binary(min_size=1, max_size=20))
-def test_a_piece_is_never_empty(data: bytes) -> None:
-    assert 1 <= cut(data, final=False) <= len(data) or len(data) == 1
 
 
 @pytest.mark.parametrize("data", [b'{"plan": 1}', b"{", b""])
@@ -154,3 +138,38 @@ def test_an_index_without_progress_is_somebody_elses(memory_store: Any, folder: 
     memory_store.delete("prepare.json")
     with pytest.raises(DataError, match="memory://tokens"):
         run(memory_store, folder)
+
+
+def test_a_folder_of_an_older_release_is_read(memory_store: Any, folder: Path) -> None:
+    index, _ = run(memory_store, folder)
+    record = json.loads(memory_store.objects["index.json"])
+    del record["documents"]
+    old = decode_index(json.dumps(record).encode(), url="x")
+    assert (old.digest, old.shards, old.documents) == (index.digest, index.shards, ())
+
+
+def test_lines_and_their_pieces(memory_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"id": number, "text": "wört" * number}) for number in range(6)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:3], "", *lines[3:]]))
+    encoder = Encoder(ByteTokenizer(), kind="jsonl", field="text")
+    sources = discover([str(tmp_path / "a.jsonl")])
+    whole, parts = memory_store, type(memory_store)()
+    prepare(sources, plan="plan", store=whole, encoder=encoder, shard_tokens=7)
+    # A line may be longer than a piece.
+    monkeypatch.setattr("elastictrain.data.formats.PIECE_BYTES", 20)
+    index, _ = prepare(sources, plan="plan", store=parts, encoder=encoder, shard_tokens=7)
+    tokens = {key: data for key, data in parts.objects.items() if key.endswith(".bin")}
+    assert tokens == {key: data for key, data in whole.objects.items() if key.endswith(".bin")}
+    assert index.num_documents == 5
+
+
+def test_texts_without_a_character_are_refused(memory_store: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl"):
+        prepare(
+            discover([str(tmp_path / "a.jsonl")]),
+            plan="plan",
+            store=memory_store,
+            encoder=Encoder(ByteTokenizer(), kind="jsonl", field="text"),
+        )
+    assert "index.json" not in memory_store.objects

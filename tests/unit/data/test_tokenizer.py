@@ -51,6 +51,22 @@ def test_huggingface_file(path: str, tokenizer_json: bytes) -> None:
     assert load_huggingface(path, separator="[END]").description.separator == 9
 
 
+@pytest.mark.parametrize(
+    ("settings", "separator"),
+    [('{"eos_token": "[END]"}', 9), ('{"eos_token": {"content": "[END]"}}', 9), ('{"eos_token": "?"}', 3), ("[", 3), ("[]", 3)],
+)
+def test_the_folder_of_a_model_names_its_end_of_text(
+    tokenizer_json: bytes, tmp_path: Path, settings: str, separator: int
+) -> None:
+    model = tmp_path / "models--a--b/snapshots/1234"
+    model.mkdir(parents=True)
+    (tmp_path / "models--a--b/refs").mkdir()
+    (model / TOKENIZER_FILE).write_bytes(tokenizer_json)
+    (model / "tokenizer_config.json").write_text(settings)
+    for folder in (model, tmp_path / "models--a--b"):
+        assert load_huggingface(str(folder)).description.separator == separator
+
+
 def test_huggingface_without_a_separator(path: str) -> None:
     with pytest.raises(UsageError, match=r"t\.json.*nothing"):
         load_huggingface(path, separator="nothing")

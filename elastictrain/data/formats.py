@@ -1,0 +1,294 @@
+"""Pieces of source files, and the documents in a piece.
+
+Where a piece ends depends on nothing but the file and where the piece begins, so a preparation that was killed goes on with the
+same pieces. One process reads the pieces; several parse them and turn them into tokens.
+"""
+
+import gzip
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+
+from elastictrain.data.sources import SourceFile, http_file, is_http, stat_source
+from elastictrain.errors import DataError
+from elastictrain.storage.local import local_path
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+
+PIECE_BYTES = 2**20
+_PIECE_ROWS = 256
+_LONGEST_LINE_BYTES = 2**28
+_READ_BYTES = 2**23
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one source file: bytes of text or of whole lines, or the values of a column."""
+
+    source: int  # number of the file
+    offset: int  # bytes before it in the (uncompressed) file, or rows
+    data: bytes | tuple[object, ...]
+    read_bytes: int  # of the file, up to the end of this piece
+    last: bool  # of its file; rows are documents of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The texts in a piece. All but the first begin here, and all but the last end here."""
+
+    texts: tuple[bytes, ...]
+    begins: bool
+    ends: bool
+
+
+class RefusedTextError(Exception):
+    """Line (or row) `row` of a piece, counted from 0, is not what it must be; `trouble` completes the sentence."""
+
+    def __init__(self, row: int, trouble: str) -> None:
+        super().__init__(row, trouble)
+        self.row = row
+        self.trouble = trouble
+
+
+class _StoreFile(io.RawIOBase):
+    """A remote object as a file."""
+
+    def __init__(self, store: Store, key: str, *, size_bytes: int) -> None:
+        self._store = store
+        self._key = key
+        self._size_bytes = size_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._at)]
+        count = self._store.read_into(self._key, view, start=self._at) if len(view) else 0
+        self._at += count
+        return count
+
+
+@contextmanager
+def _opened(source: SourceFile) -> Iterator[BinaryIO]:
+    if is_http(source.url):
+        files, path = http_file(source.url)
+        file = files.open(path, "rb", block_size=_READ_BYTES)
+    elif local_path(source.url) is not None:
+        try:
+            file = Path(source.url).open("rb")  # noqa: SIM115  closed below
+        except OSError as error:
+            raise DataError(f"input {source.url} must be a readable file, but is not: {error.strerror}") from None
+    else:
+        folder, _, key = source.url.rpartition("/")
+        raw = _StoreFile(open_store(folder), key, size_bytes=source.size_bytes)
+        file = io.BufferedReader(raw, _READ_BYTES)
+    with file:
+        yield cast(BinaryIO, file)
+
+
+def pieces(sources: Sequence[SourceFile], *, kind: str, field: str, start: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
+    """The pieces of all files of one format in order, from the piece at `start` (file, offset) on.
+
+    Raises: DataError if a file cannot be read, is of another format, or has changed.
+    """
+    for number in range(start[0], len(sources)):
+        source = sources[number]
+        begin = start[1] if number == start[0] else 0
+        # A file may change while it is read, so it is compared at both ends.
+        _refuse_change(source)
+        with _opened(source) as file:
+            if kind in ("text", "jsonl"):
+                yield from _byte_pieces(file, source, number=number, start=begin, cut=cut if kind == "text" else cut_lines)
+            else:
+                tables = _parquet_rows if kind == "parquet" else _arrow_rows
+                yield from tables(file, source, number=number, field=field, start=begin)
+        _refuse_change(source)
+
+
+def _refuse_change(source: SourceFile) -> None:
+    found = stat_source(source.url, name=source.name)
+    if (found.size_bytes, found.stamp) != (source.size_bytes, source.stamp):
+        raise DataError(f"input {source.url} changed while it was being read; prepare the data again when it stays as it is")
+
+
+def _skip(file: BinaryIO, count: int) -> None:
+    try:
+        file.seek(count)
+    except ValueError:  # a web server that sends files only whole
+        while count and (data := file.read(min(count, _READ_BYTES))):
+            count -= len(data)
+
+
+def cut(data: bytes) -> int:
+    """Where the piece that begins with `data` ends: after the last line break, or else between two characters of UTF-8.
+
+    Long documents are encoded in pieces to bound the memory; a cut at a line break hardly changes the tokens.
+    """
+    if end := cut_lines(data):
+        return end
+    end = len(data) - 1
+    while end > max(1, len(data) - 4) and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+def cut_lines(data: bytes) -> int:
+    """Where the last line of `data` ends; 0 if none does."""
+    return data.rfind(b"\n") + 1
+
+
+def _byte_pieces(raw: BinaryIO, source: SourceFile, *, number: int, start: int, cut: Callable[[bytes], int]) -> Iterator[Piece]:
+    file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if source.url.endswith(".gz") else raw
+    offset, rest = start, b""
+    try:
+        _skip(file, start)
+        while True:
+            size = PIECE_BYTES
+            while True:
+                rest += file.read(max(0, size + 1 - len(rest)))
+                last = len(rest) <= size
+                end = len(rest) if last else cut(rest[:size])
+                if end or last:
+                    break
+                size *= 2
+                if size > _LONGEST_LINE_BYTES:
+                    raise DataError(f"input {source.url} must have lines of at most {size // 2} bytes, but has a longer one")
+            yield Piece(number, offset, rest[:end], source.size_bytes if last else raw.tell(), last)
+            if last:
+                return
+            offset, rest = offset + end, rest[end:]
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"input {source.url} must be a file that can be read to its end, but is not: {error}") from None
+
+
+def _row_pieces(
+    column: Any, source: SourceFile, *, number: int, field: str, first: int, start: int, read_bytes: int
+) -> Iterator[Piece]:
+    """Pieces of a column whose first value is row `first` of the file."""
+    if str(column.type) not in ("string", "large_string", "string_view"):
+        raise DataError(f"input {source.url} must have texts in the column {field!r}, but has {column.type} there")
+    for begin in range(0, len(column), _PIECE_ROWS):
+        if first + begin >= start:
+            values = tuple(column.slice(begin, _PIECE_ROWS).to_pylist())
+            yield Piece(number, first + begin, values, read_bytes, last=True)
+
+
+def _arrow_package(source: SourceFile) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            f"reading {source.url} needs the package pyarrow, which is not installed; run: "
+            'pip install "elastictrain[integrations]"'
+        ) from None
+    return pyarrow
+
+
+def _check_column(source: SourceFile, *, field: str, names: Sequence[str]) -> None:
+    if field not in names:
+        raise DataError(f"input {source.url} must have the column {field!r}, but has {', '.join(names)}; pass --field")
+
+
+def _parquet_rows(raw: BinaryIO, source: SourceFile, *, number: int, field: str, start: int) -> Iterator[Piece]:
+    arrow = _arrow_package(source)
+    try:
+        table = arrow.parquet.ParquetFile(raw)
+        _check_column(source, field=field, names=table.schema_arrow.names)
+        first, groups = 0, table.num_row_groups
+        for group in range(groups):
+            count = table.metadata.row_group(group).num_rows
+            if first + count > start:
+                column = table.read_row_group(group, columns=[field]).column(field)
+                done = source.size_bytes * (group + 1) // groups
+                yield from _row_pieces(column, source, number=number, field=field, first=first, start=start, read_bytes=done)
+            first += count
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"input {source.url} must be a parquet file, but cannot be read as one: {error}") from None
+
+
+def _arrow_rows(raw: BinaryIO, source: SourceFile, *, number: int, field: str, start: int) -> Iterator[Piece]:
+    arrow = _arrow_package(source)
+    try:
+        stream = arrow.ipc.open_stream(raw)
+        _check_column(source, field=field, names=stream.schema.names)
+        first = 0
+        for batch in stream:
+            column = batch.column(field)
+            done = raw.tell()
+            yield from _row_pieces(column, source, number=number, field=field, first=first, start=start, read_bytes=done)
+            first += batch.num_rows
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"input {source.url} must be an arrow stream, but cannot be read as one: {error}") from None
+
+
+def documents(piece: Piece, *, kind: str, field: str) -> Documents:
+    """The texts in `piece`, each valid UTF-8; rows without text are left out. Raises: RefusedTextError."""
+    if isinstance(piece.data, tuple):
+        texts = [_encoded(text, row=row, field=field) for row, text in enumerate(piece.data)]
+        return Documents(tuple(filter(None, texts)), begins=True, ends=True)
+    _check_utf8(piece.data)
+    if kind == "text":
+        begins = piece.offset == 0
+        return Documents((piece.data,) if piece.data or not begins else (), begins=begins, ends=piece.last)
+    lines = enumerate(piece.data.split(b"\n"))
+    texts = [_encoded(_field_of(line, row=row, field=field), row=row, field=field) for row, line in lines if line.strip()]
+    return Documents(tuple(filter(None, texts)), begins=True, ends=True)
+
+
+def _field_of(line: bytes, *, row: int, field: str) -> object:
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RefusedTextError(row, f"must be one JSON object, but is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RefusedTextError(row, f"must be one JSON object, but is {type(value).__name__}")
+    if field not in value:
+        keys = ", ".join(map(repr, list(value)[:8])) or "no key"
+        raise RefusedTextError(row, f"must have the field {field!r}, but has {keys}; pass --field")
+    return value[field]
+
+
+def _encoded(text: object, *, row: int, field: str) -> bytes:
+    if not isinstance(text, str):
+        found = "null" if text is None else f"a value of type {type(text).__name__}"
+        raise RefusedTextError(row, f"must have a text as {field!r}, but has {found}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise RefusedTextError(row, f"must have whole characters in {field!r}, but has half of a surrogate pair") from None
+
+
+def _check_utf8(data: bytes) -> None:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start)
+        raise RefusedTextError(line, f"must be UTF-8, but is not: {error.reason} (byte 0x{data[error.start]:02x})") from None
+
+
+def refusal(error: RefusedTextError, *, offset: int, source: SourceFile, kind: str) -> DataError:
+    """The error for a person: the file, and the line or row in it, counted from 1. `offset` of the piece."""
+    if kind in ("parquet", "arrow"):
+        return DataError(f"input {source.url}, row {offset + error.row + 1} {error.trouble}")
+    before, left = 0, offset
+    with _opened(source) as raw:
+        file = gzip.GzipFile(fileobj=raw) if source.url.endswith(".gz") else raw
+        while left and (data := file.read(min(left, _READ_BYTES))):
+            before += data.count(b"\n")
+            left -= len(data)
+    return DataError(f"input {source.url}, line {before + error.row + 1} {error.trouble}")
