@@ -45,12 +45,27 @@ class TaskGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceGroup:
+    """One of several sources of training samples."""
+
+    path: Annotated[str, NonEmpty()]
+    """As `data.path`."""
+
+    weight: Annotated[float, Range(0.0)] | tuple[tuple[Annotated[int, Range(0)], Annotated[float, Range(0.0)]], ...] = 1.0
+    """Share of the samples, relative to the other sources; or pairs of a step and the weight from that step on."""
+
+
+@dataclass(frozen=True, slots=True)
 class DataGroup:
     """Where training samples come from, unless the task brings datasets of its own."""
 
     path: Annotated[str, NonEmpty()] = "stdlib"
     """Folder of token files (a path or any fsspec URL) made by `python -m elastictrain.data prepare`, or `stdlib`: the source
     text of the Python standard library that runs the program, prepared on first use."""
+
+    sources: tuple[SourceGroup, ...] | None = None
+    """Several folders of token files in place of `path`, and the weight of each: [{path: web, weight: 3}, {path: books, weight:
+    1}]. A weight like [[0, 3], [1000, 1]] is 3 from step 0 on and 1 from step 1000 on."""
 
     cache_dir: str | None = None
     """Local folder in which remote token files and the `stdlib` corpus are kept; null for
@@ -60,7 +75,7 @@ class DataGroup:
     """Upper bound on what `cache_dir` may hold (10^9 bytes); the least recently used files are removed first."""
 
     holdout_samples: Annotated[int, Range(0)] = 0
-    """Samples at the end of the token files that are kept for evaluation and never trained on."""
+    """Samples at the end of the token files (of each source) that are kept for evaluation and never trained on."""
 
     shuffle: bool = True
     """Visit samples in a seeded random order, another one each epoch; false for the order of the files."""

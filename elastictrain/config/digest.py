@@ -21,7 +21,7 @@ from elastictrain.errors import ConfigError
 
 _ANSWER: Mapping[str, frozenset[str]] = {
     "run": frozenset({"seed", "num_threads"}),
-    "data": frozenset({"path", "holdout_samples", "shuffle"}),
+    "data": frozenset({"path", "sources", "holdout_samples", "shuffle"}),
     "train": frozenset({"steps", "global_batch", "seq_len", "precision", "clip_norm"}),
     "optim": frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "schedule", "warmup_steps", "final_lr_ratio"}),
 }
@@ -78,7 +78,7 @@ def answer_keys(tree: Mapping[str, object]) -> dict[str, object]:
       Not `dir` (where), `on_change` and `on_held` (how to resume), `deterministic` (how exactly a device repeats the same
       arithmetic).
     - `task.*`, `model.*`: all; only the task knows their meaning.
-    - `data.path`, `holdout_samples`, `shuffle`: the order of samples. Not caches, read-ahead and ledger.
+    - `data.path`, `sources`, `holdout_samples`, `shuffle`: the order of samples. Not caches, read-ahead and ledger.
     - `train.global_batch`, `seq_len`, `precision`, `clip_norm`; and `steps` where the learning rate decays towards the last
       step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
       `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at).

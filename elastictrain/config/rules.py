@@ -6,7 +6,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from elastictrain.config.composed import ParallelGroup
+from elastictrain.config.composed import DataGroup, ParallelGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
@@ -49,6 +49,8 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
         if 0 < launch.max_hosts < launch.min_hosts:
             message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
             problems.append(Problem("launch.max_hosts", message))
+    if "data" in groups:
+        problems += _check_data(groups["data"])
     if "parallel" in groups:
         problems += _check_parallel(groups["parallel"])
     if "fault" in groups and (grace_s := groups["fault"].shutdown_grace_s) >= TORCHRUN_KILL_S:
@@ -71,6 +73,16 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
         if low > high or (low == high and relation == "<"):
             message = f"must be {relation} `{upper}` = {show_number(high)}, but is {show_number(low)}"
             problems.append(Problem(lower, f"{message}: {reason}" if reason else message))
+    return problems
+
+
+def _check_data(data: DataGroup) -> list[Problem]:
+    problems = []
+    if data.sources is not None and data.path != "stdlib":
+        message = f"must be left out where `data.sources` is given, but is {show(data.path)}"
+        problems.append(Problem("data.path", message))
+    if data.sources == ():
+        problems.append(Problem("data.sources", "must have at least one source, or be null, but is []"))
     return problems
 
 

@@ -14,7 +14,9 @@ Source of the mixing function: Steele, Lea and Flood, "Fast Splittable Pseudoran
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
+from typing import Protocol
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -75,13 +77,29 @@ class Share:
         return tuple(portions)
 
 
-def passes(first_step: int, *, last_step: int, share: Share, num_samples: int, seed: int, shuffle: bool) -> Iterator[Pass]:
+class MixedOrder(Protocol):
+    """An order of the samples of several sources."""
+
+    def sample_at(self, position: int, *, seed: int, shuffle: bool) -> int:
+        """The sample at `position` of the run."""
+
+
+def passes(
+    first_step: int,
+    *,
+    last_step: int,
+    share: Share,
+    num_samples: int,
+    seed: int,
+    shuffle: bool,
+    mixture: MixedOrder | None = None,
+) -> Iterator[Pass]:
     """All passes of a rank in steps [first_step, last_step), in order."""
+    at = partial(sample_at, num_samples=num_samples) if mixture is None else mixture.sample_at
     for step in range(first_step, last_step):
         for portion in share.portions(step):
             positions = range(portion.first, portion.end)
-            sample_ids = (sample_at(one, num_samples=num_samples, seed=seed, shuffle=shuffle) for one in positions)
-            yield Pass(step, portion, tuple(sample_ids))
+            yield Pass(step, portion, tuple(at(one, seed=seed, shuffle=shuffle) for one in positions))
 
 
 def sample_at(position: int, *, num_samples: int, seed: int, shuffle: bool) -> int:

@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from elastictrain.bounded_json import as_record, parse_json
-from elastictrain.data.assignment import Portion, sample_at
+from elastictrain.data.assignment import MixedOrder, Portion, sample_at
 from elastictrain.events import AppendLog
 from elastictrain.storage.store import Store
 
@@ -82,11 +83,19 @@ def fold(rows: Sequence[Row]) -> dict[int, dict[int, int]]:
 
 
 def check_exactly_once(
-    rows: Sequence[Row], *, steps: int, global_batch: int, num_samples: int, seed: int, shuffle: bool
+    rows: Sequence[Row],
+    *,
+    steps: int,
+    global_batch: int,
+    num_samples: int,
+    seed: int,
+    shuffle: bool,
+    mixture: MixedOrder | None = None,
 ) -> tuple[str, ...]:
     """Problems, a sentence each; none if steps 1 to `steps` consumed every position once, in order, with the right sample."""
     problems = []
     kept = effective(rows)
+    at = partial(sample_at, num_samples=num_samples) if mixture is None else mixture.sample_at
     for step in range(1, steps + 1):
         consumed = Counter(position for row in kept.get(step, ()) for position in row.each_position)
         wanted = range((step - 1) * global_batch, step * global_batch)
@@ -98,7 +107,7 @@ def check_exactly_once(
                 f"but misses {missing}, repeats {twice}, and has {foreign} besides"
             )
         for row in kept.get(step, ()):
-            right = [sample_at(position, num_samples=num_samples, seed=seed, shuffle=shuffle) for position in row.each_position]
+            right = [at(position, seed=seed, shuffle=shuffle) for position in row.each_position]
             if list(row.samples) != right:
                 problems.append(f"step {step}, rank {row.rank} must consume samples {right}, but consumed {list(row.samples)}")
     if later := [step for step in kept if step > steps]:

@@ -19,6 +19,7 @@ from elastictrain.data.cache import CacheFolder, CacheLease, default_cache_dir, 
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.encoding import Encoder
 from elastictrain.data.index import TokenIndex, read_index
+from elastictrain.data.mixture import MixedDataset, Mixture, make_mixture
 from elastictrain.data.prepare import prepare
 from elastictrain.data.sources import SourceFile
 from elastictrain.data.tokenizer import ByteTokenizer
@@ -34,38 +35,65 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclass(frozen=True, slots=True)
 class OpenedData:
-    """Training samples, held-out samples (None if there are none), and the index of their token files."""
+    """Training samples, held-out samples (None if there are none), and the token files of the first source."""
 
     train: Dataset
     holdout: Dataset | None
     index: TokenIndex
+    digest: str  # names the content of all sources
+    mixture: Mixture | None = None
 
 
-def open_datasets(options: DataGroup, *, seq_len: int, environment: Mapping[str, str] = os.environ) -> OpenedData:
+def open_datasets(
+    options: DataGroup, *, seq_len: int, global_batch: int = 1, environment: Mapping[str, str] = os.environ
+) -> OpenedData:
     """Open the data sets of a run; fetch remote token files, or prepare the `stdlib` corpus, if this host lacks them.
 
-    All ranks of a host may call it at once: one does the work and the others wait.
-    Raises: DataError, HostUnfitError, StorageError.
+    `global_batch` tells the positions at which weights change. All ranks of a host may call it at once: one does the work and
+    the others wait. Raises: ConfigError, DataError, HostUnfitError, StorageError.
     """
     root = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(environment)
     cache = CacheFolder(root, budget_bytes=int(options.cache_gb * 1e9))
+    if options.sources is None:
+        return _open_source(options.path, key="data.path", options=options, seq_len=seq_len, cache=cache)
+    keys = [f"data.sources[{number}].path" for number in range(len(options.sources))]
+    opened = [
+        _open_source(source.path, key=key, options=options, seq_len=seq_len, cache=cache)
+        for source, key in zip(options.sources, keys, strict=True)
+    ]
+    others = [key for key, one in zip(keys, opened, strict=True) if one.index.tokenizer != opened[0].index.tokenizer]
+    if others:
+        trouble = f"must hold tokens of the same tokenizer as {keys[0]}, but holds others; prepare it with that tokenizer"
+        raise DataError([Problem(key, trouble) for key in others])
+    mixture = make_mixture(options.sources, sizes=[len(one.train) for one in opened], global_batch=global_batch)
+    holdouts = [one.holdout for one in opened if one.holdout is not None]
+    return OpenedData(
+        MixedDataset([one.train for one in opened]),
+        MixedDataset(holdouts, in_turn=True) if holdouts else None,
+        opened[0].index,
+        xxhash.xxh3_128_hexdigest("\n".join(one.digest for one in opened).encode()),
+        mixture,
+    )
+
+
+def _open_source(path: str, *, key: str, options: DataGroup, seq_len: int, cache: CacheFolder) -> OpenedData:
     lease: object = None
-    if options.path == "stdlib":
+    if path == "stdlib":
         index, folder, lease = prepare_stdlib(cache, library=library_folder())
         paths = _in_place(index, folder=folder)
     else:
-        store = open_store(options.path, follow_links=True)
+        store = open_store(path, follow_links=True)
         index = read_index(store)
         if isinstance(store, LocalStore):
             paths = _in_place(index, folder=Path(store.root))
         else:
             paths, lease = fetch_shards(store, index, cache=cache)
     num_train = training_samples(
-        index.num_tokens, seq_len=seq_len, holdout_samples=options.holdout_samples, source=f"data.path={options.path}"
+        index.num_tokens, seq_len=seq_len, holdout_samples=options.holdout_samples, source=f"{key}={path}"
     )
     part = partial(TokenDataset, index, paths=paths, seq_len=seq_len, lease=lease)
     holdout = part(first_sample=num_train, num_samples=options.holdout_samples) if options.holdout_samples else None
-    return OpenedData(part(first_sample=0, num_samples=num_train), holdout, index)
+    return OpenedData(part(first_sample=0, num_samples=num_train), holdout, index, index.digest)
 
 
 def training_samples(num_tokens: int, *, seq_len: int, holdout_samples: int, source: str) -> int:

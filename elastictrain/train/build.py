@@ -266,6 +266,7 @@ def _make_loader(context: TrainContext, *, first_step: int, pool: WorkerPool | N
         num_samples=len(samples),
         seed=config.run.seed,
         shuffle=config.data.shuffle,
+        mixture=context.samples.mixture,
     )
     pin_memory = context.group.device.type == "cuda"
     return Loader(

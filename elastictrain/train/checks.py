@@ -105,15 +105,15 @@ def signing_key(config: RunConfig) -> SigningKey | None:
 
 def open_samples(task: Task, config: RunConfig) -> Samples:
     """Training samples and held-out samples. Raises: DataError, StorageError, ConfigError."""
-    digest = ""
+    digest, mixture = "", None
     if isinstance(task, BringsDatasets):
         train, held_out = task.train_dataset(), task.eval_dataset()
     else:
         try:
-            opened = open_datasets(config.data, seq_len=config.train.seq_len)
+            opened = open_datasets(config.data, seq_len=config.train.seq_len, global_batch=config.train.global_batch)
         except StorageError as error:
             raise type(error)(f"`data.path` cannot be used: {error}") from error
-        train, held_out, digest = opened.train, opened.holdout, opened.index.digest
+        train, held_out, digest, mixture = opened.train, opened.holdout, opened.digest, opened.mixture
         if isinstance(task, ChecksTokens):
             vocab_size = opened.index.tokenizer.vocab_size
             if problems := task.check_tokens(seq_len=config.train.seq_len, vocab_size=vocab_size):
@@ -122,7 +122,7 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
         raise DataError([Problem("data.path", "must have at least one training sample, but has none")])
     if config.train.eval_every_steps and not held_out:
         raise DataError([Problem("train.eval_every_steps", "needs held-out samples, but there are none; set it to 0")])
-    return Samples(train, held_out, digest)
+    return Samples(train, held_out, digest, mixture)
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:

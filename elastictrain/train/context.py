@@ -10,6 +10,7 @@ import torch.distributed as dist
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.dataset import Dataset
+from elastictrain.data.mixture import Mixture
 from elastictrain.distributed.device import Backend
 from elastictrain.distributed.generation import AgreedGeneration
 from elastictrain.distributed.group import Group
@@ -35,6 +36,7 @@ class Samples:
     train: Dataset
     held_out: Dataset | None
     digest: str  # names the content of token files; empty for a task's own datasets
+    mixture: Mixture | None = None
 
 
 def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:

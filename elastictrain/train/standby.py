@@ -116,6 +116,7 @@ def _run_step(context: TrainContext, stepper: Stepper) -> None:
         num_samples=len(samples),
         seed=config.run.seed,
         shuffle=config.data.shuffle,
+        mixture=context.samples.mixture,
     )
     micro_batches = (
         MicroBatch(one.step, one.portion, one.sample_ids, read_batch(samples, one.sample_ids))

@@ -18,6 +18,7 @@ from elastictrain.config.composed import (
     ParallelGroup,
     RunConfig,
     RunGroup,
+    SourceGroup,
     TaskGroup,
     TelemetryGroup,
     TrainGroup,
@@ -118,7 +119,7 @@ HOSTS_OWN = {"cache_dir": "elsewhere", "cache_gb": 7.0, "workers": 3, "prefetch"
 
 @pytest.mark.parametrize("key", [field.name for field in fields(DataGroup)])
 def test_ranks_may_differ_in_what_is_their_hosts_own_business_and_in_nothing_else(key: str) -> None:
-    others = {"path": "elsewhere", "holdout_samples": 3, "shuffle": False, "ledger": True}
+    others = {"path": "elsewhere", "sources": (SourceGroup("one"),), "holdout_samples": 3, "shuffle": False, "ledger": True}
     other = replace(CONFIG, data=replace(CONFIG.data, **{key: (HOSTS_OWN | others)[key]}))
     assert other.data != CONFIG.data
     assert (group_digest(other, data_digest="d") == group_digest(CONFIG, data_digest="d")) == (key in HOSTS_OWN)

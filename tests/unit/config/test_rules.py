@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.config.composed import DataGroup, FaultGroup, LaunchGroup, ParallelGroup, TrainGroup
+from elastictrain.config.composed import DataGroup, FaultGroup, LaunchGroup, ParallelGroup, SourceGroup, TrainGroup
 from elastictrain.config.preflight import PreflightGroup, PreflightThresholds
 from elastictrain.config.rules import check_rules
 
@@ -34,6 +34,12 @@ def test_evaluation_needs_held_out_samples_of_token_files() -> None:
     assert keys(train=train, data=DataGroup()) == ["train.eval_every_steps"]
     assert keys(train=train, data=DataGroup(holdout_samples=1)) == []
     assert keys(train=train, data=DataGroup(), uses_token_files=False) == []
+
+
+def test_sources_take_the_place_of_the_path() -> None:
+    assert keys(data=DataGroup(sources=(SourceGroup("a"),))) == []
+    assert keys(data=DataGroup(path="b", sources=(SourceGroup("a"),))) == ["data.path"]
+    assert keys(data=DataGroup(sources=())) == ["data.sources"]
 
 
 @pytest.mark.parametrize(

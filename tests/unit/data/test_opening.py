@@ -1,12 +1,13 @@
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elastictrain.config.composed import DataGroup
+from elastictrain.config.composed import DataGroup, SourceGroup
 from elastictrain.data.__main__ import main
-from elastictrain.data.index import TokenIndex
+from elastictrain.data.index import TokenIndex, TokenizerDescription, encode_index, read_index
 from elastictrain.data.opening import open_datasets
 from elastictrain.errors import EXIT_CONFIG, DataError, IrregularFileError
 from elastictrain.storage.opening import open_store
@@ -122,3 +123,31 @@ def test_remote_data_is_read_from_the_cache(tmp_path: Path, prepare_bytes: Calla
     opened = open_datasets(DataGroup(path=url), seq_len=10, environment={"XDG_CACHE_HOME": str(tmp_path)})
     assert [opened.train[i]["tokens"][0].item() for i in range(3)] == [0, 10, 20]
     assert list((tmp_path / "elastictrain").glob("tokens-*/tokens-00002.bin"))
+
+
+def test_several_sources(tmp_path: Path, prepare_bytes: Callable[..., TokenIndex]) -> None:
+    sources = []
+    for number, text in enumerate((b"a" * 99, b"b" * 49)):
+        sources.append(SourceGroup(str(tmp_path / f"source-{number}"), float(3 - 2 * number)))
+        prepare_bytes(open_store(sources[-1].path), text)
+    options = DataGroup(sources=tuple(sources), holdout_samples=1)
+    opened = open_datasets(options, seq_len=10, environment={})
+    assert opened.mixture is not None
+    assert opened.mixture.sizes == (8, 3)
+    order = [opened.mixture.sample_at(position, seed=0, shuffle=True) for position in range(8)]
+    assert "".join(chr(int(opened.train[sample]["tokens"][0])) for sample in order) == "aaabaaab"
+    assert opened.holdout is not None
+    assert [chr(int(opened.holdout[i]["tokens"][0])) for i in range(2)] == ["a", "b"]
+    turned = replace(options, sources=options.sources[::-1] if options.sources else None)
+    assert open_datasets(turned, seq_len=10, environment={}).digest != opened.digest
+
+
+def test_sources_that_do_not_fit(folder: Path, tmp_path: Path, prepare_bytes: Callable[..., TokenIndex]) -> None:
+    small = str(tmp_path / "small")
+    prepare_bytes(open_store(small), b"abc")
+    sources = (SourceGroup(str(folder)), SourceGroup(small))
+    assert problem_keys(DataGroup(sources=sources, holdout_samples=1), seq_len=3, cache=tmp_path) == ["data.holdout_samples"]
+    index = Path(small) / "index.json"
+    other = replace(read_index(open_store(small)), tokenizer=TokenizerDescription("bytes", 300, 256, ""))
+    index.write_bytes(encode_index(other))
+    assert problem_keys(DataGroup(sources=sources), seq_len=3, cache=tmp_path) == ["data.sources[1].path"]
