@@ -67,6 +67,10 @@ class DataGroup:
     """Several folders of token files in place of `path`, and the weight of each: [{path: web, weight: 3}, {path: books, weight:
     1}]. A weight like [[0, 3], [1000, 1]] is 3 from step 0 on and 1 from step 1000 on."""
 
+    packing: bool = False
+    """Fill samples with whole documents, cut only where one is longer than `train.seq_len`, and tell the task which token
+    belongs to which; false cuts the token files into samples regardless of documents."""
+
     cache_dir: str | None = None
     """Local folder in which remote token files and the `stdlib` corpus are kept; null for
     $XDG_CACHE_HOME/elastictrain, or ~/.cache/elastictrain."""

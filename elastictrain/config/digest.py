@@ -21,7 +21,7 @@ from elastictrain.errors import ConfigError
 
 _ANSWER: Mapping[str, frozenset[str]] = {
     "run": frozenset({"seed", "num_threads"}),
-    "data": frozenset({"path", "sources", "holdout_samples", "shuffle"}),
+    "data": frozenset({"path", "sources", "packing", "holdout_samples", "shuffle"}),
     "train": frozenset({"steps", "global_batch", "seq_len", "precision", "clip_norm"}),
     "optim": frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "schedule", "warmup_steps", "final_lr_ratio"}),
 }
@@ -78,7 +78,7 @@ def answer_keys(tree: Mapping[str, object]) -> dict[str, object]:
       Not `dir` (where), `on_change` and `on_held` (how to resume), `deterministic` (how exactly a device repeats the same
       arithmetic).
     - `task.*`, `model.*`: all; only the task knows their meaning.
-    - `data.path`, `sources`, `holdout_samples`, `shuffle`: the order of samples. Not caches, read-ahead and ledger.
+    - `data.path`, `sources`, `packing`, `holdout_samples`, `shuffle`: the order of samples. Not caches, read-ahead and ledger.
     - `train.global_batch`, `seq_len`, `precision`, `clip_norm`; and `steps` where the learning rate decays towards the last
       step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
       `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at).
@@ -106,7 +106,8 @@ def changed_answers(
     """Each key that changes the answer and differs: (key, stored value, value now), in order of key. `stored` is the tree of a
     stored config.yaml (`from_yaml`). A key that only one side has counts, with None for the other. `neutral` names options of
     the task that do not count."""
-    before, after = answer_keys(stored), answer_keys(to_tree(now))
+    # Runs of older releases did not pack, and do not say so.
+    before, after = {"data.packing": False} | answer_keys(stored), answer_keys(to_tree(now))
     keys = sorted((before.keys() | after.keys()) - {f"task.{name}" for name in neutral})
     differ = [key for key in keys if _canonical(_number(before.get(key))) != _canonical(_number(after.get(key)))]
     return [(key, before.get(key), after.get(key)) for key in differ]

@@ -169,15 +169,21 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def fetch_shards(store: Store, index: TokenIndex, *, cache: CacheFolder) -> tuple[tuple[Path, ...], CacheLease]:
-    """Paths of all shards, and the lease that keeps them. Raises: DataError if a shard contradicts the index; StorageError."""
-    lease = cache.lease(f"tokens-{index.digest}", size_bytes=index.size_bytes, source=store.url)
-    if not all(_is_verified(lease.folder / shard.file, shard) for shard in index.shards):
+def fetch_shards(
+    store: Store, index: TokenIndex, *, cache: CacheFolder, packing: bool = False
+) -> tuple[tuple[Path, ...], CacheLease]:
+    """Paths of all shards, with `packing` also of the files beside them, and the lease that keeps them.
+
+    Raises: DataError if a file contradicts the index; StorageError.
+    """
+    files = index.files if packing else index.shards
+    lease = cache.lease(f"tokens-{index.digest}", size_bytes=sum(file.size_bytes for file in files), source=store.url)
+    if not all(_is_verified(lease.folder / shard.file, shard) for shard in files):
         with lease.filling():
             # Another process of this host may have completed the entry while this one waited for the lock.
-            missing = [shard for shard in index.shards if not _is_verified(lease.folder / shard.file, shard)]
+            missing = [shard for shard in files if not _is_verified(lease.folder / shard.file, shard)]
             _fetch_missing(store, missing, folder=lease.folder)
-    return tuple(lease.folder / shard.file for shard in index.shards), lease
+    return tuple(lease.folder / shard.file for shard in files), lease
 
 
 def read_shard(store: Store, shard: Shard | DocumentStarts, *, take: Callable[[memoryview], object]) -> str:
@@ -201,19 +207,19 @@ def read_shard(store: Store, shard: Shard | DocumentStarts, *, take: Callable[[m
     return ""
 
 
-def _as_found(path: Path, shard: Shard) -> str:
+def _as_found(path: Path, shard: Shard | DocumentStarts) -> str:
     """The digest that a file was verified to have, with its size and time then: a changed file is verified again."""
     found = path.stat()
     return f"{shard.xxh3_128} {found.st_size} {found.st_mtime_ns}"
 
 
-def _is_verified(path: Path, shard: Shard) -> bool:
+def _is_verified(path: Path, shard: Shard | DocumentStarts) -> bool:
     with suppress(OSError):
         return path.with_name(f"{path.name}.verified").read_text() == _as_found(path, shard)
     return False
 
 
-def _fetch_missing(store: Store, shards: Sequence[Shard], *, folder: Path) -> None:
+def _fetch_missing(store: Store, shards: Sequence[Shard | DocumentStarts], *, folder: Path) -> None:
     for leftover in folder.glob(".*.part"):
         leftover.unlink()
     size_gb = sum(shard.size_bytes for shard in shards) / 1e9
@@ -221,7 +227,7 @@ def _fetch_missing(store: Store, shards: Sequence[Shard], *, folder: Path) -> No
     here = open_store(str(folder), follow_links=True)
     stopping = Event()
 
-    def bring(shard: Shard) -> None:
+    def bring(shard: Shard | DocumentStarts) -> None:
         # The file may be right without a record of it: a process was killed, or the file's time has changed.
         path = folder / shard.file
         there = path.exists()
@@ -241,7 +247,7 @@ def _fetch_missing(store: Store, shards: Sequence[Shard], *, folder: Path) -> No
             raise
 
 
-def _download(store: Store, shard: Shard, *, folder: Path, stopping: Event) -> None:
+def _download(store: Store, shard: Shard | DocumentStarts, *, folder: Path, stopping: Event) -> None:
     temporary = folder / f".{shard.file}.part"
     problem = ""
     for _ in range(2):  # a second attempt repairs damage on the way, but not damage at the source

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,9 @@ from elastictrain.config.composed import DataGroup
 from elastictrain.data.cache import CacheFolder, CacheLease, default_cache_dir, fetch_shards
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.encoding import Encoder
-from elastictrain.data.index import TokenIndex, read_index
+from elastictrain.data.index import DocumentStarts, Shard, TokenIndex, read_index
 from elastictrain.data.mixture import MixedDataset, Mixture, make_mixture
+from elastictrain.data.packing import PackedDataset, document_starts, pack
 from elastictrain.data.prepare import prepare
 from elastictrain.data.sources import SourceFile
 from elastictrain.data.tokenizer import ByteTokenizer
@@ -80,19 +81,26 @@ def _open_source(path: str, *, key: str, options: DataGroup, seq_len: int, cache
     lease: object = None
     if path == "stdlib":
         index, folder, lease = prepare_stdlib(cache, library=library_folder())
-        paths = _in_place(index, folder=folder)
+        paths = _in_place(index.files, folder=folder)
     else:
         store = open_store(path, follow_links=True)
         index = read_index(store)
         if isinstance(store, LocalStore):
-            paths = _in_place(index, folder=Path(store.root))
+            paths = _in_place(index.files if options.packing else index.shards, folder=Path(store.root))
         else:
-            paths, lease = fetch_shards(store, index, cache=cache)
-    num_train = training_samples(
-        index.num_tokens, seq_len=seq_len, holdout_samples=options.holdout_samples, source=f"{key}={path}"
-    )
-    part = partial(TokenDataset, index, paths=paths, seq_len=seq_len, lease=lease)
-    holdout = part(first_sample=num_train, num_samples=options.holdout_samples) if options.holdout_samples else None
+            paths, lease = fetch_shards(store, index, cache=cache, packing=options.packing)
+    part = partial(TokenDataset, index, paths=paths[: len(index.shards)], seq_len=seq_len, lease=lease)
+    holdout_samples, num_tokens = options.holdout_samples, index.num_tokens
+    if options.packing:
+        starts = document_starts(index, paths=paths)
+        ranges = pack(starts, num_tokens=num_tokens, seq_len=seq_len)
+        num_tokens = len(ranges) * seq_len + 1
+    num_train = training_samples(num_tokens, seq_len=seq_len, holdout_samples=holdout_samples, source=f"{key}={path}")
+    if options.packing:
+        whole = part(first_sample=0, num_samples=0)
+        train, rest = (PackedDataset(whole, starts, ranges[one]) for one in (slice(num_train), slice(num_train, None)))
+        return OpenedData(train, rest if holdout_samples else None, index, index.digest)
+    holdout = part(first_sample=num_train, num_samples=holdout_samples) if holdout_samples else None
     return OpenedData(part(first_sample=0, num_samples=num_train), holdout, index, index.digest)
 
 
@@ -113,9 +121,9 @@ def training_samples(num_tokens: int, *, seq_len: int, holdout_samples: int, sou
     raise DataError([Problem(key, f"{trouble}; lower it, or set data.path to more text")])
 
 
-def _in_place(index: TokenIndex, *, folder: Path) -> tuple[Path, ...]:
+def _in_place(files: Sequence[Shard | DocumentStarts], *, folder: Path) -> tuple[Path, ...]:
     """Paths of local shards. Sizes are checked, because reading a mapped file that is too short would kill the process."""
-    for shard in index.shards:
+    for shard in files:
         path = folder / shard.file
         try:
             found = path.stat()
@@ -125,7 +133,7 @@ def _in_place(index: TokenIndex, *, folder: Path) -> tuple[Path, ...]:
             raise DataError(f"{path} must be a regular file, but is {describe(found.st_mode) or 'a folder'}")
         if found.st_size != shard.size_bytes:
             raise DataError(f"{path} must have {shard.size_bytes} bytes, but has {found.st_size}; prepare the data again")
-    return tuple(folder / shard.file for shard in index.shards)
+    return tuple(folder / shard.file for shard in files)
 
 
 def library_folder() -> Path:

@@ -45,9 +45,12 @@ class TokenDataset:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is not in [0, {self.num_samples})")
         start = (self.first_sample + index) * self.seq_len
-        end = start + self.seq_len + 1
+        return {"tokens": torch.from_numpy(self.read(start, start + self.seq_len + 1))}
+
+    def read(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, end) of the concatenated shards."""
         number = bisect_right(self._ends, start)
-        tokens = np.empty(self.seq_len + 1, dtype=np.int64)
+        tokens = np.empty(end - start, dtype=np.int64)
         filled = 0
         while filled < len(tokens):
             begin = self._ends[number - 1] if number else 0
@@ -55,7 +58,7 @@ class TokenDataset:
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
             number += 1
-        return {"tokens": torch.from_numpy(tokens)}
+        return tokens
 
     def _map(self, number: int) -> npt.NDArray[np.uint16 | np.uint32]:
         tokens = self._maps[number]

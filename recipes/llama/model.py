@@ -1,5 +1,7 @@
 """The Llama 3 architecture: GQA, rotary positions, RMSNorm, SwiGLU."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipes.llama.config import LlamaConfig
 from recipes.llama.loss import LossOptions, cross_entropy_sum
+from recipes.llama.packed import Packed
 from recipes.llama.rope import Rotary
 
 
@@ -45,14 +48,18 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.dim, kv_dim, bias=False)
         self.o = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor:
         """`x` [B, T, dim]."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = self.rotary(self.q(x).view(heads)).transpose(1, 2)
-        k = self.rotary(self.k(x).view(heads)).transpose(1, 2)
+        positions = None if packed is None else packed.positions
+        q = self.rotary(self.q(x).view(heads), positions).transpose(1, 2)
+        k = self.rotary(self.k(x).view(heads), positions).transpose(1, 2)
         v = self.v(x).view(heads).transpose(1, 2)
-        with sdpa_kernel(_attention_backends(), set_priority=True):
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        if packed is not None:
+            mixed = packed.attention(q, k, v, grouped=self.grouped)
+        else:
+            with sdpa_kernel(_attention_backends(), set_priority=True):
+                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -82,9 +89,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, packed: Packed | None = None) -> Tensor:
         """`x` [B, T, dim]."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), packed)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -103,16 +110,26 @@ class Llama(nn.Module):
         # A tied head is no parameter of its own: filling a model built on the meta device would untie two of one.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """`tokens` [B, T] int64 -> logits [B, T, vocab]; with `targets` [B, T] int64 -> the sum of all losses, [] float32."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """`tokens` [B, T] int64 -> logits [B, T, vocab]; with `targets` [B, T] int64 -> the sum of all losses, [] float32.
+
+        `documents` [B, T] int64: the document of each token. No token sees another document; a target of -1 has no loss.
+        """
         x = self.embed(tokens)
+        packed = None if documents is None else Packed.of(documents)
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if packed is None else layer(x, packed)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight
         if targets is None:
             return F.linear(x, weight.to(x.dtype))
-        return cross_entropy_sum(x.flatten(0, 1), weight, targets.flatten(), options=self.loss)
+        if packed is None:
+            return cross_entropy_sum(x.flatten(0, 1), weight, targets.flatten(), options=self.loss)
+        # A row of zeros has the loss log(vocab) and gives the head no gradient; nothing flows back to what it replaces.
+        ignored = targets < 0
+        x = x.masked_fill(ignored[..., None], 0.0)
+        total = cross_entropy_sum(x.flatten(0, 1), weight, targets.clamp(min=0).flatten(), options=self.loss)
+        return total - ignored.sum() * math.log(len(weight))

@@ -47,10 +47,11 @@ class Rotary(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [B, T, heads, head_dim], position = index along T; the halves of head_dim are the pairs, as in Hugging Face."""
-        cos = self.cos[: x.shape[1], None, :]
-        sin = self.sin[: x.shape[1], None, :]
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`x` [B, T, heads, head_dim], `positions` [B, T] int64, or the index along T; the halves of head_dim are the pairs, as
+        in Hugging Face."""
+        cos = self.cos[: x.shape[1], None, :] if positions is None else self.cos[positions].unsqueeze(2)
+        sin = self.sin[: x.shape[1], None, :] if positions is None else self.sin[positions].unsqueeze(2)
         # The tables are float32, so the products are, whatever `x` is.
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

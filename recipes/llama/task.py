@@ -56,9 +56,13 @@ class LlamaTask:
         return Llama(self._config, self._loss)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """`tokens` [B, T + 1] int64: T tokens in, each predicting the one behind it."""
+        """`tokens` [B, T + 1] int64: T tokens in, each predicting the one behind it, if that is of the same of `documents`."""
         tokens = batch["tokens"]
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if (documents := batch.get("documents")) is not None:
+            counted = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+            loss_sum = model(inputs, targets.masked_fill(~counted, -1), documents[:, :-1])
+            return LossOutput(loss_sum, counted.sum().float())
         loss_sum = model(inputs, targets)
         return LossOutput(loss_sum, torch.full((), targets.numel(), dtype=torch.float32, device=tokens.device))
 

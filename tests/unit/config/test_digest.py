@@ -95,6 +95,15 @@ def test_changed_answers_names_what_differs_and_nothing_else() -> None:
     assert changed_answers(stored, now=now) == [("model.rope.factor", None, 8), ("run.seed", 0, 1)]
 
 
+def test_a_run_of_a_release_without_a_key_goes_on() -> None:
+    stored = from_yaml(to_yaml(CONFIG), source="x")
+    for key in ("sources", "packing"):
+        del stored["data"][key]  # type: ignore[attr-defined]
+    assert changed_answers(stored, now=CONFIG) == []
+    packed = replace(CONFIG, data=replace(CONFIG.data, packing=True))
+    assert changed_answers(stored, now=packed) == [("data.packing", False, True)]
+
+
 def test_a_stored_config_is_read_as_it_was_written() -> None:
     tree = from_yaml(to_yaml(CONFIG), source="x")
     assert tree == to_tree(CONFIG)
@@ -119,7 +128,14 @@ HOSTS_OWN = {"cache_dir": "elsewhere", "cache_gb": 7.0, "workers": 3, "prefetch"
 
 @pytest.mark.parametrize("key", [field.name for field in fields(DataGroup)])
 def test_ranks_may_differ_in_what_is_their_hosts_own_business_and_in_nothing_else(key: str) -> None:
-    others = {"path": "elsewhere", "sources": (SourceGroup("one"),), "holdout_samples": 3, "shuffle": False, "ledger": True}
+    others = {
+        "path": "elsewhere",
+        "packing": True,
+        "sources": (SourceGroup("one"),),
+        "holdout_samples": 3,
+        "shuffle": False,
+        "ledger": True,
+    }
     other = replace(CONFIG, data=replace(CONFIG.data, **{key: (HOSTS_OWN | others)[key]}))
     assert other.data != CONFIG.data
     assert (group_digest(other, data_digest="d") == group_digest(CONFIG, data_digest="d")) == (key in HOSTS_OWN)

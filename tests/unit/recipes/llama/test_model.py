@@ -91,3 +91,47 @@ def test_built_on_the_meta_device_and_filled_it_equals_one_built_directly() -> N
     for name, buffer in model.named_buffers():
         task.init_buffer(name, buffer.fill_(float("nan")))
     assert torch.equal(model(TOKENS), direct(TOKENS))
+
+
+def packed_sample(lengths: list[int], *, length: int) -> dict[str, torch.Tensor]:
+    """One row with documents of these lengths, and padding."""
+    tokens = torch.randint(0, 40, (1, length), generator=torch.Generator().manual_seed(3))
+    ids = [number for number, size in enumerate(lengths) for _ in range(size)]
+    return {"tokens": tokens, "documents": torch.tensor([ids + [-1] * (length - len(ids))])}
+
+
+@pytest.mark.parametrize("lengths", [[17], [9, 8], [5, 1, 4, 2], [2, 2]])
+def test_packed_documents_are_computed_as_if_each_were_alone(lengths: list[int]) -> None:
+    model, task = build(), LlamaTask(model=CONFIG)
+    first, second = packed_sample(lengths, length=17), packed_sample([3, 14], length=17)
+    batch = {name: torch.cat((first[name], second[name])) for name in first}
+    together = task.loss(model, batch)
+    gradients = torch.autograd.grad(together.loss_sum, list(model.parameters()))
+    total, weight = torch.zeros(()), 0.0
+    for row, sizes in enumerate((lengths, [3, 14])):
+        for tokens in batch["tokens"][row, : sum(sizes)].split(sizes):
+            if len(tokens) > 1:
+                alone = task.loss(model, {"tokens": tokens[None]})
+                total, weight = total + alone.loss_sum, weight + float(alone.weight)
+    torch.testing.assert_close(together.loss_sum, total, rtol=1e-6, atol=1e-5)
+    assert float(together.weight) == weight
+    for ours, theirs in zip(gradients, torch.autograd.grad(total, list(model.parameters())), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sample_of_one_document_is_computed_as_without_packing() -> None:
+    model, task = build(), LlamaTask(model=CONFIG)
+    sample = packed_sample([17], length=17)
+    packed, plain = task.loss(model, sample), task.loss(model, {"tokens": sample["tokens"]})
+    torch.testing.assert_close(packed.loss_sum, plain.loss_sum, rtol=1e-6, atol=0.0)
+    assert float(packed.weight) == float(plain.weight) == 16
+
+
+def test_a_token_sees_nothing_of_another_document() -> None:
+    model = build()
+    documents = torch.tensor([[0] * 6 + [1] * 11])
+    changed = TOKENS[:1].clone()
+    changed[:, 2] = (changed[:, 2] + 1) % 40
+    before, after = model(TOKENS[:1], documents=documents), model(changed, documents=documents)
+    assert torch.equal(before[:, 6:], after[:, 6:])
+    assert not torch.equal(before[:, 2:6], after[:, 2:6])
