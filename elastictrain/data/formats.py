@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -113,8 +114,7 @@ def pieces(sources: Sequence[SourceFile], *, kind: str, field: str, start: tuple
             if kind in ("text", "jsonl"):
                 yield from _byte_pieces(file, source, number=number, start=begin, cut=cut if kind == "text" else cut_lines)
             else:
-                tables = _parquet_rows if kind == "parquet" else _arrow_rows
-                yield from tables(file, source, number=number, field=field, start=begin)
+                yield from _row_pieces(file, source, number=number, kind=kind, field=field, start=begin)
         _refuse_change(source)
 
 
@@ -174,66 +174,52 @@ def _byte_pieces(raw: BinaryIO, source: SourceFile, *, number: int, start: int, 
         raise DataError(f"input {source.url} must be a file that can be read to its end, but is not: {error}") from None
 
 
-def _row_pieces(
-    column: Any, source: SourceFile, *, number: int, field: str, first: int, start: int, read_bytes: int
-) -> Iterator[Piece]:
-    """Pieces of a column whose first value is row `first` of the file."""
-    if str(column.type) not in ("string", "large_string", "string_view"):
-        raise DataError(f"input {source.url} must have texts in the column {field!r}, but has {column.type} there")
-    for begin in range(0, len(column), _PIECE_ROWS):
-        if first + begin >= start:
-            values = tuple(column.slice(begin, _PIECE_ROWS).to_pylist())
-            yield Piece(number, first + begin, values, read_bytes, last=True)
-
-
-def _arrow_package(source: SourceFile) -> Any:
+def _row_pieces(raw: BinaryIO, source: SourceFile, *, number: int, kind: str, field: str, start: int) -> Iterator[Piece]:
     try:
         import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
     except ImportError:
         raise DataError(
             f"reading {source.url} needs the package pyarrow, which is not installed; run: "
             'pip install "elastictrain[integrations]"'
         ) from None
-    return pyarrow
-
-
-def _check_column(source: SourceFile, *, field: str, names: Sequence[str]) -> None:
-    if field not in names:
-        raise DataError(f"input {source.url} must have the column {field!r}, but has {', '.join(names)}; pass --field")
-
-
-def _parquet_rows(raw: BinaryIO, source: SourceFile, *, number: int, field: str, start: int) -> Iterator[Piece]:
-    arrow = _arrow_package(source)
+    first = 0
     try:
-        table = arrow.parquet.ParquetFile(raw)
-        _check_column(source, field=field, names=table.schema_arrow.names)
-        first, groups = 0, table.num_row_groups
-        for group in range(groups):
-            count = table.metadata.row_group(group).num_rows
-            if first + count > start:
-                column = table.read_row_group(group, columns=[field]).column(field)
-                done = source.size_bytes * (group + 1) // groups
-                yield from _row_pieces(column, source, number=number, field=field, first=first, start=start, read_bytes=done)
+        for names, count, read in (_row_groups if kind == "parquet" else _batches)(raw):
+            if field not in names:
+                raise DataError(f"input {source.url} must have the column {field!r}, but has {', '.join(names)}; pass --field")
+            column: Any = read(field) if first + count > start else ()
+            if len(column) and str(column.type) not in ("string", "large_string", "string_view"):
+                raise DataError(f"input {source.url} must have texts in the column {field!r}, but has {column.type} there")
+            for begin in range(0, len(column), _PIECE_ROWS):
+                if first + begin >= start:
+                    values = tuple(column.slice(begin, _PIECE_ROWS).to_pylist())
+                    # Where the reader is: columns that are left out are passed over at the end.
+                    yield Piece(number, first + begin, values, min(raw.tell(), source.size_bytes), last=True)
             first += count
-    except (arrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"input {source.url} must be a parquet file, but cannot be read as one: {error}") from None
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"input {source.url} must be a file of the format {kind}, but cannot be read as one: {error}") from None
 
 
-def _arrow_rows(raw: BinaryIO, source: SourceFile, *, number: int, field: str, start: int) -> Iterator[Piece]:
-    arrow = _arrow_package(source)
-    try:
-        stream = arrow.ipc.open_stream(raw)
-        _check_column(source, field=field, names=stream.schema.names)
-        first = 0
-        for batch in stream:
-            column = batch.column(field)
-            done = raw.tell()
-            yield from _row_pieces(column, source, number=number, field=field, first=first, start=start, read_bytes=done)
-            first += batch.num_rows
-    except (arrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"input {source.url} must be an arrow stream, but cannot be read as one: {error}") from None
+_Rows = tuple[Sequence[str], int, Callable[[str], Any]]  # names of the columns, rows, and what reads a column of them
+
+
+def _row_groups(raw: BinaryIO) -> Iterator[_Rows]:
+    from pyarrow.parquet import ParquetFile
+
+    table = ParquetFile(raw)
+
+    def read(field: str, group: int) -> Any:
+        return table.read_row_group(group, columns=[field]).column(field)
+
+    for group in range(table.num_row_groups):
+        yield table.schema_arrow.names, table.metadata.row_group(group).num_rows, partial(read, group=group)
+
+
+def _batches(raw: BinaryIO) -> Iterator[_Rows]:
+    from pyarrow.ipc import open_stream
+
+    for batch in open_stream(raw):
+        yield batch.schema.names, batch.num_rows, batch.column
 
 
 def documents(piece: Piece, *, kind: str, field: str) -> Documents:
