@@ -37,19 +37,22 @@ def pack(starts: "np.ndarray[Any, np.dtype[np.int64]]", *, num_tokens: int, seq_
     target of the first and an input of the second.
     """
     ends = np.append(starts[1:], num_tokens)
-    begin, done, ranges = 0, 0, []
-    while begin < num_tokens:
-        # A sample has at most as many documents as tokens.
-        fitting = done + int(np.searchsorted(ends[done : done + seq_len + 1], begin + seq_len + 1, side="right"))
-        if fitting > done:
-            end = following = int(ends[fitting - 1])
-            done = fitting
-        else:
-            end = begin + seq_len + 1
-            following = end - 1
-        ranges.append((begin, end))
-        begin = following
-    return np.array(ranges, dtype=np.int64).reshape(-1, 2)
+    # Of a sample that begins with this document: full ones that come before it, its begin, and the document after it.
+    cuts = np.maximum(0, -((starts - ends + seq_len + 1) // seq_len))
+    begins = starts + cuts * seq_len
+    following = np.searchsorted(ends, begins + seq_len + 1, side="right")
+    chosen, document = [], 0
+    while document < len(starts):
+        chosen.append(document)
+        document = int(following[document])
+    first = np.array(chosen, dtype=np.int64)
+    counts = cuts[first] + 1
+    last = np.cumsum(counts) - 1
+    ranges = np.empty((counts.sum(), 2), dtype=np.int64)
+    ranges[:, 0] = np.repeat(begins[first], counts) + (np.arange(len(ranges)) - np.repeat(last, counts)) * seq_len
+    ranges[:, 1] = ranges[:, 0] + seq_len + 1
+    ranges[last, 1] = ends[following[first] - 1]
+    return ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)

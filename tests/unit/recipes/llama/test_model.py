@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from recipes.llama.config import LlamaConfig
 from recipes.llama.loss import LossOptions
 from recipes.llama.model import Llama, RMSNorm
+from recipes.llama.packed import Packed
+from recipes.llama.rope import Rotary
 from recipes.llama.task import LlamaTask
 
 CONFIG = LlamaConfig(
@@ -135,3 +137,12 @@ def test_a_token_sees_nothing_of_another_document() -> None:
     before, after = model(TOKENS[:1], documents=documents), model(changed, documents=documents)
     assert torch.equal(before[:, 6:], after[:, 6:])
     assert not torch.equal(before[:, 2:6], after[:, 2:6])
+
+
+def test_positions_begin_anew_in_each_document() -> None:
+    # Attention depends on differences of positions only, so no loss would show it.
+    packed = Packed.of(torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 2, 2, 2, 2, 2]]))
+    assert packed.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 0, 0, 1, 2, 3, 4]]
+    rotary, x = Rotary(CONFIG), torch.randn(2, 7, 3, CONFIG.head_dim, generator=torch.Generator().manual_seed(0))
+    turned = rotary(x, packed.positions)
+    torch.testing.assert_close(turned[0, 3:5], rotary(x[:1, 3:5])[0], rtol=0, atol=0)
