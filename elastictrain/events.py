@@ -110,7 +110,8 @@ class Step(Event, tag="step", frozen=True):
     lr: float
     grad_norm: float
     positions: tuple[int, int]
-    tokens_per_s: float
+    samples_per_s: float
+    tokens_per_s: float | None  # None where the task does not count tokens
 
 
 class Skip(Event, tag="skip", frozen=True):

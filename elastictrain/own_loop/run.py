@@ -292,7 +292,9 @@ class Run:
                     lr=figures.rate,
                     grad_norm=values.get("grad_norm", math.nan),
                     positions=(figures.step - 1, figures.step),
-                    tokens_per_s=values.get("tokens", 0.0) / figures.seconds,
+                    # Positions count steps here.
+                    samples_per_s=1.0 / figures.seconds,
+                    tokens_per_s=values["tokens"] / figures.seconds if "tokens" in values else None,
                 )
             )
             if isinstance(attachment.observer, _Observer):

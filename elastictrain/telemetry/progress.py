@@ -28,11 +28,12 @@ def duration_text(seconds: float) -> str:
 
 def figures_text(figures: Mapping[str, float], *, eta_s: float | None) -> str:
     """The figures of a logged step, by their tags in TensorBoard, in one line."""
+    unit = "tokens" if "speed/tokens_per_s" in figures else "samples"
     parts = [
         f"loss {figures['loss/train']:.4f}",
         f"lr {figures['optimizer/lr']:.2e}",
         f"grad norm {figures['optimizer/grad_norm']:.3f}",
-        f"{tqdm.format_sizeof(figures['speed/tokens_per_s'])} tokens/s",
+        f"{tqdm.format_sizeof(figures[f'speed/{unit}_per_s'])} {unit}/s",
     ]
     if "speed/mfu" in figures:
         parts.append(f"MFU {figures['speed/mfu']:.1%}")

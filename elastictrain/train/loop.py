@@ -39,7 +39,7 @@ class Loop:
     evaluator: Evaluator | None
     ledger: Ledger | None
     observer: Observer
-    tokens_per_sample: int
+    tokens_per_sample: int | None  # None where the task does not count tokens
     in_storage: bool  # whether storage has the restored state, or nothing was restored
     compile_cache: CompileCache | None = None
     stragglers: StragglerFinder | None = None  # None in a world of one
@@ -149,14 +149,16 @@ class Loop:
         self.attachment.finished_step = result.step
         now = self.clock()
         step_s, self._last_finished_s = now - self._last_finished_s, now
-        batch = config.train.global_batch
+        batch, tokens_per_sample = config.train.global_batch, self.tokens_per_sample
+        samples_per_s = batch / max(step_s, 1e-9)
         step = Step(
             step=result.step,
             loss=result.loss,
             lr=result.rate,
             grad_norm=result.grad_norm,
             positions=((result.step - 1) * batch, result.step * batch),
-            tokens_per_s=batch * self.tokens_per_sample / max(step_s, 1e-9),
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * tokens_per_sample if tokens_per_sample is not None else None,
         )
         if is_log_rank:
             record(step)

@@ -60,7 +60,7 @@ class LogRankObserver(Observer):
             self._utilisation_per_token = flops_per_token / (context.identity.world_size * peak)
         self._steps = 0
         self._seconds = 0.0
-        self._tokens = 0.0
+        self._samples, self._tokens = 0.0, 0.0
         if resume.checkpoint:
             places = {"storage": f"{context.store.url}/checkpoints/{resume.checkpoint}", "memory": "host memory"}
             self.print_line(f"resumed at step {resume.step} from {places.get(resume.tier, 'the memory of another host')}")
@@ -68,24 +68,28 @@ class LogRankObserver(Observer):
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
         self._steps += 1
         self._seconds += step_s
-        self._tokens += step.tokens_per_s * step_s
+        self._samples += step.samples_per_s * step_s
+        self._tokens += (step.tokens_per_s or 0.0) * step_s
         self._progress.advance(step.step)
         ends = (self._first_step, self._config.train.steps)
         if step.step % self._config.telemetry.log_every_steps and step.step not in ends:
             return
-        tokens_per_s = self._tokens / max(self._seconds, 1e-9)
+        seconds = max(self._seconds, 1e-9)
+        tokens_per_s = self._tokens / seconds
         # TensorBoard sorts by tag and unfolds the first groups.
         figures = {
             "loss/train": step.loss,
             "optimizer/lr": step.lr,
             "optimizer/grad_norm": step.grad_norm,
             "optimizer/skipped": float(skipped_total),
-            "speed/tokens_per_s": tokens_per_s,
+            "speed/samples_per_s": self._samples / seconds,
             "speed/step_s": self._seconds / self._steps,
         }
+        if step.tokens_per_s is not None:
+            figures["speed/tokens_per_s"] = tokens_per_s
         if self._utilisation_per_token is not None:
             figures["speed/mfu"] = tokens_per_s * self._utilisation_per_token
-        self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
+        self._steps, self._seconds, self._samples, self._tokens = 0, 0.0, 0.0, 0.0
         self._progress.show(step.step, figures)
         if self._scalars is not None:
             self._scalars.write(step.step, {**figures, **host_scalars(self._device)})

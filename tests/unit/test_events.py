@@ -13,7 +13,7 @@ from msgspec import structs
 from elastictrain import events
 from elastictrain.events import Event, Journal, encode
 
-STEP = events.Step(step=3, loss=0.1 + 0.2, lr=3e-4, grad_norm=1 / 3, positions=(64, 96), tokens_per_s=1e5)
+STEP = events.Step(step=3, loss=0.1 + 0.2, lr=3e-4, grad_norm=1 / 3, positions=(64, 96), samples_per_s=10.0, tokens_per_s=1e5)
 SECONDS: Mapping[str, float] = MappingProxyType({"read": 0.25})
 EXAMPLES: list[Event] = [
     events.Start(
@@ -148,7 +148,9 @@ def test_the_step_event_has_the_names_that_scripts_rely_on() -> None:
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_floats_keep_every_bit(loss: float) -> None:
-    record = decoded(events.Step(step=1, loss=loss, lr=0.0, grad_norm=0.0, positions=(0, 1), tokens_per_s=0.0))
+    record = decoded(
+        events.Step(step=1, loss=loss, lr=0.0, grad_norm=0.0, positions=(0, 1), samples_per_s=10.0, tokens_per_s=0.0)
+    )
     assert isinstance(record["loss"], float)
     assert record["loss"].hex() == loss.hex()
 
@@ -156,7 +158,7 @@ def test_floats_keep_every_bit(loss: float) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null(value: float) -> None:
     line = encode(
-        events.Step(step=1, loss=value, lr=1.0, grad_norm=value, positions=(0, 1), tokens_per_s=1.0),
+        events.Step(step=1, loss=value, lr=1.0, grad_norm=value, positions=(0, 1), samples_per_s=10.0, tokens_per_s=1.0),
         now=0.0,
         incarnation="i",
         rank=0,

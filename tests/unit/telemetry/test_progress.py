@@ -15,6 +15,7 @@ FIGURES = {
     "optimizer/lr": 3e-4,
     "optimizer/grad_norm": 0.98765,
     "optimizer/skipped": 0.0,
+    "speed/samples_per_s": 96.45,
     "speed/tokens_per_s": 12345.6,
     "speed/step_s": 0.5,
 }
@@ -183,3 +184,8 @@ def test_an_even_pace_gives_the_exact_answer(step_s: float, start: int, steps: i
     for count in range(steps + 1):
         remaining.observe(time_s=count * step_s, step=start + count)
     assert remaining.estimate_s() == pytest.approx((1000 - start - steps) * step_s)
+
+
+def test_samples_are_counted_where_tokens_are_not() -> None:
+    figures = {name: value for name, value in FIGURES.items() if name != "speed/tokens_per_s"}
+    assert "96.5 samples/s" in figures_text({**figures, "speed/samples_per_s": 96.5}, eta_s=None)

@@ -13,7 +13,15 @@ RESUME = Resume(step=4, tier="storage", checkpoint="step-000000004", bytes=1, se
 
 
 def step(number: int, tokens_per_s: float) -> Step:
-    return Step(step=number, loss=1.0, lr=2.0, grad_norm=3.0, positions=(0, 1), tokens_per_s=tokens_per_s)
+    return Step(
+        step=number,
+        loss=1.0,
+        lr=2.0,
+        grad_norm=3.0,
+        positions=(0, 1),
+        samples_per_s=tokens_per_s / 10,
+        tokens_per_s=tokens_per_s,
+    )
 
 
 @pytest.mark.parametrize("flops_per_token", [None, 1e9])
@@ -43,6 +51,7 @@ def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_kno
         "optimizer/skipped": [(5, 1.0), (8, 2.0), (10, 2.0)],
         # Means since the last logged step.
         "speed/tokens_per_s": [(5, 10.0), (8, 200.0), (10, 400.0)],
+        "speed/samples_per_s": [(5, 1.0), (8, 20.0), (10, 40.0)],
         "speed/step_s": [(5, 2.0), (8, 1.0), (10, 1.0)],
     }
     assert mfu == (
