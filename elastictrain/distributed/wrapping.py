@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed.lone_process_group import LoneProcessGroup
+from elastictrain.distributed.running_statistics import RunningStatistics
 from elastictrain.torch_private_groups import keep_mesh, move_ddp, rebuild_buckets
 
 _MATRIX_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))
@@ -84,6 +85,7 @@ class Wrapped:
     precision_context: Callable[[], AbstractContextManager[object]]  # entered around each forward pass and loss
     groups: tuple[dist.ProcessGroup, ...] = ()  # the model's own groups, besides the default one
     gathers: ParameterGathers = field(default_factory=ParameterGathers)
+    statistics: RunningStatistics = field(default_factory=RunningStatistics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,12 @@ class Wrapping:
         if self.parallel.kind != "ddp":
             meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
             groups = next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
-            return Wrapped(model, model, self.shape, nullcontext, groups, self.gathers)
+            return Wrapped(model, model, self.shape, nullcontext, groups, self.gathers, RunningStatistics.of(model))
         module: nn.Module = model
+        statistics = RunningStatistics.of(model)
         if self.shape.world_size > 1:
             # Constant buffers like positional tables are the same everywhere; only buffers that training changes need a sync.
-            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | statistics.names
             # torch 2.13 gave the option a new name, and warns of the old one.
             new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
             option = "forward_sync_buffers" if new_name else "broadcast_buffers"
@@ -152,7 +155,7 @@ class Wrapping:
         context: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.train.precision == "bf16":
             context = partial(torch.autocast, self.device.type, dtype=torch.bfloat16)
-        return Wrapped(module, model, self.shape, context)
+        return Wrapped(module, model, self.shape, context, statistics=statistics)
 
 
 @contextmanager
