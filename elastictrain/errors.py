@@ -3,7 +3,8 @@
     ElasticTrainError                    70  a bug, or a crash loop without progress
     ├── UsageError                       64  the command line is wrong
     ├── ConfigError                      78  config is wrong on every host alike
-    │   └── DataError                    78  the training data is missing or not what the config says
+    │   ├── DataError                    78  the training data is missing or not what the config says
+    │   └── TaskError                    78  a method of the task, or of its data, does not do what it must
     ├── HostUnfitError                   69  this host cannot take part: replace it
     ├── StorageError                     74  the store failed
     │   ├── TransientStorageError        74  trying again may help (503, time-out, dropped connection)
@@ -86,6 +87,16 @@ class ConfigError(ElasticTrainError):
 
 class DataError(ConfigError):
     """The training data is missing, damaged or not what the configuration says."""
+
+
+class TaskError(ConfigError):
+    """A method of the task, or of its data, raises or returns something else than it must."""
+
+    def __init__(self, message: str, *, method: str = "", position: int | None = None, frames: str = "") -> None:
+        """`method`: Class.method. `position`: of the sample that shows it. `frames`: of the user's code."""
+        super().__init__(f"{message}\n{frames}".rstrip())
+        self.method = method
+        self.position = position
 
 
 class HostUnfitError(ElasticTrainError):

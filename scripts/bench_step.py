@@ -74,7 +74,7 @@ class HandWritten:
             self._fill(model)
             self.model = model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.data = context.samples.train
+        self.data = context.samples.train.dataset
         self.next = 0
         self.passes = config.train.global_batch // (config.train.micro_batch * dist.get_world_size())
 
@@ -185,7 +185,7 @@ def measure(config: RunConfig, identity: Identity) -> None:
     if profile is not None:
         print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=24, max_name_column_width=70))
     if identity.rank == 0:
-        report(config, timing, tokens=config.train.global_batch * loop.tokens_per_sample, world=identity.world_size)
+        report(config, timing, tokens=config.train.global_batch * config.train.seq_len, world=identity.world_size)
     loop.abandon()
 
 

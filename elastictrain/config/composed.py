@@ -85,7 +85,8 @@ class DataGroup:
     """Visit samples in a seeded random order, another one each epoch; false for the order of the files."""
 
     workers: Annotated[int, Range(0, 256)] = 0
-    """Processes that read ahead; 0 reads ahead in a thread of the trainer, which suffices for token files."""
+    """Processes that read ahead. With 0 a thread of the trainer reads token files ahead; a task's own samples, which may draw
+    random numbers, are read when they are needed."""
 
     prefetch: Annotated[int, Range(1, 1024)] = 4
     """Micro-batches that are read ahead per rank."""

@@ -10,6 +10,7 @@ from typing import cast
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.constraints import plain
 from elastictrain.config.schema import Key, keys_of
+from elastictrain.config.user_code import calling
 from elastictrain.config.validate import check_keys, check_value, construct, parameters_of, suggest_choice
 from elastictrain.errors import ConfigError, Problem
 
@@ -119,4 +120,5 @@ def build_task(config: RunConfig) -> object:
     cls, problems = find_task(config.task.target)
     if cls is None:
         raise ConfigError(problems)
-    return make_task(cls, options=config.task.options, model=config.model)
+    with calling(cls, "__init__"):
+        return make_task(cls, options=config.task.options, model=config.model)

@@ -1,5 +1,8 @@
 """Micro-batches of one rank in order, read ahead of the trainer by a thread or by worker processes.
 
+A thread shares torch's generators with the trainer. Samples that may draw random numbers are therefore read by worker
+processes, or by the trainer itself when it needs them: a device computes meanwhile what was launched before.
+
 Workers receive sample ids, one micro-batch at a time. They are not torch's DataLoader: its handler of SIGCHLD raises in
 whatever the trainer's main thread is doing (a save, say), and it notices a dead worker, or a request to end, only every five
 seconds. Here both wake the waiting thread at once.
@@ -15,7 +18,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -29,9 +32,11 @@ import torch
 
 # This import lets connections send tensors through shared memory.
 import torch.multiprocessing
+from torch import Tensor
 
 from elastictrain.data.assignment import Pass
-from elastictrain.data.dataset import Batch, Dataset
+from elastictrain.data.dataset import Batch, map_tensors
+from elastictrain.data.samples import SampleReader
 from elastictrain.errors import ElasticTrainError
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +64,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        reader: SampleReader,
         planned: Iterator[Pass],
         *,
         workers: int,
@@ -67,16 +72,19 @@ class Loader:
         pin_memory: bool = False,
         pool: "WorkerPool | None" = None,
     ) -> None:
-        """`workers`: processes that read, 0 for a thread of this one; `prefetch`: most micro-batches that wait to be taken.
+        """`workers`: processes that read, 0 for a thread of this one, or for none of them where the reader has a seed;
+        `prefetch`: most micro-batches that wait to be taken.
 
         `pin_memory`: batches are copied to page-locked memory, from which a GPU can fetch them while it computes. `pool`: the
-        processes of another loader of this dataset, which has been `release`d.
+        processes of another loader of this reader, which has been `release`d.
         """
-        self._dataset = dataset
+        self._reader = reader
         self._passes = planned
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._pool = pool or (WorkerPool(dataset, num_workers=workers) if workers else None)
+        self._pool = pool or (WorkerPool(reader, num_workers=workers) if workers else None)
+        self._source = self._read()
+        self._ahead = self._pool is not None or reader.seed is None
         self._changed = Condition()
         self._ready: deque[MicroBatch] = deque()
         self._error: BaseException | None = None
@@ -96,6 +104,11 @@ class Loader:
 
     def __next__(self) -> MicroBatch:
         self._start()
+        if not self._ahead:
+            micro_batch = None if self._closed else next(self._source)
+            if micro_batch is None or self._closed:
+                raise RuntimeError("the loader is closed")
+            return micro_batch
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
             if self._closed:
@@ -142,7 +155,7 @@ class Loader:
         return pool
 
     def _start(self) -> None:
-        if self._thread is None and not self._closed:
+        if self._thread is None and self._ahead and not self._closed:
             # At exit, multiprocessing would wait for ever for workers that ignore its SIGTERM: they must end before.
             atexit.register(self.close)
             if self._pool is not None:
@@ -150,17 +163,21 @@ class Loader:
             self._thread = Thread(target=self._run, name="data-read-ahead", daemon=True)
             self._thread.start()
 
+    def _read(self) -> Iterator[MicroBatch]:
+        reader, pool = self._reader, self._pool
+        here = ((planned, reader.read(planned.sample_ids, first=planned.portion.first)) for planned in self._passes)
+        for planned, batch in here if pool is None else pool.read(self._passes):
+            ready = map_tensors(batch, Tensor.pin_memory) if self._pin_memory else batch
+            yield MicroBatch(planned.step, planned.portion, planned.sample_ids, ready)
+
     def _run(self) -> None:
-        here = ((planned, read_batch(self._dataset, planned.sample_ids)) for planned in self._passes)
-        pool = self._pool
         try:
-            for planned, batch in here if pool is None else pool.read(self._passes):
-                ready = {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
+            for micro_batch in self._source:
                 with self._changed:
                     self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._closed)
                     if self._closed:
                         return
-                    self._ready.append(MicroBatch(planned.step, planned.portion, planned.sample_ids, ready))
+                    self._ready.append(micro_batch)
                     self._changed.notify_all()
         # The edge of a thread: `next` raises it.
         except BaseException as error:  # noqa: BLE001
@@ -169,15 +186,6 @@ class Loader:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
-
-
-def read_batch(dataset: Dataset, sample_ids: Sequence[int]) -> Batch:
-    try:
-        samples = [dataset[sample_id] for sample_id in sample_ids]
-        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    except Exception as error:
-        error.add_note(f"while reading samples {', '.join(map(str, sample_ids))} of {type(dataset).__name__}")
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +201,8 @@ class WorkerPool:
     """Workers of one loader after the other. The kernel ends them with the thread that has called `start`. One thread at a time
     calls everything else, except `kill`."""
 
-    def __init__(self, dataset: Dataset, *, num_workers: int) -> None:
-        self._dataset = dataset
+    def __init__(self, reader: SampleReader, *, num_workers: int) -> None:
+        self._reader = reader
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
         self._asked: deque[_Worker] = deque()  # workers that have not answered yet, in the order of the answers
@@ -214,7 +222,7 @@ class WorkerPool:
                 yield in_flight.popleft(), self._receive()
             worker = self._workers[number % self._num_workers]
             with suppress(OSError):  # the wait for its answer reports a dead worker
-                worker[1].send(planned.sample_ids)
+                worker[1].send((planned.sample_ids, planned.portion.first))
             in_flight.append(planned)
             self._asked.append(worker)
         while in_flight:
@@ -234,7 +242,7 @@ class WorkerPool:
             for number in range(self._num_workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(self._dataset, theirs, os.getpid()), name=f"data-worker-{number}", daemon=True
+                    target=_serve, args=(self._reader, theirs, os.getpid()), name=f"data-worker-{number}", daemon=True
                 )
                 with self._lock:
                     if self._killed:
@@ -292,7 +300,7 @@ class WorkerPool:
             connection.close()
 
 
-def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:
+def _serve(reader: SampleReader, connection: Connection, parent: int) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
@@ -304,12 +312,12 @@ def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            sample_ids = connection.recv()
+            sample_ids, first = connection.recv()
         except (EOFError, OSError):
             return
         answer: Batch | _Failure
         try:
-            answer = read_batch(dataset, sample_ids)
+            answer = reader.read(sample_ids, first=first)
         # The edge of a process: the loader raises it again.
         except Exception as error:  # noqa: BLE001
             answer = _Failure(None, traceback.format_exc())

@@ -173,12 +173,15 @@ def classify_exit(
     """Classify an exception that ends a worker. `last_heard`: where each other rank was, and how long ago."""
     if isinstance(error, ElasticTrainError) and not isinstance(error, TransportError):
         # All ranks find an error with a class of its own, or it ends the run for good; a data worker's death does neither.
-        return ExitClassification(error.exit_code, str(error), show_stack=False, alone=type(error) is ElasticTrainError)
+        alone = type(error) is ElasticTrainError or getattr(error, "position", None) is not None
+        return ExitClassification(error.exit_code, str(error), show_stack=False, alone=alone)
     if isinstance(error, TransportError) or (in_collective and _is_transport(error)):
         sentence = f"a collective failed in {where}: {_first_line(error)}{describe_heard(last_heard)}"
         missing = error.missing if isinstance(error, TransportError) else ()
         return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True, missing=missing)
-    return ExitClassification(EXIT_BUG, f"{type(error).__name__} in {where}: {_first_line(error)}", show_stack=True, alone=True)
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ())[:1])
+    sentence = f"{type(error).__name__} in {where}: {_first_line(error)}{notes}"
+    return ExitClassification(EXIT_BUG, sentence, show_stack=True, alone=True)
 
 
 def describe_heard(last_heard: Mapping[str, str]) -> str:

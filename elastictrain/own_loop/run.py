@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from elastictrain.data.samples import derive_seed
 from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, CheckpointError, ConfigError, Problem, StopRequestedError, UsageError
 from elastictrain.events import Step
@@ -26,7 +27,6 @@ from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.build import make_checkpointer, record_start, restore
 from elastictrain.train.observing import Observer
-from elastictrain.train.parameters import derive_seed
 from elastictrain.train.replica_comparison import HostCopy, ReplicaComparison
 from elastictrain.train.saving import Reached, SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
+from elastictrain.data.samples import SampleReader
 from elastictrain.distributed.group import leave
 from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_STOPPED, ConfigError, ElasticTrainError, Problem, StopRequestedError
@@ -147,7 +148,7 @@ def _begin(config: RunConfig, hook: _Hook) -> Session:
     backend, store, no_task = choose_backend(config, identity), open_store(config.run.dir), cast(Task, None)
     if identity.local_rank == 0:
         check_run_folder(store, config, task=no_task)
-    samples = Samples((), None, "")
+    samples = Samples(SampleReader(()), None, "")
     context = TrainContext(config, identity, tracker, lambda: stop.request, lambda: None, backend, no_task, samples, store)
     watchdog.start()
     session = hook.session = Session(context, report, watchdog)

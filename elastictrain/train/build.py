@@ -44,7 +44,7 @@ from elastictrain.train.state import SavedState, TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
 from elastictrain.train.straggler import StragglerFinder
-from elastictrain.train.task import CountsFlops, HasBlocks
+from elastictrain.train.task import BringsDatasets, CountsFlops, HasBlocks
 from elastictrain.version import __version__
 
 _MUCH_FOR_A_CPU = 200_000_000
@@ -96,9 +96,10 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         if memory is not None and memory.others is not None:
             memory.others.close()
         raise
-    tokens_per_sample, flops_per_token = 1, None
+    # A sample of token files has as many inputs.
+    tokens_per_sample, flops_per_token = None if isinstance(context.task, BringsDatasets) else config.train.seq_len, None
     if isinstance(context.task, CountsFlops):
-        sample = context.samples.train[0]
+        sample = context.samples.train.read_one(0, position=0)
         tokens_per_sample = context.task.tokens_per_sample(sample)
         flops_per_token = context.task.flops_per_sample(state.model, sample) / tokens_per_sample
     observer = LogRankObserver(context, resume, flops_per_token=flops_per_token) if identity.is_log_rank else Observer()

@@ -17,7 +17,10 @@ from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.config.task_signature import build_task
+from elastictrain.config.user_code import calling, describe_value, refuse
+from elastictrain.data.dataset import Dataset
 from elastictrain.data.opening import open_datasets
+from elastictrain.data.samples import SampleReader, derive_seed
 from elastictrain.distributed.device import Backend, find_backend, plan_environment
 from elastictrain.distributed.wrapping import MeshShape, mesh_shape
 from elastictrain.errors import (
@@ -36,7 +39,16 @@ from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.context import Samples, StopRequested, TrainContext
-from elastictrain.train.task import BringsDatasets, ChecksTokens, HasBlocks, HasNeutralOptions, InitializesParameters, Task
+from elastictrain.train.parameters import seed_everything
+from elastictrain.train.task import (
+    BringsDatasets,
+    ChecksTokens,
+    Collates,
+    HasBlocks,
+    HasNeutralOptions,
+    InitializesParameters,
+    Task,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +68,7 @@ def check_alone(
     began = time.monotonic()
     signing_key(config)
     backend = choose_backend(config, identity)
+    seed_everything(derive_seed(config.run.seed, "task"))
     task = cast(Task, build_task(config))
     if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
         message = "needs a task that names its blocks (method `blocks`); set it to none"
@@ -106,8 +119,12 @@ def signing_key(config: RunConfig) -> SigningKey | None:
 def open_samples(task: Task, config: RunConfig) -> Samples:
     """Training samples and held-out samples. Raises: DataError, StorageError, ConfigError."""
     digest, mixture = "", None
+    train: Dataset | None
+    held_out: Dataset | None
     if isinstance(task, BringsDatasets):
-        train, held_out = task.train_dataset(), task.eval_dataset()
+        train, held_out = (_own_dataset(task, name, seed=config.run.seed) for name in ("train_dataset", "eval_dataset"))
+        if not train:
+            raise refuse(task, "train_dataset", "return a dataset of at least one sample", f"returned {describe_value(train)}")
     else:
         try:
             opened = open_datasets(config.data, seq_len=config.train.seq_len, global_batch=config.train.global_batch)
@@ -123,6 +140,8 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
     if config.train.eval_every_steps and not held_out:
         raise DataError([Problem("train.eval_every_steps", "needs held-out samples, but there are none; set it to 0")])
     return Samples(train, held_out, digest, mixture)
+    train: Dataset | None
+    held_out: Dataset | None
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.composed import RunConfig
-from elastictrain.data.dataset import Dataset
 from elastictrain.data.mixture import Mixture
+from elastictrain.data.samples import SampleReader
 from elastictrain.distributed.device import Backend
 from elastictrain.distributed.generation import AgreedGeneration
 from elastictrain.distributed.group import Group
@@ -33,8 +33,8 @@ _SHARE_OF_THE_END = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    train: Dataset
-    held_out: Dataset | None
+    train: SampleReader
+    held_out: SampleReader | None
     digest: str  # names the content of token files; empty for a task's own datasets
     mixture: Mixture | None = None
 

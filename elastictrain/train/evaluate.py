@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from elastictrain.data.assignment import Share
-from elastictrain.data.dataset import Dataset
-from elastictrain.data.loader import read_batch
+from elastictrain.data.samples import SampleReader, derive_seed
 from elastictrain.distributed.wrapping import Wrapped, reshard_parameters
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.context import TrainContext
+from elastictrain.train.loss import compute_loss
+from elastictrain.train.parameters import seed_everything
 from elastictrain.train.step import to_device
 from elastictrain.train.task import ShowsSample
 
@@ -22,11 +23,11 @@ class Evaluator:
 
     context: TrainContext
     wrapped: Wrapped
-    dataset: Dataset
+    reader: SampleReader
 
     @property
     def num_samples(self) -> int:
-        return min(self.context.config.train.eval_samples, len(self.dataset))
+        return min(self.context.config.train.eval_samples, len(self.reader))
 
     @torch.no_grad()
     def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> float | None:
@@ -41,9 +42,10 @@ class Evaluator:
                 if leave():
                     return None
                 self.context.tracker.set_phase(Phase.EVAL, step=step, micro_batch=index)
-                batch = read_batch(self.dataset, range(portion.first, portion.end))
+                batch = to_device(self.reader.read(range(portion.first, portion.end), first=portion.first), device)
+                seed_everything(derive_seed(self.context.config.run.seed, "evaluation", portion.first))
                 with self.wrapped.precision_context():
-                    output = self.context.task.loss(module, to_device(batch, device))
+                    output = compute_loss(self.context.task.loss, module, batch, first=portion.first)
                 if portion.counts:
                     figures += torch.stack((output.loss_sum, output.weight)).double()
         finally:

@@ -1,6 +1,5 @@
 """Seeds, and the first values of a model: one tensor at a time, the same on any world and in any wrapping."""
 
-import hashlib
 import random
 
 import numpy
@@ -8,13 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from elastictrain.data.samples import derive_seed
 from elastictrain.train.task import InitializesParameters, Task
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on `parts` alone, on every platform."""
-    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_everything(seed: int) -> None:

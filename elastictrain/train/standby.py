@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from elastictrain.data.assignment import Share, passes
-from elastictrain.data.loader import MicroBatch, read_batch
+from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.group import lone_group
 from elastictrain.distributed.reattach import detach, forget_step
@@ -119,7 +119,7 @@ def _run_step(context: TrainContext, stepper: Stepper) -> None:
         mixture=context.samples.mixture,
     )
     micro_batches = (
-        MicroBatch(one.step, one.portion, one.sample_ids, read_batch(samples, one.sample_ids))
+        MicroBatch(one.step, one.portion, one.sample_ids, samples.read(one.sample_ids, first=one.portion.first))
         for one in islice(planned, share.passes_per_step)
     )
     stepper.run(1, micro_batches, passes=share.passes_per_step, rate=0.0, flags=StepFlags()).result()

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.data.dataset import Batch
+from elastictrain.data.dataset import Batch, map_tensors
 from elastictrain.data.loader import MicroBatch
+from elastictrain.data.samples import derive_seed
 from elastictrain.distributed.wrapping import Wrapped, accumulation
 from elastictrain.liveness.progress import Phase
 from elastictrain.torch_private import after_backward
 from elastictrain.train.context import TrainContext
-from elastictrain.train.parameters import derive_seed, local, seed_everything
+from elastictrain.train.loss import compute_loss
+from elastictrain.train.parameters import local, seed_everything
 from elastictrain.train.replica_comparison import HostCopy
 from elastictrain.train.step_times import WAIT, StepTimes
 from elastictrain.train.straggler import BETWEEN, FIGURES
@@ -116,6 +118,7 @@ class Stepper:
             rows = self._begin_times(self.times)
             figures, num_times = torch.cat((figures, rows)), len(rows)
         figures = figures.to(self.context.group.device, non_blocking=True)
+        before = self.wrapped.statistics.copy()
         for index in range(passes):
             self._set_phase(Phase.DATA, step, index)
             micro_batch = next(micro_batches)
@@ -129,6 +132,7 @@ class Stepper:
             # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
             figures[_GRAD_SQUARES] = norm.double().square() / self.wrapped.shape.replicas
         dist.all_reduce(figures)
+        self.wrapped.statistics.average(before)
         self._set_phase(Phase.UPDATE, step)
         self.before_update()
         pending = PendingStep(step, rate, HostCopy(self._update(figures, rate)), num_times)
@@ -159,7 +163,8 @@ class Stepper:
         seed_everything(derive_seed(seed, "micro-batch", step, micro_batch.portion.first))
         try:
             with self.wrapped.precision_context():
-                output = self.context.task.loss(self.wrapped.module, to_device(micro_batch.batch, device))
+                batch = to_device(micro_batch.batch, device)
+                output = compute_loss(self.context.task.loss, self.wrapped.module, batch, first=micro_batch.portion.first)
         finally:
             # A recovery in place keeps the module: later passes would mark the times of a generation that is over.
             gathers.mark = None
@@ -197,7 +202,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The micro-batch on the device; asynchronous from pinned memory."""
     if device.type == "cpu":
         return batch
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    moved: Batch = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return moved
 
 
 SaveReason = Literal["interval", "time", "stop", "end"]

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from elastictrain.data.dataset import Batch, Dataset
+from elastictrain.data.dataset import Batch, Dataset, Sample
 from elastictrain.errors import Problem
 
 
@@ -79,6 +79,15 @@ class BringsDatasets(Protocol):
 
 
 @runtime_checkable
+class Collates(Protocol):
+    """The task joins samples itself, where they cannot be stacked."""
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """The micro-batch of these samples, in their order: any nest of tensors. Data workers call it, too (`data.workers`):
+        there, on a copy of the task that pickle makes; of a static method, nothing else is sent."""
+
+
+@runtime_checkable
 class ChecksTokens(Protocol):
     """The task checks token files itself, before any process group exists."""
 
@@ -106,3 +115,16 @@ class ShowsSample(Protocol):
     def show_sample(self, model: nn.Module, *, device: torch.device, seed: int) -> str:
         """A short text for the terminal at the end of the run. Collective: every rank calls it (a sharded model's forward
         is a collective); deterministic, so that all ranks make the same calls."""
+
+
+PROTOCOLS = (
+    Task,
+    InitializesParameters,
+    HasBlocks,
+    BringsDatasets,
+    Collates,
+    ChecksTokens,
+    CountsFlops,
+    ShowsSample,
+)
+"""The protocols whose methods a task may have."""

@@ -39,13 +39,14 @@ MAIN = """
     import json, os, signal, sys, time
     from elastictrain.data.assignment import Share, passes
     from elastictrain.data.loader import Loader
+    from elastictrain.data.samples import SampleReader
     from samples import Samples
 
     def loader(dataset, *, workers=2, first_step=0, last_step=12, pool=None):
         share = Share(global_batch=8, micro_batch=2, world_size=2, rank=1)
         planned = passes(
             first_step, last_step=last_step, share=share, num_samples=len(dataset), seed=0, shuffle=False)
-        return Loader(dataset, planned, workers=workers, prefetch=4, pool=pool)
+        return Loader(SampleReader(dataset), planned, workers=workers, prefetch=4, pool=pool)
 
     def children():
         import psutil

@@ -13,13 +13,15 @@ from elastictrain.config.compose import read_choices
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, all_keys
 from elastictrain.config.task_signature import build_task, task_keys
-from elastictrain.data.loader import read_batch
 from elastictrain.train.checks import open_samples
 from elastictrain.train.task import Task
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*/README.md")])
-OWN_TASK = ("mytask/sines.py", "mytask/conf/recipe/sines.yaml", "mytask/conf/model/wide.yaml")
+OWN_TASK = (
+    *("mytask/sines.py", "mytask/conf/recipe/sines.yaml", "mytask/conf/model/wide.yaml"),
+    *("mytask/pictures.py", "mytask/conf/recipe/pictures.yaml"),
+)
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_own_task_composes_and_computes_a_loss(own_task: Path) -> None:
     samples = open_samples(task, config)
     assert samples.held_out is not None
     torch.manual_seed(0)
-    output = task.loss(task.build_model(), read_batch(samples.train, range(32)))
+    output = task.loss(task.build_model(), samples.train.read(range(32), first=0))
     assert output.weight == 32
     assert 0 < output.loss_sum.item() < 64
     output.loss_sum.backward()
@@ -85,7 +87,7 @@ def test_readme_names_every_recipe_and_choice_that_exists() -> None:
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(choices["recipe"])
     for document in DOCUMENTS:
         for name in re.findall(r"\brecipe=([a-z_0-9]+)", document.read_text()):
-            assert name in {*choices["recipe"], "sines", "again"}, f"{document}: recipe={name}"
+            assert name in {*choices["recipe"], "sines", "pictures", "again"}, f"{document}: recipe={name}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

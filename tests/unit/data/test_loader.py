@@ -1,6 +1,6 @@
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch
 from elastictrain.data.assignment import Share, passes
 from elastictrain.data.dataset import Batch, Dataset
 from elastictrain.data.loader import Loader, MicroBatch
+from elastictrain.data.samples import SampleReader
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Numbers:
 def loader(dataset: Dataset, *, first_step: int = 0, last_step: int = 6, rank: int = 0, prefetch: int = 2) -> Loader:
     share = Share(global_batch=7, micro_batch=2, world_size=2, rank=rank)
     planned = passes(first_step, last_step=last_step, share=share, num_samples=len(dataset), seed=1, shuffle=True)
-    return Loader(dataset, planned, workers=0, prefetch=prefetch)
+    return Loader(SampleReader(dataset), planned, workers=0, prefetch=prefetch)
 
 
 def contents(batches: list[MicroBatch]) -> list[object]:
@@ -68,8 +69,9 @@ def test_errors_arrive_where_they_stand_and_name_the_sample() -> None:
             with pytest.raises(KeyError, match="picture") as caught:
                 next(batches)
     (note,) = set(caught.value.__notes__)
-    assert ", ".join(map(str, planned[healthy].sample_ids)) in note
-    assert "Numbers" in note
+    position = planned[healthy].portion.first + planned[healthy].sample_ids.index(broken)
+    assert f"sample {broken}, at position {position}" in note
+    assert "Numbers.__getitem__" in note
 
 
 def test_reads_ahead_but_not_more_than_told() -> None:
@@ -108,3 +110,40 @@ def test_nothing_left_to_read() -> None:
     with loader(Numbers(), first_step=6) as batches:
         assert list(batches) == []
         assert list(batches) == []
+
+
+@dataclass
+class Threads(Numbers):
+    """Remembers who reads."""
+
+    readers: set[int] = field(default_factory=set)
+
+    def __getitem__(self, index: int, /) -> Batch:
+        self.readers.add(threading.get_ident())
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_samples_that_may_draw_are_read_by_the_trainer_itself(seed: int | None) -> None:
+    """A thread would draw from the generators of the trainer while that draws, too."""
+    dataset, share = Threads(), Share(global_batch=7, micro_batch=2, world_size=2, rank=0)
+    planned = passes(0, last_step=6, share=share, num_samples=20, seed=1, shuffle=True)
+    with Loader(SampleReader(dataset, seed=seed), planned, workers=0, prefetch=2) as batches:
+        found = contents(list(batches))
+    assert (dataset.readers == {threading.get_ident()}) == (seed is not None)
+    with loader(Numbers()) as others:
+        assert found == contents(list(others))
+
+
+def test_a_read_that_is_interrupted_is_not_used() -> None:
+    class Interrupting(Numbers):
+        def __getitem__(self, index: int, /) -> Batch:
+            batches.interrupt()
+            return super().__getitem__(index)
+
+    share = Share(global_batch=7, micro_batch=2, world_size=2, rank=0)
+    planned = passes(0, last_step=6, share=share, num_samples=20, seed=1, shuffle=True)
+    batches = Loader(SampleReader(Interrupting(), seed=1), planned, workers=0, prefetch=2)
+    with pytest.raises(RuntimeError, match="closed"):
+        next(batches)
+    assert batches.release() is None

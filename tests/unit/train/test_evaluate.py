@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elastictrain.data.samples import SampleReader
 from elastictrain.distributed.wrapping import MeshShape, Wrapped
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
@@ -39,7 +40,9 @@ def test_the_mean_over_the_first_samples_whatever_the_portions(
 ) -> None:
     task, points, tracker = Squares(dropout=0.5), Points(), ProgressTracker()
     wrapped = wrapped_model(task, kind=kind)
-    evaluator = Evaluator(context_with(task, samples=10, micro_batch=micro_batch, tracker=tracker), wrapped, points)
+    evaluator = Evaluator(
+        context_with(task, samples=10, micro_batch=micro_batch, tracker=tracker), wrapped, SampleReader(points)
+    )
     loss = evaluator.run(4)
     reference = wrapped_model(task).bare.eval()
     expected = task.loss(reference, points.batch(0, 10))
@@ -54,7 +57,7 @@ def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) ->
     task, points = Squares(), Points()
     wrapped = wrapped_model(task)
     second = Identity(1, 2, 1, 2, "here", launched=True)
-    evaluator = Evaluator(context_with(task, samples=5, micro_batch=1, identity=second), wrapped, points)
+    evaluator = Evaluator(context_with(task, samples=5, micro_batch=1, identity=second), wrapped, SampleReader(points))
     outputs = [task.loss(wrapped.bare, points.batch(index, index + 1)) for index in (1, 3)]
     expected = sum(output.loss_sum.item() for output in outputs) / sum(output.weight.item() for output in outputs)
     assert evaluator.run(1) == pytest.approx(expected)
@@ -62,7 +65,7 @@ def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) ->
 
 def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore) -> None:
     task = Squares()
-    evaluator = Evaluator(context_with(task, samples=256, micro_batch=2), wrapped_model(task), Points(5))
+    evaluator = Evaluator(context_with(task, samples=256, micro_batch=2), wrapped_model(task), SampleReader(Points(5)))
     assert evaluator.num_samples == 5
     assert evaluator.run(1) > 0
 
@@ -71,7 +74,7 @@ def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore)
 def test_it_can_be_broken_off_between_any_two_portions(group_of_one: dist.HashStore, kind: str) -> None:
     task = Squares()
     wrapped = wrapped_model(task, kind=kind)
-    evaluator = Evaluator(context_with(task, samples=8, micro_batch=2), wrapped, Points())
+    evaluator = Evaluator(context_with(task, samples=8, micro_batch=2), wrapped, SampleReader(Points()))
     for before in range(4):
         answers = iter([*[False] * before, True])
         assert evaluator.run(1, leave=lambda: next(answers)) is None  # noqa: B023

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.train.parameters import derive_seed, seed_everything
+from elastictrain.data.samples import derive_seed
+from elastictrain.train.parameters import seed_everything
 
 parts = st.lists(
     st.integers() | st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=5), max_size=4

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.config.composed import OptimGroup
+from elastictrain.data.samples import SampleReader
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.state import TrainState, count_step
@@ -66,7 +67,7 @@ def test_handles_stay_those_of_the_shards_after_an_evaluation(group_of_one: dist
     wrapped = wrapped_model(task, kind="fsdp")
     state = state_of(wrapped.bare)
     before = state.tensors()
-    evaluator = Evaluator(context_with(task, samples=4, micro_batch=2), wrapped, points)
+    evaluator = Evaluator(context_with(task, samples=4, micro_batch=2), wrapped, SampleReader(points))
     evaluator.run(1)
     try:
         after = state.tensors()
