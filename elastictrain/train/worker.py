@@ -43,6 +43,7 @@ from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_memory import start_saver
 from elastictrain.train.standby import forget, has_room, prepare
+from elastictrain.train.trial import try_task
 
 logger = logging.getLogger(__name__)
 
@@ -165,21 +166,27 @@ class Worker:
             forget()
         return None if self._wait(EXIT_OK) else EXIT_OK
 
-    def _check_alone(self) -> TrainContext:
-        channel = self.channel
-        return check_alone(
+    def _check_alone(self, *, tried: bool = False) -> TrainContext:
+        """`tried`: the task is tried too, once per host, unless it has been before a failure."""
+        channel, identity = self.channel, self.identity
+        context = check_alone(
             self.config,
             self.identity,
             tracker=self.tracker,
             stop_request=lambda: self.stop.request,
             check_attached=channel.check_attached if channel is not None else lambda: None,
         )
+        recovers = identity.launcher is not None and identity.launcher.recovery is not None
+        if tried and identity.local_rank == 0 and not recovers:
+            with context.timed("trial"):
+                try_task(context)
+        return context
 
     def _take_part(self) -> int:
         """Take part in a generation to its orderly end; returns the exit code. After a stop under a launcher this process has
         left its groups, and can wait for a rank."""
         report, identity = self.report, self.identity
-        context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone()
+        context = self.checked = self.checked.for_next(identity) if self.checked is not None else self._check_alone(tried=True)
         if self.built is None or self.built.parked is not None:
             claim_memory(context, parked=self.built.parked if self.built is not None else None)
         self._tell(Introduced())

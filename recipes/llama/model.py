@@ -118,7 +118,7 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         packed = None if documents is None else Packed.of(documents)
         device = x.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         for layer in self.layers:
             x = layer(x) if packed is None else layer(x, packed)

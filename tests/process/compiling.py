@@ -35,7 +35,8 @@ class CompilingLlama(PacedLlama):
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
         output = super().loss(model, batch)
         folder = Path(tempfile.gettempdir(), "graphs")
-        if folder.is_dir():
+        # The trial before the start compiles nothing.
+        if folder.is_dir() and not output.loss_sum.is_meta:
             with (folder / str(os.getpid())).open("a") as file:
                 file.write(f"{torch._dynamo.utils.counters['stats']['unique_graphs']}\n")
         return output

@@ -22,3 +22,11 @@ class FailingLlama(LlamaTask):
         if self._left == 0:
             raise ZeroDivisionError("a batch that cannot be digested")
         return super().loss(model, batch)
+
+
+class MistakenLlama(LlamaTask):
+    """LlamaTask whose loss is a mean."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        output = super().loss(model, batch)
+        return output.loss_sum / output.weight  # type: ignore[return-value]

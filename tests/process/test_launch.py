@@ -299,6 +299,17 @@ def test_what_cannot_be_mended_is_not_tried_again(tmp_path: Path) -> None:
     assert [row["outcome"] for row in generations(tmp_path)] == ["run", "give up"]
 
 
+def test_a_mistake_in_the_task_ends_the_run_once(tmp_path: Path) -> None:
+    with launched(["task._target_=tests.process.failing.MistakenLlama"], folder=tmp_path) as run:
+        assert run.wait(60) == 78, run.output()
+        output = run.output()
+    assert "Traceback" not in output
+    (ended,) = events(tmp_path / "run", "launcher_ended")
+    assert ended["exit_code"] == 78
+    assert "MistakenLlama.loss (" in ended["reason"]
+    assert [row["outcome"] for row in generations(tmp_path)] == ["run", "give up"]
+
+
 def test_a_crash_loop_ends_with_its_reasons(tmp_path: Path) -> None:
     began = time.monotonic()
     failing = ["task._target_=tests.process.failing.FailingLlama", "task.fails_at=8", "checkpoint.snapshot_every_steps=0"]

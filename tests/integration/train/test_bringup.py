@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elastictrain.config.composed import RunConfig, TaskGroup
 from elastictrain.distributed.group import leave
-from elastictrain.errors import ConfigError, DataError, StopRequestedError, StorageError
+from elastictrain.errors import ConfigError, StopRequestedError, StorageError, TaskError
 from elastictrain.events import Stop
 from elastictrain.fault.exits import encode, identify
 from elastictrain.fault.stop import StopRequest
@@ -156,10 +156,10 @@ def test_a_stop_is_obeyed_where_others_do_not_let_go(tmp_path: Path) -> None:
 def test_what_can_be_checked_alone_is_checked_before_anybody_is_met(tmp_path: Path, trouble: str) -> None:
     (tmp_path / "file").write_text("")
     if trouble == "no samples":
-        life, kind = Life(of(tmp_path / "run", num_samples=0)), DataError
+        life, kind = Life(of(tmp_path / "run", num_samples=0)), TaskError
     else:
         life, kind = Life(of(tmp_path / "file" / "run")), StorageError
-    with pytest.raises(kind, match=r"`data\.path`" if kind is DataError else r"`run\.dir`"):
+    with pytest.raises(kind, match="train_dataset" if kind is TaskError else r"`run\.dir`"):
         life.begin()
     assert life.context is None
     assert life.tracker.mark.phase == Phase.START
