@@ -35,7 +35,15 @@ def killed_once(arguments: list[str], *, run_dir: Path, folder: Path, after_step
 def test_the_documented_task_learns_and_is_resumed(tmp_path: Path) -> None:
     write_documented_files(tmp_path)
     files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.*")}
-    assert files == {f"mytask/{name}" for name in ("__init__.py", "sines.py", "conf/recipe/sines.yaml", "conf/model/wide.yaml")}
+    names = (
+        "__init__.py",
+        "sines.py",
+        "conf/recipe/sines.yaml",
+        "conf/model/wide.yaml",
+        "pictures.py",
+        "conf/recipe/pictures.yaml",
+    )
+    assert files == {f"mytask/{name}" for name in names}
     steps = 500
     arguments = [
         *("--config-dir", "mytask/conf", "recipe=sines", "model=wide", "task._target_=mytask.sines.SinesTask"),
@@ -49,6 +57,16 @@ def test_the_documented_task_learns_and_is_resumed(tmp_path: Path) -> None:
     assert mean(found[step] for step in range(steps - 20, steps)) < 0.2 * found[1]
     evaluated = [row["loss"] for row in events(run_dir, "eval")]
     assert evaluated[-1] < 0.2 * found[1]
+
+
+def test_the_documented_pictures_are_learnt(tmp_path: Path) -> None:
+    write_documented_files(tmp_path)
+    arguments = ["--config-dir", "mytask/conf", "recipe=pictures", "data.workers=1", *QUIET, f"run.dir={tmp_path}/run"]
+    with torchrun(arguments, world_size=2, folder=tmp_path) as run:
+        assert run.wait() == 0, run.output()[-5000:]
+    found, evaluated = losses(tmp_path / "run"), losses(tmp_path / "run", "eval")
+    assert mean(found[step] for step in range(81, 101)) < 0.3 * found[1]
+    assert evaluated[100] < 0.3 * found[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits come with scikit-learn")
