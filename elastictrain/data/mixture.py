@@ -136,7 +136,10 @@ class MixedDataset:
 
     def __getitem__(self, index: int, /) -> Batch:
         if self.in_turn:
-            return self.sources[index % len(self.sources)][index // len(self.sources)]
-        ends = list(accumulate(map(len, self.sources)))
-        number = bisect_right(ends, index)
-        return self.sources[number][index - (ends[number - 1] if number else 0)]
+            index, number = divmod(index, len(self.sources))
+        else:
+            ends = list(accumulate(map(len, self.sources)))
+            number = bisect_right(ends, index)
+            index -= ends[number - 1] if number else 0
+        sample: Batch = self.sources[number][index]
+        return sample

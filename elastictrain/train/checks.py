@@ -139,9 +139,26 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
         raise DataError([Problem("data.path", "must have at least one training sample, but has none")])
     if config.train.eval_every_steps and not held_out:
         raise DataError([Problem("train.eval_every_steps", "needs held-out samples, but there are none; set it to 0")])
-    return Samples(train, held_out, digest, mixture)
-    train: Dataset | None
-    held_out: Dataset | None
+    collate = task.collate if isinstance(task, Collates) else None
+    draws = collate is not None or isinstance(task, BringsDatasets)
+    seeds = [derive_seed(config.run.seed, name) if draws else None for name in ("training samples", "held-out samples")]
+    readers = SampleReader(train, collate, seeds[0]), SampleReader(held_out, collate, seeds[1]) if held_out else None
+    return Samples(*readers, digest, mixture)
+
+
+def _own_dataset(task: Task, method: str, *, seed: int) -> Dataset | None:
+    """What `train_dataset` or `eval_dataset` returns, under the same generators: a random split is the same in both."""
+    seed_everything(derive_seed(seed, "datasets"))
+    with calling(task, method):
+        dataset: Dataset | None = getattr(task, method)()
+    if dataset is None:
+        return None
+    if lacking := [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]:
+        must, found = "return a dataset with __len__ and __getitem__(index)", f"returned {describe_value(dataset)} without "
+        raise refuse(task, method, must, found + " and ".join(lacking))
+    with calling(dataset, "__len__"):
+        len(dataset)
+    return dataset
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
