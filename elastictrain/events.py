@@ -112,6 +112,7 @@ class Step(Event, tag="step", frozen=True):
     positions: tuple[int, int]
     samples_per_s: float
     tokens_per_s: float | None  # None where the task does not count tokens
+    metrics: Mapping[str, float] = {}  # of the task
 
 
 class Skip(Event, tag="skip", frozen=True):
@@ -143,6 +144,7 @@ class Evaluated(Event, tag="eval", frozen=True):
     loss: float
     samples: int
     seconds: float
+    metrics: Mapping[str, float] = {}  # of the task
 
 
 class Snapshot(Event, tag="snapshot", frozen=True):

@@ -167,3 +167,10 @@ def _torch() -> str:
     import torch
 
     return f"torch {torch.__version__}"
+
+
+def multiply(tensors: "Sequence[Tensor]", factor: "Tensor") -> None:
+    """Multiply all of `tensors` in place by `factor` [], in one kernel on a device."""
+    import torch
+
+    torch._foreach_mul_(list(tensors), factor)

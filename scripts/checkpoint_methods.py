@@ -232,7 +232,7 @@ class Stock:
         if kind is None:
             return cls("dcp.save", bench, kind, group)
         made = cls(f"dcp.async_save, {kind.value}", bench, kind, group, one_stager=stages_twice())
-        bench.loop.state.optimizer.register_step_pre_hook(lambda *_: made.before_update())
+        bench.loop.state.optimizer.members[0].register_step_pre_hook(lambda *_: made.before_update())
         return made
 
     @property

@@ -3,7 +3,8 @@
 Rules:
 
 - A folder is deleted only if a newer checkpoint, verified by this process and intact, supersedes it: `newest` and newer stay.
-- The `keep_last` newest intact checkpoints stay (`newest` is the first of them), and all at multiples of `keep_every`.
+- The `keep_last` newest intact checkpoints stay (`newest` is the first of them), all at multiples of `keep_every`, and those of
+  the best steps.
   A folder that is not intact never counts.
 - Remnants (no manifest) older than `newest` are deleted.
 - Checkpoints of a format that this release does not read stay.
@@ -18,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from elastictrain import errors
+from elastictrain.checkpoint.evaluations import read_evaluations
 from elastictrain.checkpoint.folders import (
     QUARANTINE_NAME,
     FolderFacts,
@@ -52,17 +54,18 @@ def plan_retention(
     intact: Collection[str],
     keep_last: int,
     keep_every: int,
+    best: Collection[int] = (),
     unknown: Collection[str] = (),
 ) -> tuple[Deletion, ...]:
     """Deletions, oldest first. `intact` names the folders whose manifest and files are valid, and `newest` must be among them;
-    `unknown` names those of a format that this release does not read."""
+    `best` has the steps of the lowest losses; `unknown` names those of a format that this release does not read."""
     verified = next((folder for folder in folders if folder.name == newest and newest in intact), None)
     if verified is None or not verified.has_manifest or verified.quarantined:
         return ()
     older = sorted((folder for folder in folders if folder.order < verified.order), key=lambda folder: folder.order)
     valid = [folder for folder in older if folder.name in intact and folder.has_manifest and not folder.quarantined]
     kept = {folder.name for folder in valid[max(0, len(valid) - (keep_last - 1)) :]}
-    kept |= {folder.name for folder in valid if keep_every and folder.step % keep_every == 0}
+    kept |= {folder.name for folder in valid if (keep_every and folder.step % keep_every == 0) or folder.step in best}
     oldest_kept = min((folder.order for folder in valid if folder.name in kept), default=verified.order)
     valid_names = {folder.name for folder in valid}
     deletions = []
@@ -107,9 +110,9 @@ class Pruner:
         plan = partial(rules, folders, newest=newest)
         deletions = plan(intact=intact)
         if deletions:
-            # The lineage is read only now: most saves of a young run delete nothing.
+            # The lineage and the evaluations are read only now: most saves of a young run delete nothing.
             _, off_lineage = Lineage(self.store).lineage_first(folders)
-            deletions = plan(intact=intact - off_lineage)
+            deletions = plan(intact=intact - off_lineage, best=read_evaluations(self.store).best)
         deleted = [deletion for deletion in deletions if delete_folder(self.store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from elastictrain.config.constraints import NonEmpty, Range
+from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
 
 
@@ -127,41 +128,22 @@ class TrainGroup:
     max_skipped: Annotated[int, Range(0)] = 10
     """Non-finite steps in a row that are skipped before the run gives up."""
 
+    init_from: Annotated[str, NonEmpty()] | None = None
+    """First values of the model: the folder (a path or any fsspec URL) of a checkpoint of another run, or of safetensors files
+    such as Hugging Face's. Read at step 0 only."""
+
+    ema: Annotated[float, Range(0.0, 0.9999999)] | None = None
+    """Decay per step of an exponential moving average of the weights, which is part of the state and evaluated instead of them;
+    null for none."""
+
     eval_every_steps: Annotated[int, Range(0)] = 0
     """Optimizer steps between evaluations on held-out samples; 0 for none."""
 
     eval_samples: Annotated[int, Range(1)] = 256
     """Samples per evaluation, at most; the first ones of the held-out samples, the same each time."""
 
-
-@dataclass(frozen=True, slots=True)
-class OptimGroup:
-    """AdamW and its learning-rate schedule. The learning rate is a function of the step alone."""
-
-    lr: Annotated[float, Range(0.0, exclusive=True)] = 3e-4
-    """Peak learning rate."""
-
-    beta1: Annotated[float, Range(0.0, 0.999999)] = 0.9
-    """Decay of the first moment."""
-
-    beta2: Annotated[float, Range(0.0, 0.999999)] = 0.95
-    """Decay of the second moment."""
-
-    eps: Annotated[float, Range(0.0, exclusive=True)] = 1e-8
-    """Added to the denominator."""
-
-    weight_decay: Annotated[float, Range(0.0)] = 0.1
-    """Decoupled weight decay of parameters with two or more dimensions; others have none."""
-
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate after warm-up."""
-
-    warmup_steps: Annotated[int, Range(0)] = 0
-    """Steps over which the learning rate rises linearly from 0 to `lr`. In a run of fewer steps it rises over all of them
-    (linear and cosine)."""
-
-    final_lr_ratio: Annotated[float, Range(0.0, 1.0)] = 0.1
-    """Learning rate at the last step, as a share of `lr` (linear and cosine)."""
+    stop_after_evals_without_gain: Annotated[int, Range(0, 1000)] = 0
+    """Evaluations in a row without a lower loss than the lowest so far after which training ends, saved; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +212,9 @@ class CheckpointGroup:
 
     keep_every: Annotated[int, Range(0)] = 0
     """Checkpoints at multiples of this step are kept for good; 0 for none."""
+
+    keep_best: Annotated[int, Range(0, 1000)] = 0
+    """Checkpoints with the lowest loss of an evaluation that are kept, too; 0 for none."""
 
     on_invalid: Literal["stop", "fresh"] = "stop"
     """When checkpoint remnants exist and none is valid: stop with an error, or start over from step 0."""

@@ -22,8 +22,13 @@ from elastictrain.errors import ConfigError
 _ANSWER: Mapping[str, frozenset[str]] = {
     "run": frozenset({"seed", "num_threads"}),
     "data": frozenset({"path", "sources", "packing", "holdout_samples", "shuffle"}),
-    "train": frozenset({"steps", "global_batch", "seq_len", "precision", "clip_norm"}),
-    "optim": frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "schedule", "warmup_steps", "final_lr_ratio"}),
+    "train": frozenset({"steps", "global_batch", "seq_len", "precision", "clip_norm", "init_from", "ema"}),
+    "optim": frozenset(
+        {
+            *("_target_", "arguments", "lr", "beta1", "beta2", "eps", "weight_decay"),
+            *("schedule", "warmup_steps", "final_lr_ratio"),
+        }
+    ),
 }
 
 _HOSTS_OWN = {"data": frozenset({"cache_dir", "cache_gb", "workers", "prefetch"}), "checkpoint": frozenset({"memory_dir"})}
@@ -79,15 +84,16 @@ def answer_keys(tree: Mapping[str, object]) -> dict[str, object]:
       arithmetic).
     - `task.*`, `model.*`: all; only the task knows their meaning.
     - `data.path`, `sources`, `packing`, `holdout_samples`, `shuffle`: the order of samples. Not caches, read-ahead and ledger.
-    - `train.global_batch`, `seq_len`, `precision`, `clip_norm`; and `steps` where the learning rate decays towards the last
-      step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
-      `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at).
+    - `train.global_batch`, `seq_len`, `precision`, `clip_norm`, `init_from`, `ema`; and `steps` where the learning rate
+      decays towards the last step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
+      `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at),
+      `stop_after_evals_without_gain` (when to end).
     - `optim.*`: all, but not `final_lr_ratio` with a constant schedule, which does not read it.
     - Not `parallel`, `checkpoint`, `fault`, `preflight`, `telemetry`, `launch`: machines come and go.
     """
     answers = _flatten(tree.get("task"), "task") | _flatten(tree.get("model"), "model")
     for group, names in _ANSWER.items():
-        answers |= {key: value for key, value in _flatten(tree.get(group), group).items() if key.partition(".")[2] in names}
+        answers |= {key: value for key, value in _flatten(tree.get(group), group).items() if key.split(".")[1] in names}
     if answers.get("optim.schedule") == "constant":
         for key in ("train.steps", "optim.final_lr_ratio"):
             answers.pop(key, None)

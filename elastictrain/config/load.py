@@ -8,6 +8,7 @@ from elastictrain.config.composed import RunConfig, TaskGroup
 from elastictrain.config.constraints import show
 from elastictrain.config.rules import check_rules
 from elastictrain.config.schema import DATACLASSES, GROUPS, all_keys
+from elastictrain.config.targets import check_targets
 from elastictrain.config.task_signature import TARGET, check_call, find_task, plain_arguments
 from elastictrain.config.validate import NOT_GIVEN, check_dataclass, unknown_key
 from elastictrain.errors import ConfigError, Problem
@@ -75,6 +76,8 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
                 options, model = plain_arguments(task_class, arguments)
                 task = TaskGroup(task.target, options)
         problems += found
+    if with_task and groups.keys() >= {"optim", "train"}:
+        problems += check_targets(groups["optim"], total_steps=groups["train"].steps)
     problems += check_rules(groups, uses_token_files=uses_token_files)
     return (None if problems or task is None else RunConfig(**groups, task=task, model=model)), problems
 

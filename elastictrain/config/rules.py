@@ -6,7 +6,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from elastictrain.config.composed import DataGroup, ParallelGroup
+from elastictrain.config.composed import CheckpointGroup, DataGroup, ParallelGroup, TrainGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
@@ -64,6 +64,7 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
                 f"set `data.holdout_samples`, e.g. to {train.eval_samples}"
             )
             problems.append(Problem("train.eval_every_steps", message))
+    problems += _check_evaluations(groups.get("train"), groups.get("checkpoint"))
     everything = SimpleNamespace(**groups)
     for lower, relation, upper, reason in ORDERS:
         concerned = {key.partition(".")[0] for key in (lower, upper)}
@@ -83,6 +84,23 @@ def _check_data(data: DataGroup) -> list[Problem]:
         problems.append(Problem("data.path", message))
     if data.sources == ():
         problems.append(Problem("data.sources", "must have at least one source, or be null, but is []"))
+    return problems
+
+
+def _check_evaluations(train: TrainGroup | None, checkpoint: CheckpointGroup | None) -> list[Problem]:
+    problems: list[Problem] = []
+    if train is None or checkpoint is None:
+        return problems
+    if train.stop_after_evals_without_gain and not train.eval_every_steps:
+        problems.append(Problem("train.stop_after_evals_without_gain", "needs evaluations: set `train.eval_every_steps`"))
+    if checkpoint.keep_best and (
+        not train.eval_every_steps or not checkpoint.every_steps or train.eval_every_steps % checkpoint.every_steps
+    ):
+        message = (
+            "needs a checkpoint at each evaluation: `train.eval_every_steps` must be a multiple of `checkpoint.every_steps`"
+        )
+        figures = f"{train.eval_every_steps} and {checkpoint.every_steps}"
+        problems.append(Problem("checkpoint.keep_best", f"{message}, but they are {figures}"))
     return problems
 
 

@@ -94,6 +94,7 @@ class Wrapping:
     parallel: ParallelGroup
     train: TrainGroup
     device: torch.device
+    in_part: bool = False  # whether a backward pass may leave out parameters
     gathers: ParameterGathers = field(default_factory=ParameterGathers)
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -146,6 +147,7 @@ class Wrapping:
                 bucket_cap_mb=self.parallel.bucket_mb,
                 gradient_as_bucket_view=True,
                 init_sync=False,
+                find_unused_parameters=self.in_part,
                 **{option: any(name not in names for name in model.state_dict())},  # type: ignore[arg-type]
             )
             _settle_buckets(ddp)
@@ -230,6 +232,8 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     differently than the same step of an undisturbed run. A rehearsal with zero gradients, last parameter first, takes the place
     of that first pass.
     """
+    if ddp.find_unused_parameters:
+        return  # such a DDP never lays them out anew
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([])

@@ -1,5 +1,6 @@
 """Builds everything between a process group and a loop that is ready to run. Parts are put together only here."""
 
+import logging
 import platform
 import sys
 import time
@@ -32,9 +33,11 @@ from elastictrain.train.checks import signing_key, store_config
 from elastictrain.train.compile_cache import begin_compile_cache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.evaluation_history import EvaluationHistory
+from elastictrain.train.initial_weights import load_initial_weights
 from elastictrain.train.loop import Loop
 from elastictrain.train.observing import LogRankObserver, Observer
-from elastictrain.train.optimizer import describe_short_warmup, forget_steps, make_optimizer
+from elastictrain.train.optimizer import describe_short_warmup, make_optimizers
 from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.replica_comparison import ReplicaComparison
@@ -44,8 +47,11 @@ from elastictrain.train.state import SavedState, TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
 from elastictrain.train.straggler import StragglerFinder
-from elastictrain.train.task import BringsDatasets, CountsFlops, HasBlocks
+from elastictrain.train.task import BringsDatasets, CountsFlops, HasBlocks, UpdatesInTurn
+from elastictrain.train.weight_average import WeightAverage
 from elastictrain.version import __version__
+
+logger = logging.getLogger(__name__)
 
 _MUCH_FOR_A_CPU = 200_000_000
 
@@ -88,10 +94,12 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         def begin_again() -> None:
             fill_again(state.model, context.task, seed=config.run.seed, device=context.group.device)
             share_copies(wrapped)
-            forget_steps(state.optimizer)
+            state.optimizer.reset()
 
         # Nothing is loaded over the state of a generation that has ended before its first snapshot.
         resume = restore(context, checkpointer, state, memory=memory, reset=begin_again, changed=before is not None)
+        if resume.tier == "none":
+            _begin(context, state)
     except BaseException:
         if memory is not None and memory.others is not None:
             memory.others.close()
@@ -127,7 +135,9 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     return Loop(
         context=context,
         state=state,
-        stepper=Stepper(context, wrapped, state.optimizer, before_update=saving.before_update, times=times),
+        stepper=Stepper(
+            context, wrapped, state.optimizer, before_update=saving.before_update, times=times, average=state.average
+        ),
         stragglers=StragglerFinder() if times is not None else None,
         loader=_make_loader(context, first_step=state.step, pool=before.pool if before is not None else None),
         saving=saving,
@@ -138,6 +148,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         tokens_per_sample=tokens_per_sample,
         in_storage=in_storage,
         compile_cache=compile_cache,
+        history=EvaluationHistory.resume(context, step=state.step) if evaluator is not None else None,
     )
 
 
@@ -210,6 +221,17 @@ def restore(
     return resume
 
 
+def _begin(context: TrainContext, state: TrainState) -> None:
+    """First weights from elsewhere, if there are any, and an average that begins with the weights. Raises: ConfigError."""
+    url = context.config.train.init_from
+    if url is not None:
+        unused = load_initial_weights(url, state.model, context.task)
+        if context.identity.is_log_rank:
+            logger.info("first weights from %s; %d tensors there are not used", url, unused)
+    if state.average is not None:
+        state.average.reset()
+
+
 def record_start(context: TrainContext) -> None:
     store_config(context.store, context.config)
     device = context.group.device
@@ -232,14 +254,14 @@ def build_state(context: TrainContext, before: BuiltState | None = None) -> tupl
     task, device = context.task, context.group.device
     local_world_size = context.generation.shared_local_size
     shape = mesh_shape(config.parallel, world_size=identity.world_size, local_world_size=local_world_size)
-    wrapping = Wrapping(shape, config.parallel, config.train, device)
+    wrapping = Wrapping(shape, config.parallel, config.train, device, in_part=isinstance(task, UpdatesInTurn))
     if before is not None:
         if before.parked is not None:
             before.parked.take()
         wrapped = reattach(wrapping, before.wrapped)
         limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
         counters = StateCounters(0, data_digest=context.samples.digest)
-        return wrapped, TrainState(before.state.model, before.state.optimizer, counters)
+        return wrapped, TrainState(before.state.model, before.state.optimizer, counters, average=before.state.average)
     model = build_model(task, seed=config.run.seed, device=device)
     if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
         sys.stderr.write(f"elastictrain: {warning}\n")
@@ -248,7 +270,9 @@ def build_state(context: TrainContext, before: BuiltState | None = None) -> tupl
     fill(model, task, seed=config.run.seed, device=device)
     wrapped = wrapping.finish(model)
     limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
-    return wrapped, TrainState(model, make_optimizer(model, config.optim), StateCounters(0, data_digest=context.samples.digest))
+    counters = StateCounters(0, data_digest=context.samples.digest)
+    average = WeightAverage.of(model, decay=config.train.ema) if config.train.ema is not None else None
+    return wrapped, TrainState(model, make_optimizers(model, config.optim, task), counters, average=average)
 
 
 def too_slow(num_parameters: int, *, device: torch.device) -> str:

@@ -4,7 +4,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import psutil
@@ -16,6 +17,7 @@ from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
+from elastictrain.config.optim import OptimGroup
 from elastictrain.config.task_signature import build_task
 from elastictrain.config.user_code import calling, describe_value, refuse
 from elastictrain.data.dataset import Dataset
@@ -39,6 +41,7 @@ from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.context import Samples, StopRequested, TrainContext
+from elastictrain.train.optimizer import make_optimizers
 from elastictrain.train.parameters import seed_everything
 from elastictrain.train.task import (
     BringsDatasets,
@@ -196,7 +199,7 @@ def store_config(store: Store, config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """Bytes of a whole model, of the gradients and moments of its trained parameters, and of its largest parameter."""
+    """Bytes of a whole model, of the gradients and moments (and averages) of its trained parameters, and of its largest one."""
 
     parameters: int
     gradients: int
@@ -221,9 +224,9 @@ class MemorySize:
     available_bytes: int
 
 
-def measure_state(task: Task) -> StateSize | None:
-    """The size of what the task trains; None if its model cannot be built without memory. Raises: ConfigError if the model
-    cannot be built at all."""
+def measure_state(task: Task, optim: OptimGroup, *, averaged: bool = False) -> StateSize | None:
+    """The size of what the task trains, `averaged` as well; None if its model cannot be built without memory. Raises:
+    ConfigError if the model cannot be built at all."""
     try:
         with torch.device("meta"):
             model = task.build_model()
@@ -236,17 +239,24 @@ def measure_state(task: Task) -> StateSize | None:
             message = f"must describe a model that can be built, but torch says {type(error).__name__}: {first_line}"
             raise ConfigError([Problem("model", message)]) from error
         return None
-    return size_of(model)
+    optimizer_bytes = None
+    if optim._target_ is not None:
+        # torch asserts what an optimizer can do on a device only.
+        with suppress(AssertionError):
+            state = make_optimizers(model, optim, task).tensors(model.named_parameters())
+            optimizer_bytes = sum(tensor.nbytes for _, tensor in state)
+    size = size_of(model, optimizer_bytes=optimizer_bytes)
+    return replace(size, optimizer=size.optimizer + size.gradients * averaged)
 
 
-def size_of(model: nn.Module) -> StateSize:
-    """The size of a model on any device, trained with AdamW."""
+def size_of(model: nn.Module, *, optimizer_bytes: int | None = None) -> StateSize:
+    """The size of a model on any device, trained with our AdamW unless its optimizer takes `optimizer_bytes`."""
     parameters = list(model.parameters())
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return StateSize(
         parameters=sum(parameter.nbytes for parameter in parameters),
         gradients=gradients,
-        optimizer=2 * gradients,  # both moments
+        optimizer=2 * gradients if optimizer_bytes is None else optimizer_bytes,  # both moments
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         largest=max((parameter.nbytes for parameter in parameters), default=0),
     )
@@ -298,7 +308,7 @@ def _gb(num_bytes: int) -> str:
 
 def check_memory(context: TrainContext) -> None:
     """Raises: HostUnfitError if the state cannot fit here; ConfigError if it fits nowhere, or the model cannot be built."""
-    size = measure_state(context.task)
+    size = measure_state(context.task, context.config.optim, averaged=context.config.train.ema is not None)
     if size is None:
         return
     config, identity = context.config, context.identity

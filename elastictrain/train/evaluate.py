@@ -1,6 +1,6 @@
 """The loss on held-out samples: the same samples each time, on any world."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,14 @@ from elastictrain.liveness.progress import Phase
 from elastictrain.train.context import TrainContext
 from elastictrain.train.loss import compute_loss
 from elastictrain.train.parameters import seed_everything
-from elastictrain.train.step import to_device
+from elastictrain.train.step import LossSums, metric_means, to_device
 from elastictrain.train.task import ShowsSample
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    loss: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +36,13 @@ class Evaluator:
         return min(self.context.config.train.eval_samples, len(self.reader))
 
     @torch.no_grad()
-    def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> float | None:
-        """The mean loss after step `step`; None if `leave`, which answers alike on all ranks, stopped it. Collective: yes."""
+    def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """The mean loss and metrics after step `step`; None if `leave`, which answers alike on all ranks, stopped it.
+        Collective: yes."""
         module, device, identity = self.wrapped.module, self.context.group.device, self.context.identity
         micro_batch = self.context.config.train.micro_batch
         portions = Share(self.num_samples, micro_batch, identity.world_size, identity.rank).portions(0)
-        figures = torch.zeros(2, dtype=torch.float64, device=device)
+        sums = LossSums(torch.zeros(2, dtype=torch.float64, device=device))
         module.eval()
         try:
             for index, portion in enumerate(portions):
@@ -46,14 +53,15 @@ class Evaluator:
                 seed_everything(derive_seed(self.context.config.run.seed, "evaluation", portion.first))
                 with self.wrapped.precision_context():
                     output = compute_loss(self.context.task.loss, module, batch, first=portion.first)
-                if portion.counts:
-                    figures += torch.stack((output.loss_sum, output.weight)).double()
+                sums.add(output, counts=float(portion.counts))
         finally:
             module.train()
             reshard_parameters(module)
+        figures = sums.all()
         dist.all_reduce(figures)
-        loss_sum, weight = figures.tolist()
-        return float("nan") if weight == 0 else loss_sum / weight
+        loss_sum, weight = figures[:2].tolist()
+        loss = float("nan") if weight == 0 else loss_sum / weight
+        return Evaluation(loss, metric_means(sums.names, figures[2:]))
 
 
 def show_sample(context: TrainContext, wrapped: Wrapped, *, print_line: Callable[[str], None]) -> None:

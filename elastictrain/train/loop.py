@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, tee
 
@@ -16,6 +17,7 @@ from elastictrain.train.attachment import Attachment
 from elastictrain.train.compile_cache import CompileCache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.evaluation_history import EvaluationHistory
 from elastictrain.train.observing import Observer
 from elastictrain.train.optimizer import learning_rate
 from elastictrain.train.replica_comparison import ReplicaComparison
@@ -24,6 +26,7 @@ from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState, count_step
 from elastictrain.train.step import PendingStep, StepActions, StepFlags, Stepper, StepResult, after_step
 from elastictrain.train.straggler import StragglerFinder, to_leave_out
+from elastictrain.train.task import FollowsEvaluations, FollowsRestarts, FollowsSteps
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class Loop:
     tokens_per_sample: int | None  # None where the task does not count tokens
     in_storage: bool  # whether storage has the restored state, or nothing was restored
     compile_cache: CompileCache | None = None
+    history: EvaluationHistory | None = None  # where a key asks for it
     stragglers: StragglerFinder | None = None  # None in a world of one
     clock: Callable[[], float] = time.monotonic
     attachment: Attachment = field(init=False)
@@ -64,17 +68,20 @@ class Loop:
 
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; any error that ends a run."""
+        if isinstance(self.context.task, FollowsRestarts):
+            self.context.task.on_restart(self.state.step)
         state, total_steps = self.state, self.context.config.train.steps
-        done = state.step >= total_steps
+        done = self._is_done()
         if done:
-            self.observer.print_line(f"nothing left to do: step {state.step} is done, and `train.steps` is {total_steps}")
+            why = f"`train.steps` is {total_steps}" if state.step >= total_steps else "evaluations brought no gain"
+            self.observer.print_line(f"nothing left to do: step {state.step} is done, and {why}")
         # Restoring took time, and compiling will.
         asked = self.context.any_stop_reason()
         if not done and not asked and self._evaluation_is_missing():
             # The last generation was ended in it. Noted first: if it ends this one, too, the next one trains.
             self.context.job.evaluation_done(state.step)
             asked = "" if self._evaluate(state.step) else self.context.any_stop_reason()
-            self._last_finished_s = self.clock()
+            self._last_finished_s, done = self.clock(), self._is_done()
         if (done or asked) and not self.in_storage:
             # The state was restored from memory, which is released at the end of the run and lost with its host.
             self.saving.first_step_done()
@@ -102,7 +109,7 @@ class Loop:
         pending: PendingStep | None = None
         # Agreed flags of a step that was finished at once; they take effect after the next step, as after any other.
         deferred = StepFlags()
-        while state.step < config.train.steps:
+        while not self._is_done():
             step = state.step + 1
             launched = self._launch(step)
             state.step = step
@@ -159,6 +166,7 @@ class Loop:
             positions=((result.step - 1) * batch, result.step * batch),
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * tokens_per_sample if tokens_per_sample is not None else None,
+            metrics=result.metrics,
         )
         if is_log_rank:
             record(step)
@@ -184,6 +192,8 @@ class Loop:
                 f"`train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"
             )
         self.observer.on_step(step, step_s=step_s, skipped_total=counters.skipped_total)
+        if isinstance(self.context.task, FollowsSteps):
+            self.context.task.on_step(step)
         self._look_for_stragglers(result)
         return self.attachment.finish(step.step, result.flags)
 
@@ -211,6 +221,9 @@ class Loop:
         if actions.evaluate and not self._evaluate(step):
             # A stop request interrupted the evaluation. No step is in flight, so the run stops at this one.
             actions = after_step(step, self.context.config, stop_agreed=True, save_agreed=False)
+        elif actions.evaluate and not actions.leave and self._is_done():
+            self.observer.print_line(f"step {step}: evaluations brought no gain for so long that training ends here")
+            actions = StepActions("end", evaluate=True, leave=True)
         if actions.leave and actions.save:
             self.attachment.save_and_leave(step, actions.save, reason=self.context.any_stop_reason())
         elif actions.save and not saved:
@@ -222,20 +235,35 @@ class Loop:
         """Whether the evaluation after the restored step was not completed, as far as this job knows; the same on all ranks."""
         step, every_steps, evaluated = self.state.step, self.context.config.train.eval_every_steps, self.context.job.evaluated
         due = self.evaluator is not None and step > 0 and step % every_steps == 0
-        return due and evaluated is not None and evaluated < step
+        unknown = self.history is not None and step not in self.history
+        return due and (unknown or (evaluated is not None and evaluated < step))
+
+    def _is_done(self) -> bool:
+        """The same on all ranks."""
+        return self.state.step >= self.context.config.train.steps or (self.history is not None and self.history.ended)
 
     def _evaluate(self, step: int) -> bool:
         """Whether the evaluation completed; if not, all ranks know of a stop request."""
         if self.evaluator is None:
             return True
         began = self.clock()
-        loss = self.evaluator.run(step, leave=lambda: bool(self.context.any_stop_reason()))
+        averaged = nullcontext() if self.state.average is None else self.state.average.in_place()
+        # A snapshot may still be reading the weights.
+        self.saving.before_update()
+        with averaged:
+            found = self.evaluator.run(step, leave=lambda: bool(self.context.any_stop_reason()))
         self.context.check_attached()
-        if loss is None:
+        if found is None:
             return False
         self.context.job.evaluation_done(step)
+        if self.history is not None:
+            self.history.add(step, found.loss)
         if self.context.identity.is_log_rank:
             seconds = self.clock() - began
-            self.context.journal.record(Evaluated(step=step, loss=loss, samples=self.evaluator.num_samples, seconds=seconds))
-        self.observer.on_eval(step, loss)
+            samples = self.evaluator.num_samples
+            event = Evaluated(step=step, loss=found.loss, samples=samples, seconds=seconds, metrics=found.metrics)
+            self.context.journal.record(event)
+        self.observer.on_eval(step, found)
+        if isinstance(self.context.task, FollowsEvaluations):
+            self.context.task.on_eval(step, found.loss, found.metrics)
         return True

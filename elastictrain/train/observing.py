@@ -10,6 +10,7 @@ from elastictrain.telemetry.flops import peak_flops
 from elastictrain.telemetry.progress import Progress
 from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 from elastictrain.train.context import TrainContext
+from elastictrain.train.evaluate import Evaluation
 
 
 class Observer:
@@ -18,7 +19,7 @@ class Observer:
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
         """Called after each step. `skipped_total`: steps of the run so far whose update was left out."""
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, found: Evaluation) -> None:
         """Called after each evaluation."""
 
     def print_line(self, text: str) -> None:
@@ -84,6 +85,7 @@ class LogRankObserver(Observer):
             "optimizer/skipped": float(skipped_total),
             "speed/samples_per_s": self._samples / seconds,
             "speed/step_s": self._seconds / self._steps,
+            **{f"{name}/train": value for name, value in step.metrics.items()},
         }
         if step.tokens_per_s is not None:
             figures["speed/tokens_per_s"] = tokens_per_s
@@ -94,10 +96,11 @@ class LogRankObserver(Observer):
         if self._scalars is not None:
             self._scalars.write(step.step, {**figures, **host_scalars(self._device)})
 
-    def on_eval(self, step: int, loss: float) -> None:
-        self._progress.print_line(f"step {step}: held-out loss {loss:.4f}")
+    def on_eval(self, step: int, found: Evaluation) -> None:
+        shown = {"loss": found.loss, **found.metrics}
+        self._progress.print_line(f"step {step}: held-out {', '.join(f'{name} {value:.4f}' for name, value in shown.items())}")
         if self._scalars is not None:
-            self._scalars.write(step, {"loss/held_out": loss})
+            self._scalars.write(step, {f"{name}/held_out": value for name, value in shown.items()})
 
     def print_line(self, text: str) -> None:
         self._progress.print_line(text)

@@ -55,7 +55,7 @@ def fill_again(model: nn.Module, task: Task, *, seed: int, device: torch.device)
     first = build_model(task, seed=seed, device=torch.device("cpu"))
     # Wrapping may rename parts, but keeps their order.
     for parameter, first_value in zip(model.parameters(), first.parameters(), strict=True):
-        _keep_shard(parameter, first_value)
+        keep_shard(parameter, first_value)
     for buffer, first_buffer in zip(model.buffers(), first.buffers(), strict=True):
         buffer.copy_(first_buffer)
 
@@ -67,14 +67,14 @@ def _initialize(model: nn.Module, task: InitializesParameters, *, seed: int, dev
         if isinstance(parameter, DTensor):
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             task.init_parameter(name, whole, generator)
-            _keep_shard(parameter, whole)
+            keep_shard(parameter, whole)
         else:
             task.init_parameter(name, parameter, generator)
     for name, buffer in model.named_buffers():
         task.init_buffer(name, buffer)
 
 
-def _keep_shard(parameter: Tensor, whole: Tensor) -> None:
+def keep_shard(parameter: Tensor, whole: Tensor) -> None:
     """Copy this rank's shard. Every rank has made the same values, so nothing is sent."""
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)

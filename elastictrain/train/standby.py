@@ -49,7 +49,7 @@ def prepare(context: TrainContext, *, exact: bool) -> BuiltState | None:
         # torch remembers per process which part of a tensor a rank has, by a mesh that is equal on all ranks; and this process
         # may get another rank.
         return None
-    size = measure_state(context.task)
+    size = measure_state(context.task, context.config.optim, averaged=context.config.train.ema is not None)
     if not on_device and (size is None or psutil.virtual_memory().available < _ROOM * size.of_rank(shards=1)):
         return None
     if on_device:

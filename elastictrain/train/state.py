@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from elastictrain.checkpoint.manifest import JsonValue, StateCounters
-from elastictrain.train.optimizer import optimizer_tensors
+from elastictrain.train.optimizer import Optimizers
+from elastictrain.train.weight_average import WeightAverage
 
 JsonState = Mapping[str, JsonValue]
 
@@ -42,11 +42,12 @@ class SavedState(Protocol):
 
 @dataclass(slots=True)
 class TrainState:
-    """Model, optimizer and counters. Sample order and randomness are functions of (seed, step, position), so there is no state
-    of a loader or generator to keep."""
+    """Model, optimizer, average of the weights, and counters. Sample order and randomness are functions of (seed, step,
+    position), so there is no state of a loader or generator to keep."""
 
     model: nn.Module  # the model under its own parameter names (not the DDP wrapper)
-    optimizer: AdamW
+    optimizer: Optimizers
+    average: WeightAverage | None = field(default=None, kw_only=True)
     # of the finished steps, and the digest of the data; step and positions are set when they are saved
     counters: StateCounters = field(default_factory=lambda: StateCounters(0))
     step: int = 0  # optimizer steps committed
@@ -59,8 +60,10 @@ class TrainState:
         for name, buffer in self.model.named_buffers():
             if name in persistent:
                 named[f"model.{name}"] = buffer
-        for name, tensor in optimizer_tensors(self.optimizer, parameters.items()):
+        for name, tensor in self.optimizer.tensors(parameters.items()):
             named[f"optim.{name}"] = tensor
+        if self.average is not None:
+            named |= {f"ema.{name}": tensor for name, tensor in self.average.averages.items()}
         return named
 
     def changed_by_forward(self) -> frozenset[str]:

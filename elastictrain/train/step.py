@@ -1,28 +1,31 @@
 """One optimizer step without synchronization with the device: micro-batches, one reduction, one update; and what follows it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.dataset import Batch, map_tensors
 from elastictrain.data.loader import MicroBatch
 from elastictrain.data.samples import derive_seed
 from elastictrain.distributed.wrapping import Wrapped, accumulation
+from elastictrain.errors import ConfigError
 from elastictrain.liveness.progress import Phase
 from elastictrain.torch_private import after_backward
 from elastictrain.train.context import TrainContext
 from elastictrain.train.loss import compute_loss
+from elastictrain.train.optimizer import Optimizers
 from elastictrain.train.parameters import local, seed_everything
 from elastictrain.train.replica_comparison import HostCopy
 from elastictrain.train.step_times import WAIT, StepTimes
 from elastictrain.train.straggler import BETWEEN, FIGURES
+from elastictrain.train.task import LossOutput, UpdatesInTurn
+from elastictrain.train.weight_average import WeightAverage
 
 # The vector that ranks sum once per step. It includes the flags, so that agreeing on a stop costs no further collective, and
 # at its end a row of times for each rank, in which the other ranks have zeros.
@@ -69,6 +72,42 @@ class StepFlags:
         )
 
 
+@dataclass(slots=True)
+class LossSums:
+    """Sums over micro-batches: `figures` begins with those of loss and weight, and metrics with their weights follow it."""
+
+    figures: Tensor  # float64
+    names: tuple[str, ...] = ()  # of the metrics, the same on all ranks, in this order
+    _sums: list[Tensor] = field(default_factory=list)  # a micro-batch's: [2 * metrics] float64
+
+    def add(self, output: LossOutput, *, counts: float) -> None:
+        """`counts`: 0 for a micro-batch that other ranks count. Raises: ConfigError for other names than before."""
+        self.figures[_LOSS_SUM] += output.loss_sum.detach() * counts
+        self.figures[_WEIGHT] += output.weight * counts
+        names = tuple(sorted(output.metrics))
+        if self._sums and names != self.names:
+            first, now = (", ".join(one) or "none" for one in (self.names, names))
+            raise ConfigError(
+                f"the task's `loss` must return the same metrics for each micro-batch, but now {now} after {first}"
+            )
+        self.names = names
+        values = [output.metrics[name] for name in names]
+        pairs = [one if isinstance(one, tuple) else (one, output.weight) for one in values]
+        device = output.loss_sum.device
+        flat = [torch.as_tensor(value, device=device).detach().double() for pair in pairs for value in pair]
+        self._sums.append(torch.stack(flat) * counts if flat else torch.empty(0, dtype=torch.float64))
+
+    def all(self) -> Tensor:
+        """`figures`, and the sums of metrics behind them."""
+        return torch.cat((self.figures, torch.stack(self._sums).sum(dim=0))) if self.names else self.figures
+
+
+def metric_means(names: Sequence[str], sums: Tensor) -> dict[str, float]:
+    """The mean of each metric from `sums`, as `LossSums` has them."""
+    pairs = sums.view(-1, 2).tolist()
+    return {name: value / weight if weight else float("nan") for name, (value, weight) in zip(names, pairs, strict=True)}
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The figures of a step, the same on every rank."""
@@ -79,6 +118,7 @@ class StepResult:
     grad_norm: float
     flags: StepFlags
     times: Tensor | None = None  # [ranks, FIGURES] float64, of an earlier step; None if they are not measured
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +129,30 @@ class PendingStep:
     rate: float
     figures: HostCopy
     num_times: int = 0
+    metrics: tuple[str, ...] = ()  # whose sums and weights are the last figures
 
     def result(self) -> StepResult:
         content = self.figures.wait()
-        place = len(content) - self.num_times
+        end = len(content) - 2 * len(self.metrics)
+        place = end - self.num_times
         loss, grad_norm, *sums = content[:place].tolist()
-        times = content[place:].clone().view(-1, FIGURES) if self.num_times else None
-        return StepResult(self.step, self.rate, loss, grad_norm, StepFlags.decode(sums), times)
+        times = content[place:end].clone().view(-1, FIGURES) if self.num_times else None
+        metrics = metric_means(self.metrics, content[end:])
+        return StepResult(self.step, self.rate, loss, grad_norm, StepFlags.decode(sums), times, metrics)
 
 
 @dataclass(frozen=True, slots=True)
 class Stepper:
     """Executes optimizer steps. The backward passes accumulate gradients of the loss *sum*; its divisor, the weight of the
     whole global batch, is known only when every rank has finished. Dividing, clipping and leaving out a non-finite update are
-    then one factor and one flag, computed on the device and applied by the fused optimizer kernel as it reads the gradients."""
+    then one factor and one flag, computed on the device and applied by the optimizer as it reads the gradients."""
 
     context: TrainContext
     wrapped: Wrapped
-    optimizer: AdamW
+    optimizer: Optimizers
     before_update: Callable[[], None] = lambda: None  # called when all work of a step but the update is launched
     times: StepTimes[Any] | None = None
+    average: WeightAverage | None = None
 
     def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
         """Run `passes` micro-batches and launch the update of step `step` (from 1). Collective: yes."""
@@ -118,27 +162,70 @@ class Stepper:
             rows = self._begin_times(self.times)
             figures, num_times = torch.cat((figures, rows)), len(rows)
         figures = figures.to(self.context.group.device, non_blocking=True)
-        before = self.wrapped.statistics.copy()
+        task, turn = self.context.task, None
+        batches: Iterable[MicroBatch] = self._fetch(step, micro_batches, passes=passes)
+        if isinstance(task, UpdatesInTurn):
+            batches = list(batches)
+            updates = [_Update(name, partial(task.update_loss, name)) for name in task.updates]
+        else:
+            updates = [_Update("", task.loss)]
+        for update in updates:
+            turn = self._turn(step, batches, figures, passes=passes, rate=rate, update=update, before=turn)
+            figures = torch.zeros(_FLAGS, dtype=torch.float64, device=figures.device)
+        assert turn is not None  # noqa: S101  # `make_optimizers` refuses a task without updates
+        if self.average is not None:
+            self.average.update(finite=turn.finite)
+        pending = PendingStep(step, rate, HostCopy(torch.cat(turn.told)), num_times, turn.metrics)
+        if self.times is not None:
+            self.times.mark(BETWEEN)
+        return pending
+
+    def _fetch(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int) -> Iterator[MicroBatch]:
         for index in range(passes):
             self._set_phase(Phase.DATA, step, index)
-            micro_batch = next(micro_batches)
+            yield next(micro_batches)
+
+    def _turn(
+        self,
+        step: int,
+        micro_batches: Iterable[MicroBatch],
+        figures: Tensor,
+        *,
+        passes: int,
+        rate: float,
+        update: "_Update",
+        before: "_Turn | None",
+    ) -> "_Turn":
+        """All passes of one update, its reduction, and the update unless it, or one before it in this step, is not finite."""
+        end, sums, statistics = len(figures), LossSums(figures), self.wrapped.statistics.copy()
+        for index, micro_batch in enumerate(micro_batches):
             last = index == passes - 1
             with accumulation(self.wrapped.module, last=last):
-                self._pass(step, index, micro_batch, figures, last=last)
+                self._pass(step, index, micro_batch, sums, update=update, last=last)
+        figures = sums.all()
         self._set_phase(Phase.REDUCE, step, works=False)
-        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        groups = self.optimizer.param_groups
+        if update.name:
+            drop_gradients(self.wrapped.bare, [group for group in groups if group["update"] == update.name])
+        parameters = (parameter for group in groups for parameter in group["params"])
         if gradients := [local(parameter.grad) for parameter in parameters if parameter.grad is not None]:
             norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
             # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
             figures[_GRAD_SQUARES] = norm.double().square() / self.wrapped.shape.replicas
         dist.all_reduce(figures)
-        self.wrapped.statistics.average(before)
+        self.wrapped.statistics.average(statistics)
         self._set_phase(Phase.UPDATE, step)
         self.before_update()
-        pending = PendingStep(step, rate, HostCopy(self._update(figures, rate)), num_times)
-        if self.times is not None:
-            self.times.mark(BETWEEN)
-        return pending
+        mean, norm, finite = self._update(figures, rate, finite=before.finite if before is not None else None)
+        if not update.name:
+            return _Turn(finite, (torch.stack((mean, norm)), figures[_FLAGS:]), sums.names)
+        names = (*(f"{update.name}_{name}" for name in sums.names), f"{update.name}_loss")
+        told = (figures[end:], figures[: _WEIGHT + 1])
+        if before is None:
+            return _Turn(finite, (torch.stack((mean, norm)), figures[_FLAGS:end], *told), names)
+        total, norm_before = before.told[0]
+        both = torch.stack((total + mean, torch.hypot(norm_before, norm)))
+        return _Turn(finite, (both, *before.told[1:], *told), (*before.metrics, *names))
 
     def _begin_times(self, times: StepTimes[Any]) -> Tensor:
         """The rows of times of all ranks, of which this one fills its own."""
@@ -153,33 +240,33 @@ class Stepper:
         if self.times is not None:
             self.times.mark(str(phase) if works else WAIT)
 
-    def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor, *, last: bool) -> None:
+    def _pass(self, step: int, index: int, micro_batch: MicroBatch, sums: LossSums, *, update: "_Update", last: bool) -> None:
         device, seed, sharded = self.context.group.device, self.context.config.run.seed, self.wrapped.shape.shards > 1
         gathers, times = self.wrapped.gathers, self.times
         sampled = sharded and index == 0 and step % _GATHERS_EVERY == 0
         self._set_phase(Phase.FORWARD, step, index, works=sampled or not sharded)
         if sampled and times is not None:
             gathers.mark = lambda begins: times.mark(WAIT if begins else str(Phase.FORWARD))
-        seed_everything(derive_seed(seed, "micro-batch", step, micro_batch.portion.first))
+        seed_everything(derive_seed(seed, "micro-batch", step, micro_batch.portion.first, *filter(None, [update.name])))
         try:
             with self.wrapped.precision_context():
                 batch = to_device(micro_batch.batch, device)
-                output = compute_loss(self.context.task.loss, self.wrapped.module, batch, first=micro_batch.portion.first)
+                output = compute_loss(update.loss, self.wrapped.module, batch, first=micro_batch.portion.first)
         finally:
             # A recovery in place keeps the module: later passes would mark the times of a generation that is over.
             gathers.mark = None
-        counts = 1.0 if micro_batch.portion.counts else 0.0
-        figures[_LOSS_SUM] += output.loss_sum.detach() * counts
-        figures[_WEIGHT] += output.weight * counts
+        sums.add(output, counts=float(micro_batch.portion.counts))
         self._set_phase(Phase.BACKWARD, step, index, works=not sharded)
         # A pass that does not count still runs its backward: its collectives need every rank.
-        loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
+        loss_sum = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
         if last and not sharded and times is not None:
             # Before DDP begins to wait for the other ranks' gradients.
-            after_backward(loss, partial(times.mark, WAIT))
-        loss.backward()  # type: ignore[no-untyped-call]
+            after_backward(loss_sum, partial(times.mark, WAIT))
+        loss_sum.backward()  # type: ignore[no-untyped-call]
 
-    def _update(self, figures: Tensor, rate: float) -> Tensor:
+    def _update(self, figures: Tensor, rate: float, *, finite: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Launch the update; returns the mean loss, the norm of its gradient, and whether the update is made. `finite`:
+        whether those before it in this step are."""
         weight = figures[_WEIGHT]
         loss = figures[_LOSS_SUM] / weight
         # .grad times this is the gradient of the mean loss.
@@ -187,15 +274,33 @@ class Stepper:
         norm = figures[_GRAD_SQUARES].sqrt() * to_mean
         clip_norm = self.context.config.train.clip_norm
         clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm > 0 else torch.ones_like(norm)
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        # torch.amp.GradScaler passes a divisor and a flag to a fused optimizer by the same attributes.
-        self.optimizer.grad_scale = (1.0 / (to_mean * clip)).float()  # type: ignore[attr-defined]
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return torch.cat((torch.stack((loss, norm)), figures[_FLAGS:]))
+        good = torch.isfinite(loss) & torch.isfinite(norm)
+        good = good if finite is None else good & finite
+        self.optimizer.update(rate=rate, scale=to_mean * clip, finite=good)
+        return loss, norm, good
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    name: str  # empty where a step has only one
+    loss: Callable[[nn.Module, Batch], LossOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The updates of a step up to one of them."""
+
+    finite: Tensor  # whether all were made: [] bool
+    told: tuple[Tensor, ...]  # for the host: the loss and the norm [2], then flags, times and metrics
+    metrics: tuple[str, ...]
+
+
+def drop_gradients(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Of all parameters that are not in `groups`."""
+    kept = {parameter for group in groups for parameter in group["params"]}
+    for parameter in model.parameters():
+        if parameter not in kept:
+            parameter.grad = None
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -6,15 +6,16 @@ dataclass, and its fields are checked like any other key). Further abilities are
 defining its methods.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from elastictrain.data.dataset import Batch, Dataset, Sample
 from elastictrain.errors import Problem
+from elastictrain.events import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,14 @@ class LossOutput:
 
     `loss_sum` [] float32, carries the graph. `weight` [] float32, no gradient. The trainer divides by the weight of the whole
     global batch, so a task must not average.
+
+    `metrics`: further sums of the micro-batch by name, [] and without gradient, such as how many answers are right. Each is
+    divided by `weight`, or in a pair (sum, weight of its own) by that. Every micro-batch has the same names.
     """
 
     loss_sum: Tensor
     weight: Tensor
+    metrics: Mapping[str, Tensor | tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Task(Protocol):
@@ -65,6 +70,35 @@ class HasBlocks(Protocol):
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks in the order in which the forward pass reaches them."""
+
+
+@runtime_checkable
+class GroupsParameters(Protocol):
+    """Some parameters have options of their own in the optimizer."""
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Groups as torch's optimizers take them: `params`, and perhaps `lr` (which the schedule scales), `weight_decay` and so
+        on. Each parameter of `model` with requires_grad is in exactly one; it may be sharded (a DTensor). Collective: no."""
+
+
+@runtime_checkable
+class UpdatesInTurn(Protocol):
+    """A step has several updates, in turn and of the same samples, each with a loss and parameters of its own: a GAN's."""
+
+    updates: ClassVar[Sequence[str]]
+    """Their names in order. Each group of `parameter_groups` says in `update` which one changes its parameters."""
+
+    def update_loss(self, update: str, model: nn.Module, batch: Batch) -> LossOutput:
+        """The loss of one update, under the rules of `Task.loss`, which is for evaluations only then. The model has the updates
+        before it. Gradients of parameters of other updates are dropped."""
+
+
+@runtime_checkable
+class NamesInitialWeights(Protocol):
+    """Names in `train.init_from` are not those of the model."""
+
+    def initial_name(self, name: str, stored: frozenset[str]) -> str | None:
+        """Which of the `stored` tensors has the first value of the parameter or buffer `name`; None if it keeps its own."""
 
 
 @runtime_checkable
@@ -109,6 +143,32 @@ class CountsFlops(Protocol):
 
 
 @runtime_checkable
+class FollowsSteps(Protocol):
+    """Hook. All hooks are called on every rank, in the same order and with the same figures, so that they may communicate; they
+    must not change the model. What a hook raises ends the run."""
+
+    def on_step(self, step: Step) -> None:
+        """Called when the figures of a step are known: the next one may have begun. Steps after a restored one come again."""
+
+
+@runtime_checkable
+class FollowsEvaluations(Protocol):
+    """Hook, as `FollowsSteps`."""
+
+    def on_eval(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Called after each evaluation."""
+
+
+@runtime_checkable
+class FollowsRestarts(Protocol):
+    """Hook, as `FollowsSteps`."""
+
+    def on_restart(self, step: int) -> None:
+        """Called at each start and recovery, before the first step; the state is that after `step`, 0 at the beginning. Under
+        the launcher the task may be one that has seen later steps."""
+
+
+@runtime_checkable
 class ShowsSample(Protocol):
     """The task can show what the model has learnt."""
 
@@ -126,5 +186,11 @@ PROTOCOLS = (
     ChecksTokens,
     CountsFlops,
     ShowsSample,
+    GroupsParameters,
+    UpdatesInTurn,
+    NamesInitialWeights,
+    FollowsSteps,
+    FollowsEvaluations,
+    FollowsRestarts,
 )
 """The protocols whose methods a task may have."""

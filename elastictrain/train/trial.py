@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from elastictrain.errors import TaskError
 from elastictrain.train.context import TrainContext
 from elastictrain.train.loss import compute_loss
 from elastictrain.train.parameters import build_model, fill
-from elastictrain.train.task import PROTOCOLS, CountsFlops, HasBlocks, Task
+from elastictrain.train.task import PROTOCOLS, CountsFlops, HasBlocks, Task, UpdatesInTurn
 
 logger = logging.getLogger(__name__)
 
@@ -197,17 +198,21 @@ def _try_loss(context: TrainContext, task: Task, model: nn.Module, batches: Sequ
     ddp = context.config.parallel.kind == "ddp"
     module = ModelUnderDDP(model) if ddp else model
     *trained, evaluated = batches
+    passes: list[tuple[str, Any]] = [("loss", task.loss)]
+    if isinstance(task, UpdatesInTurn):
+        passes = [("update_loss", partial(task.update_loss, name)) for name in task.updates]
     for batch in trained:
-        calls.clear()
-        with calling(task, "loss", position=0):
-            output = compute_loss(task.loss, module, cast(Batch, batch), first=0)
-            output.loss_sum.backward()  # type: ignore[no-untyped-call]
-        if len(calls) != 1:
-            raise refuse(task, "loss", "call model(...) exactly once", f"called it {len(calls)} times")
+        for method, loss in passes:
+            calls.clear()
+            with calling(task, method, position=0):
+                output = compute_loss(loss, module, cast(Batch, batch), first=0)
+                output.loss_sum.backward()  # type: ignore[no-untyped-call]
+            if method == "loss" and len(calls) != 1:
+                raise refuse(task, "loss", "call model(...) exactly once", f"called it {len(calls)} times")
     unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
     if unused and ddp and context.identity.world_size > 1:
         must = "use all parameters of the model that are trained (`requires_grad`), since DDP waits for the gradient of each"
-        raise refuse(task, "loss", must, f"does not use {', '.join(unused[:4])}{' and others' * (len(unused) > 4)}")
+        raise refuse(task, passes[0][0], must, f"does not use {', '.join(unused[:4])}{' and others' * (len(unused) > 4)}")
     if evaluated is not None:
         module.eval()
         with torch.no_grad(), calling(task, "loss", at=" in evaluation", position=0):

@@ -46,8 +46,11 @@ class DigitsTask:
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
         """`image` [B, 64] float32, `label` [B] int64; the weight is the number of images."""
         labels = batch["label"]
-        loss_sum = F.cross_entropy(model(batch["image"]).float(), labels, reduction="sum")
-        return LossOutput(loss_sum, torch.full((), len(labels), dtype=torch.float32, device=labels.device))
+        guesses = model(batch["image"]).float()
+        loss_sum = F.cross_entropy(guesses, labels, reduction="sum")
+        right = (guesses.argmax(dim=-1) == labels).sum()
+        weight = torch.full((), len(labels), dtype=torch.float32, device=labels.device)
+        return LossOutput(loss_sum, weight, {"accuracy": right})
 
     def train_dataset(self) -> Digits:
         """Five sixths of the images."""

@@ -25,6 +25,13 @@ SMALL = (
 VARIANTS = {
     "fsdp-bf16": ("parallel=fsdp", "train.precision=bf16", "run.deterministic=true"),
     "ddp-fp32": ("parallel=ddp", "run.deterministic=true"),
+    "fsdp-muon-ema": (
+        "parallel=fsdp",
+        "optim._target_=tests.process.own_training.muon_and_adamw",
+        "optim.arguments={adamw_lr: 0.003}",
+        "train.ema=0.99",
+        "run.deterministic=true",
+    ),
     "fsdp-bf16-compiled": (
         "parallel=fsdp",
         "train.precision=bf16",

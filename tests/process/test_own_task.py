@@ -11,15 +11,20 @@ from torchruns import REPOSITORY, events, kill, last_step, losses, torchrun, tra
 QUIET = ("telemetry.log_every_steps=1000", "telemetry.tensorboard=false", "fault.heartbeat_s=0.2")
 
 
-def write_documented_files(folder: Path) -> None:
-    """The files that docs/own-task.md shows: each fenced block is the file whose name was mentioned last before it."""
-    text = (REPOSITORY / "docs" / "own-task.md").read_text()
-    for block in re.finditer(r"```(?:python|yaml)\n(.*?)```", text, re.DOTALL):
-        name = re.findall(r"`(mytask/[\w/]+\.(?:py|yaml))`", text[: block.start()])[-1]
+def write_files(folder: Path, text: str, opening: str = r"```(?:python|yaml)\n") -> None:
+    """The files that a page shows: a fenced block is the file that its first line names, or else the last one mentioned."""
+    for block in re.finditer(rf"{opening}(.*?)```", text, re.DOTALL):
+        own = re.match(r"# (mytask/[\w/]+\.py)\n", block[1])
+        name = own[1] if own else re.findall(r"`(mytask/[\w/]+\.(?:py|yaml))`", text[: block.start()])[-1]
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block[1])
     (folder / "mytask" / "__init__.py").touch()
+
+
+def write_documented_files(folder: Path) -> None:
+    """The files that docs/own-task.md shows."""
+    write_files(folder, (REPOSITORY / "docs" / "own-task.md").read_text())
 
 
 def killed_once(arguments: list[str], *, run_dir: Path, folder: Path, after_step: int) -> str:

@@ -1,6 +1,7 @@
 """The example of docs/own-task.md works, links lead somewhere, and every key and recipe that the documents name exists."""
 
 import re
+import shlex
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, all_keys
 from elastictrain.config.task_signature import build_task, task_keys
 from elastictrain.train.checks import open_samples
+from elastictrain.train.optimizer import learning_rate, make_optimizers
 from elastictrain.train.task import Task
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,31 @@ def test_own_task_composes_and_computes_a_loss(own_task: Path) -> None:
     assert output.weight == 32
     assert 0 < output.loss_sum.item() < 64
     output.loss_sum.backward()
+
+
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+COMMANDS = re.findall(r"^    python -m elastictrain.run (.*)$", TRAINING, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_the_page_on_training_shows_trains(command: str, own_task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, block in re.findall(r"^```python\n# mytask/(\w+)\.py\n(.*?)^```", TRAINING, re.DOTALL | re.MULTILINE):
+        (own_task.parent / f"{name}.py").write_text(block)
+        monkeypatch.delitem(sys.modules, f"mytask.{name}", raising=False)
+    config = load([one.replace("mytask/conf", str(own_task)) for one in shlex.split(command)])
+    task, samples = cast(Task, build_task(config)), open_samples(cast(Task, build_task(config)), config)
+    torch.manual_seed(0)
+    model = task.build_model()
+    optimizers = make_optimizers(model, config.optim, task)
+    losses = []
+    for step in range(1, 60):
+        output = task.loss(model, samples.train.read(range(64), first=0))
+        (output.loss_sum / output.weight).backward()
+        rate = learning_rate(step, config.optim, total_steps=60)
+        optimizers.update(rate=rate, scale=torch.ones(()), finite=torch.tensor(True))
+        losses.append(output.loss_sum.item())
+    assert "gan" in command or losses[-1] < 0.9 * losses[0]
+    assert set(output.metrics) == ({"within_0.1", "above"} if "adapted" in command else set())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -104,7 +131,8 @@ def test_python_files_that_a_document_names_exist(document: Path) -> None:
         or [
             name
             for name in named
-            if name not in (*OWN_TASK, "own_loop.py") and not any(file.endswith(f"/{name}") for file in files)
+            if name not in (*OWN_TASK, "own_loop.py", "mytask/sines.py")
+            and not any(file.endswith(f"/{name}") for file in files)
         ]
         == []
     )

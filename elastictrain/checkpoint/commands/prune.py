@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from elastictrain.checkpoint.commands.output import ask, can_ask, note, plural, progress, result, size_text, table
 from elastictrain.checkpoint.commands.survey import CheckpointState, RunLocation, Surveyed, locate, survey
 from elastictrain.checkpoint.commands.verify import read_and_judge
+from elastictrain.checkpoint.evaluations import read_evaluations
 from elastictrain.checkpoint.folders import list_checkpoints
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.retention import Deletion, delete_folder, plan_retention
@@ -36,7 +37,8 @@ def prune_checkpoints(
     yes: bool = False,
     key_env: str = "",
 ) -> int:
-    """Delete all but the `keep_last` newest and those at multiples of `keep_every` steps (0: none); `ask` first, unless `yes`.
+    """Delete all but the `keep_last` newest, those at multiples of `keep_every` steps (0: none) and those of the best
+    evaluations; `ask` first, unless `yes`.
 
     Raises: UsageError; NoValidCheckpointError or InvalidCheckpointError, with nothing deleted, if the newest one is not valid;
     StorageError, after which a half deleted folder is no checkpoint any more.
@@ -91,6 +93,7 @@ def plan_deletions(location: RunLocation, *, keep_last: int, keep_every: int) ->
         intact={one.name for one in folders if one.state is CheckpointState.VALID} - off_lineage,
         keep_last=keep_last,
         keep_every=keep_every,
+        best=read_evaluations(location.run).best,
         unknown={one.name for one in folders if one.state in _STATES_LEFT_ALONE},
     )
     return PrunePlan(newest, {one.name: one for one in folders}, deletions, off_lineage)

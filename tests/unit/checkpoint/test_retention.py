@@ -20,7 +20,13 @@ def facts(step: int, kind: str) -> FolderFacts:
 
 
 def plan(
-    kinds: dict[int, str], *, newest: int, keep_last: int = 2, keep_every: int = 0, unknown: Collection[int] = ()
+    kinds: dict[int, str],
+    *,
+    newest: int,
+    keep_last: int = 2,
+    keep_every: int = 0,
+    unknown: Collection[int] = (),
+    best: Collection[int] = (),
 ) -> dict[int, tuple[str, ...]]:
     deletions = plan_retention(
         [facts(step, kind) for step, kind in kinds.items()],
@@ -28,6 +34,7 @@ def plan(
         intact={folder_name(step) for step, kind in kinds.items() if kind == "valid"},
         keep_last=keep_last,
         keep_every=keep_every,
+        best=best,
         unknown={folder_name(step) for step in unknown},
     )
     return {int(deletion.folder[5:14]): deletion.files for deletion in deletions}
@@ -38,6 +45,11 @@ def test_keeps_the_last_and_multiples() -> None:
     assert set(plan(kinds, newest=8, keep_last=2, keep_every=4)) == {1, 2, 3, 5, 6}
     assert set(plan(kinds, newest=8, keep_last=1)) == set(range(1, 8))
     assert plan(kinds, newest=8, keep_last=20) == {}
+
+
+def test_keeps_the_best_that_are_whole() -> None:
+    kinds = {**dict.fromkeys(range(1, 9), "valid"), 2: "damaged", 3: "remnant"}
+    assert set(plan(kinds, newest=8, keep_last=2, best=(2, 3, 5, 8, 11))) == {1, 2, 3, 4, 6}
 
 
 def test_what_is_not_intact_takes_nobodys_place() -> None:

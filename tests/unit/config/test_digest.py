@@ -14,7 +14,6 @@ from elastictrain.config.composed import (
     DataGroup,
     FaultGroup,
     LaunchGroup,
-    OptimGroup,
     ParallelGroup,
     RunConfig,
     RunGroup,
@@ -33,6 +32,7 @@ from elastictrain.config.digest import (
     to_tree,
     to_yaml,
 )
+from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.config.schema import DATACLASSES
 from elastictrain.errors import ConfigError
@@ -44,7 +44,7 @@ CONFIG = RunConfig(
     model={"dim": 4, "rope": {"theta": 500000.0}},
     data=DataGroup(),
     train=TrainGroup(steps=10, global_batch=8, micro_batch=4),
-    optim=OptimGroup(lr=1e-3),
+    optim=OptimGroup(lr=1e-3, arguments={"momentum": 0.9}),
     parallel=ParallelGroup("fsdp"),
     checkpoint=CheckpointGroup(),
     fault=FaultGroup(),
@@ -56,7 +56,15 @@ CONFIG = RunConfig(
 FREE = {
     "run": {"dir", "on_change", "on_held", "deterministic"},
     "data": {"cache_dir", "cache_gb", "workers", "prefetch", "ledger"},
-    "train": {"micro_batch", "compile", "activation_checkpointing", "max_skipped", "eval_every_steps", "eval_samples"},
+    "train": {
+        "micro_batch",
+        "compile",
+        "activation_checkpointing",
+        "max_skipped",
+        "eval_every_steps",
+        "eval_samples",
+        "stop_after_evals_without_gain",
+    },
     "optim": set(),
 }
 """Keys that may change at any restart; all of the other groups may."""
@@ -65,7 +73,7 @@ FREE = {
 @pytest.mark.parametrize("group", DATACLASSES)
 def test_it_is_decided_for_each_key_whether_it_changes_the_answer(group: str) -> None:
     names = {field.name for field in fields(DATACLASSES[group])}
-    answers = {key.partition(".")[2] for key in answer_keys(to_tree(CONFIG)) if key.startswith(f"{group}.")}
+    answers = {key.split(".")[1] for key in answer_keys(to_tree(CONFIG)) if key.startswith(f"{group}.")}
     assert names - answers == FREE.get(group, names)
 
 
@@ -74,6 +82,14 @@ def test_all_of_task_and_model_changes_the_answer() -> None:
     assert answers["task._target_"] == "my.Task"
     assert answers["task.names"] == ["on", "1e-3"]
     assert answers["model.rope.theta"] == 500000.0
+
+
+def test_a_config_that_was_stored_before_a_key_was_there_continues() -> None:
+    stored = to_tree(CONFIG)
+    for group, names in (("train", ("init_from", "ema")), ("optim", ("_target_",))):
+        stored[group] = {key: value for key, value in stored[group].items() if key not in names}  # type: ignore[attr-defined]
+    assert changed_answers(stored, now=CONFIG) == []
+    assert changed_answers(stored, now=replace(CONFIG, train=replace(CONFIG.train, ema=0.0))) == [("train.ema", None, 0.0)]
 
 
 def test_with_a_constant_learning_rate_the_run_may_be_made_longer() -> None:

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.config.composed import DataGroup, FaultGroup, LaunchGroup, ParallelGroup, SourceGroup, TrainGroup
+from elastictrain.config.composed import (
+    CheckpointGroup,
+    DataGroup,
+    FaultGroup,
+    LaunchGroup,
+    ParallelGroup,
+    SourceGroup,
+    TrainGroup,
+)
 from elastictrain.config.preflight import PreflightGroup, PreflightThresholds
 from elastictrain.config.rules import check_rules
 
@@ -157,3 +165,22 @@ def test_good_only_when_every_wait_is_longer_than_what_it_waits_for(beat: float,
 )
 def test_a_preflight_ends_before_what_waits_for_it(preflight: PreflightGroup, expected: list[str]) -> None:
     assert keys(fault=FaultGroup(), preflight=preflight) == expected
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "save_every", "keep_best", "patience", "expected"),
+    [
+        (0, 10, 0, 0, []),
+        (20, 10, 2, 3, []),
+        (10, 10, 1, 0, []),
+        (15, 10, 1, 0, ["checkpoint.keep_best"]),
+        (5, 10, 1, 0, ["checkpoint.keep_best"]),
+        (10, 0, 1, 0, ["checkpoint.keep_best"]),
+        (0, 10, 1, 1, ["train.stop_after_evals_without_gain", "checkpoint.keep_best"]),
+    ],
+)
+def test_what_follows_from_evaluations_needs_them(
+    eval_every: int, save_every: int, keep_best: int, patience: int, expected: list[str]
+) -> None:
+    train = replace(TRAIN, eval_every_steps=eval_every, stop_after_evals_without_gain=patience)
+    assert keys(train=train, checkpoint=CheckpointGroup(every_steps=save_every, keep_best=keep_best)) == expected

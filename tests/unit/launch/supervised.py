@@ -12,7 +12,6 @@ from elastictrain.config.composed import (
     DataGroup,
     FaultGroup,
     LaunchGroup,
-    OptimGroup,
     ParallelGroup,
     RunConfig,
     RunGroup,
@@ -20,6 +19,7 @@ from elastictrain.config.composed import (
     TelemetryGroup,
     TrainGroup,
 )
+from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.events import Event
 from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text

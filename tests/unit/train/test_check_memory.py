@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastictrain.config.load import load
+from elastictrain.config.optim import OptimGroup
 from elastictrain.config.task_signature import build_task
 from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import EXIT_CONFIG, ConfigError, HostUnfitError
 from elastictrain.train.checks import MemorySize, StateSize, judge_fit, measure_state, size_of
-from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.optimizer import make_optimizers
 
 GB = 10**9
 MODEL = StateSize(parameters=4 * GB, gradients=4 * GB, optimizer=8 * GB, buffers=GB // 10, largest=GB)
@@ -51,10 +52,10 @@ def outcome(spread: Spread, *, device: MemorySize | None, host: MemorySize) -> t
 
 def test_it_is_what_a_model_and_its_optimizer_really_take() -> None:
     config = load(["recipe=llama_tiny"])
-    size = measure_state(build_task(config))  # type: ignore[arg-type]
+    size = measure_state(build_task(config), config.optim)  # type: ignore[arg-type]
     model = build_task(config).build_model()  # type: ignore[attr-defined]
-    optimizer = make_optimizer(model, config.optim)
-    moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    optimizer = make_optimizers(model, config.optim)
+    moments = [t for name, t in optimizer.tensors(model.named_parameters()) if not name.startswith("step.")]
     assert size == size_of(model)
     assert size is not None
     assert size.parameters == sum(parameter.nbytes for parameter in model.parameters())
@@ -69,12 +70,31 @@ def test_what_is_not_trained_has_neither_gradients_nor_moments() -> None:
     assert size_of(model) == StateSize(parameters=120, gradients=40, optimizer=80, buffers=0, largest=64)
 
 
+@pytest.mark.parametrize(
+    ("optim", "of_trained"),
+    [
+        (OptimGroup(_target_="torch.optim.SGD", arguments={"momentum": 0.9}), 1),
+        (OptimGroup(_target_="torch.optim.SGD"), 0),
+        (OptimGroup(_target_="torch.optim.AdamW", arguments={"capturable": True}), 2),  # on a device only
+    ],
+)
+@pytest.mark.parametrize("averaged", [False, True])
+def test_another_optimizer_takes_what_its_state_takes(optim: OptimGroup, of_trained: int, averaged: bool) -> None:
+    class Plain:
+        def build_model(self) -> nn.Module:
+            return nn.Linear(4, 4)
+
+    size = measure_state(Plain(), optim, averaged=averaged)  # type: ignore[arg-type]
+    assert size is not None
+    assert (size.gradients, size.optimizer) == (80, 80 * (of_trained + averaged))
+
+
 def test_a_task_that_needs_real_tensors_has_no_known_size() -> None:
     class Loads:
         def build_model(self) -> nn.Module:
             return nn.Linear(1, int(torch.ones(()).item()))
 
-    assert measure_state(Loads()) is None  # type: ignore[arg-type]
+    assert measure_state(Loads(), OptimGroup()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +107,7 @@ def test_a_task_that_needs_real_tensors_has_no_known_size() -> None:
 )
 def test_sizes_beyond_64_bits_are_the_configurations_fault(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        measure_state(task(*arguments))  # type: ignore[arg-type]
+        measure_state(task(*arguments), OptimGroup())  # type: ignore[arg-type]
     assert (caught.value.exit_code, [problem.key for problem in caught.value.problems]) == (EXIT_CONFIG, ["model"])
 
 

@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elastictrain.data.dataset import Batch
 from elastictrain.data.samples import SampleReader
 from elastictrain.distributed.wrapping import MeshShape, Wrapped
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator, show_sample
-from elastictrain.train.task import Task
+from elastictrain.train.task import LossOutput, Task
 from tests.unit.train.parts import Points, Squares, context_of, wrapped_model
 from tests.unit.train.test_loop import config
 
@@ -43,10 +44,11 @@ def test_the_mean_over_the_first_samples_whatever_the_portions(
     evaluator = Evaluator(
         context_with(task, samples=10, micro_batch=micro_batch, tracker=tracker), wrapped, SampleReader(points)
     )
-    loss = evaluator.run(4)
+    found = evaluator.run(4)
+    assert found is not None
     reference = wrapped_model(task).bare.eval()
     expected = task.loss(reference, points.batch(0, 10))
-    assert loss == pytest.approx((expected.loss_sum / expected.weight).item(), rel=1e-6)
+    assert found.loss == pytest.approx((expected.loss_sum / expected.weight).item(), rel=1e-6)
     assert wrapped.module.training
     assert (tracker.mark.phase, tracker.mark.step) == (Phase.EVAL, 4)
     assert all(parameter.grad is None for parameter in wrapped.bare.parameters())
@@ -60,14 +62,16 @@ def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) ->
     evaluator = Evaluator(context_with(task, samples=5, micro_batch=1, identity=second), wrapped, SampleReader(points))
     outputs = [task.loss(wrapped.bare, points.batch(index, index + 1)) for index in (1, 3)]
     expected = sum(output.loss_sum.item() for output in outputs) / sum(output.weight.item() for output in outputs)
-    assert evaluator.run(1) == pytest.approx(expected)
+    assert (found := evaluator.run(1)) is not None
+    assert found.loss == pytest.approx(expected)
 
 
 def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore) -> None:
     task = Squares()
     evaluator = Evaluator(context_with(task, samples=256, micro_batch=2), wrapped_model(task), SampleReader(Points(5)))
     assert evaluator.num_samples == 5
-    assert evaluator.run(1) > 0
+    assert (found := evaluator.run(1)) is not None
+    assert found.loss > 0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -111,3 +115,17 @@ def test_a_task_without_a_sample_says_nothing() -> None:
 def test_a_sample_that_fails_does_not_end_a_run_that_is_complete(error: Exception) -> None:
     (text,) = shown(Telling(error))
     assert text.endswith(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_metrics_are_means_over_the_held_out_samples(group_of_one: dist.HashStore, kind: str) -> None:
+    class Counting(Squares):
+        def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+            output = super().loss(model, batch)
+            return LossOutput(output.loss_sum, output.weight, {"y": (batch["y"].sum(), torch.tensor(len(batch["y"])))})
+
+    task, points = Counting(), Points()
+    evaluator = Evaluator(context_with(task, samples=10, micro_batch=3), wrapped_model(task, kind=kind), SampleReader(points))
+    found = evaluator.run(1)
+    assert found is not None
+    assert found.metrics == pytest.approx({"y": points.y[:10].mean().item()})

@@ -1,7 +1,7 @@
 """The loop with a stepper that computes nothing: who settles what when, and what follows."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
 from pathlib import Path
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.evaluations import EvaluationLosses
 from elastictrain.config.composed import (
     CheckpointGroup,
     DataGroup,
     FaultGroup,
     LaunchGroup,
-    OptimGroup,
     ParallelGroup,
     RunConfig,
     RunGroup,
@@ -26,6 +26,7 @@ from elastictrain.config.composed import (
     TelemetryGroup,
     TrainGroup,
 )
+from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
@@ -43,15 +44,17 @@ from elastictrain.fault.reasons import read_straggler
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher, RecoveryPlan
 from elastictrain.liveness.progress import ProgressTracker
-from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.evaluate import Evaluation, Evaluator
+from elastictrain.train.evaluation_history import EvaluationHistory
 from elastictrain.train.loop import Loop
 from elastictrain.train.observing import Observer
-from elastictrain.train.optimizer import learning_rate, make_optimizer
+from elastictrain.train.optimizer import learning_rate, make_optimizers
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Reached, SynchronousSaving
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import StepFlags, Stepper, StepResult
 from elastictrain.train.straggler import IN_A_ROW, WINDOW_STEPS, StragglerFinder
+from elastictrain.train.weight_average import WeightAverage
 from tests.unit.train.parts import FakeComparison, context_of
 
 BATCH = 4
@@ -141,6 +144,18 @@ class World:
     shown: list[tuple[int, int]] = field(default_factory=list)
     """Steps, and how many were skipped until then."""
 
+    held_out: dict[int, float] = field(default_factory=dict)
+    """The losses of evaluations that are not 2."""
+
+    before: EvaluationLosses | None = None
+    """What is known of earlier evaluations, where a key asks for it."""
+
+    averaged: bool = False
+    """The average of the weights is 7."""
+
+    order: list[str] = field(default_factory=list)
+    stored: dict[str, bytes] = field(default_factory=dict)
+    hooked: list[tuple[str, int]] = field(default_factory=list)
     now_s: float = 0.0
     detached: bool = False
     loop: Loop | None = None
@@ -171,13 +186,17 @@ class World:
 
     def train(self) -> Loop:
         model = nn.Linear(1, 1)
-        state = TrainState(model, make_optimizer(model, self.config.optim), step=self.first)
+        average = WeightAverage.of(model, decay=0.5) if self.averaged else None
+        if average is not None:
+            average.averages["weight"].fill_(7.0)
+        state = TrainState(model, make_optimizers(model, self.config.optim), step=self.first, average=average)
         evaluator = _Evaluator(self) if self.config.train.eval_every_steps else None
         tracker = ProgressTracker()
         observer = _Observer(self)
         comparison = cast(ReplicaComparison, self.comparison)
         context = context_of(
             config=self.config,
+            task=self,
             identity=Identity(
                 self.rank, 2, self.rank % self.local_ranks, self.local_ranks, "here", launched=True, launcher=self.launcher
             ),
@@ -192,6 +211,7 @@ class World:
             backend="gloo",
             journal=SimpleNamespace(record=self.events.append, flush=lambda: self.flushed.append(self.of(Step))),
             stop_request=lambda: self.request,
+            store=SimpleNamespace(write=self.stored.__setitem__),
             any_stop_reason=lambda: self.request.reason if self.request is not None else self.other_reason,
         )
         saving = SynchronousSaving(context, cast(Checkpointer, self), state, comparison, None, observer)
@@ -207,6 +227,7 @@ class World:
             observer=observer,
             tokens_per_sample=10,
             in_storage=self.in_storage,
+            history=EvaluationHistory(context, self.before) if self.before is not None else None,
             stragglers=StragglerFinder() if self.times is not None else None,
             clock=lambda: self.now_s,
         )
@@ -217,6 +238,17 @@ class World:
         if self.detached:
             raise DetachedError("a worker has died")
 
+    # The task's hooks.
+    def on_restart(self, step: int) -> None:
+        self.hooked.append(("restart", step))
+
+    def on_step(self, step: Step) -> None:
+        self.hooked.append(("step", step.step))
+
+    def on_eval(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        assert (loss, metrics) == (self.held_out.get(step, 2.0), {"accuracy": 0.5})
+        self.hooked.append(("eval", step))
+
     def of(self, kind: type[Event]) -> list[int]:
         return [event.step for event in self.events if isinstance(event, kind)]  # type: ignore[attr-defined]
 
@@ -226,13 +258,16 @@ class _Evaluator:
     world: World
     num_samples: int = 3
 
-    def run(self, step: int, *, leave: Callable[[], bool]) -> float | None:
+    def run(self, step: int, *, leave: Callable[[], bool]) -> Evaluation | None:
         if step == self.world.eval_asks_at:
             self.world.request = StopRequest("SIGUSR2", self.world.now_s)
         if leave():
             return None
         self.world.evaluated.append(step)
-        return 2.0
+        assert self.world.loop is not None
+        seven = self.world.loop.state.model.get_parameter("weight").item() == 7.0
+        self.world.order.append("averaged" if seven else "plain")
+        return Evaluation(self.world.held_out.get(step, 2.0), {"accuracy": 0.5})
 
 
 @dataclass
@@ -302,6 +337,75 @@ def test_every_step_is_done_settled_and_recorded_once_and_in_order(
     assert world.saved == [(step, "end" if step == 7 else "interval") for step in due]
     assert world.of(Evaluated) == world.evaluated == world.noted
     assert world.evaluated == [step for step in steps if eval_every and (step % eval_every == 0 or step == 7)]
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_an_evaluation_sees_the_average_once_no_snapshot_reads_the_weights(
+    averaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(config(steps=4, eval_every=2), averaged=averaged)
+    monkeypatch.setattr(SynchronousSaving, "before_update", lambda self: world.order.append("awaited"))
+    world.train()
+    assert world.order == ["awaited", "averaged" if averaged else "plain"] * 2
+    assert world.loop is not None
+    assert world.loop.state.model.get_parameter("weight").item() != 7.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_hooks_of_the_task_are_called_on_every_rank_in_the_order_of_steps(rank: int) -> None:
+    world = World(config(steps=5, eval_every=2), first=1, rank=rank)
+    world.train()
+    steps: list[tuple[str, int]] = [("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4), ("step", 5), ("eval", 5)]
+    assert world.hooked == [("restart", 1), *steps]
+
+
+def patient(*, patience: int, save_every: int = 0) -> RunConfig:
+    plain = config(steps=20, eval_every=2, save_every=save_every)
+    return replace(plain, train=replace(plain.train, stop_after_evals_without_gain=patience))
+
+
+def losses_of(found: dict[int, float]) -> EvaluationLosses:
+    return EvaluationLosses(tuple(found.items()))
+
+
+@pytest.mark.parametrize("save_every", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("first", "known", "end"),
+    [
+        (0, {}, 8),
+        (3, {2: 3.0}, 8),
+        (4, {2: 3.0, 4: 1.0}, 8),
+        (4, {2: 3.0}, 8),  # the evaluation after the restored step is not known
+        (8, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.0}, 8),
+        (8, {2: 3.0, 4: 1.0, 6: 2.0}, 8),
+    ],
+)
+def test_training_ends_after_so_many_evaluations_without_gain_wherever_it_resumed(
+    first: int, known: dict[int, float], end: int, save_every: int
+) -> None:
+    """The lowest loss is that after step 4."""
+    world = World(patient(patience=2, save_every=save_every), first=first, before=losses_of(known), held_out={2: 3.0, 4: 1.0})
+    world.train()
+    assert world.launched == list(range(first + 1, end + 1))
+    assert world.loop is not None
+    assert world.loop.history is not None
+    assert world.loop.history.evaluations.losses == ((2, 3.0), (4, 1.0), (6, 2.0), (8, 2.0))
+    if first < end:
+        assert world.saved[-1] == (end, "end")
+        assert world.loop.reached == Reached(end, "storage")
+        assert list(world.stored) == ["evaluations.json"]
+
+
+def test_only_rank_0_notes_evaluations() -> None:
+    world = World(patient(patience=2), rank=1, before=EvaluationLosses(), held_out={2: 3.0, 4: 1.0})
+    world.train()
+    assert (world.launched[-1], world.stored) == (8, {})
+
+
+def test_a_gain_in_time_lets_training_go_on() -> None:
+    world = World(patient(patience=2), before=EvaluationLosses(), held_out={step: 1.0 / step for step in range(4, 21, 4)})
+    world.train()
+    assert world.launched[-1] == 20
 
 
 def test_a_step_event_says_what_was_consumed_at_which_rate() -> None:

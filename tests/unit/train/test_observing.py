@@ -6,6 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from elastictrain.config.load import load
 from elastictrain.events import Resume, Step
 from elastictrain.storage.opening import open_store
+from elastictrain.train.evaluate import Evaluation
 from elastictrain.train.observing import LogRankObserver
 from tests.unit.train.parts import context_of
 
@@ -21,6 +22,7 @@ def step(number: int, tokens_per_s: float) -> Step:
         positions=(0, 1),
         samples_per_s=tokens_per_s / 10,
         tokens_per_s=tokens_per_s,
+        metrics={"accuracy": 0.5},
     )
 
 
@@ -35,7 +37,7 @@ def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_kno
     observer.on_step(step(5, 10.0), step_s=2.0, skipped_total=1)
     for number, tokens_per_s in ((6, 100.0), (7, 200.0), (8, 300.0)):
         observer.on_step(step(number, tokens_per_s), step_s=1.0, skipped_total=2)
-    observer.on_eval(8, 0.5)
+    observer.on_eval(8, Evaluation(0.5, {"accuracy": 0.75}))
     for number in (9, 10):
         observer.on_step(step(number, 400.0), step_s=1.0, skipped_total=2)
     observer.close()
@@ -46,6 +48,8 @@ def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_kno
     assert {tag: found for tag, found in points.items() if not tag.startswith("system/")} == {
         "loss/train": [(5, 1.0), (8, 1.0), (10, 1.0)],
         "loss/held_out": [(8, 0.5)],
+        "accuracy/train": [(5, 0.5), (8, 0.5), (10, 0.5)],
+        "accuracy/held_out": [(8, 0.75)],
         "optimizer/lr": [(5, 2.0), (8, 2.0), (10, 2.0)],
         "optimizer/grad_norm": [(5, 3.0), (8, 3.0), (10, 3.0)],
         "optimizer/skipped": [(5, 1.0), (8, 2.0), (10, 2.0)],

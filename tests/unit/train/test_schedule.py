@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.config.composed import OptimGroup
+from elastictrain.config.optim import OptimGroup
 from elastictrain.train.optimizer import describe_short_warmup, learning_rate
 
 Schedule = Literal["constant", "linear", "cosine"]

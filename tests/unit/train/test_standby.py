@@ -32,7 +32,9 @@ class Stage:
         self.arena_priorities: list[int] = []
         monkeypatch.setattr(module, "_build", self._build)
         monkeypatch.setattr(module, "share_arena", self._share_arena)
-        monkeypatch.setattr(module, "measure_state", lambda task: SimpleNamespace(of_rank=lambda *, shards: GB))
+        monkeypatch.setattr(
+            module, "measure_state", lambda task, optim, averaged: SimpleNamespace(of_rank=lambda *, shards: GB)
+        )
         monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=self.available))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 80 * GB))
         monkeypatch.setattr(module, "warm_backward", lambda: None)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastictrain.checkpoint.manifest import StateCounters, counters_of
-from elastictrain.config.composed import OptimGroup
+from elastictrain.config.optim import OptimGroup
 from elastictrain.data.samples import SampleReader
 from elastictrain.train.evaluate import Evaluator
-from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.optimizer import make_optimizers
 from elastictrain.train.state import TrainState, count_step
 from tests.unit.train.parts import Points, Squares, wrapped_model
 from tests.unit.train.test_evaluate import context_with
@@ -32,7 +32,7 @@ class Tied(nn.Module):
 
 
 def state_of(model: nn.Module) -> TrainState:
-    return TrainState(model, make_optimizer(model, OptimGroup()))
+    return TrainState(model, make_optimizers(model, OptimGroup()))
 
 
 def test_names_are_those_of_the_model_and_its_optimizer() -> None:
@@ -53,7 +53,7 @@ def test_handles_are_live() -> None:
             tensor.fill_(3)
     assert torch.equal(model.head.weight, torch.full((5, 4), 3.0))
     assert torch.equal(model.norm.running_mean, torch.full((4,), 3.0))
-    assert {value.unique().item() for moments in state.optimizer.state.values() for value in moments.values()} == {3.0}
+    assert {value.unique().item() for _, value in state.optimizer.tensors(model.named_parameters())} == {3.0}
 
 
 def test_a_fresh_state_has_all_its_tensors_before_the_first_step() -> None:

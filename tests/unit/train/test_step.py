@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastictrain.config.composed import OptimGroup
+from elastictrain.config.optim import OptimGroup
 from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
+from elastictrain.errors import ConfigError
 from elastictrain.liveness.progress import ProgressTracker
-from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.optimizer import make_optimizers
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import StepFlags, Stepper, StepResult
 from elastictrain.train.step_times import LATE, HostClock, StepTimes
@@ -38,7 +39,7 @@ class Bench:
     def __init__(self, task: Squares | None = None, *, kind: str = "ddp", clip_norm: float = 0.0, seed: int = 1) -> None:
         task = task or Squares()
         self.wrapped = wrapped_model(task, kind=kind)
-        self.optimizer = make_optimizer(self.wrapped.bare, OPTIONS)
+        self.optimizer = make_optimizers(self.wrapped.bare, OPTIONS)
         self.state = TrainState(self.wrapped.bare, self.optimizer)
         self.tracker = ProgressTracker()
         plain = config(steps=1)
@@ -352,3 +353,43 @@ def test_a_forward_pass_that_is_cut_short_leaves_no_mark_to_later_ones(group_of_
         Squares().loss(bench.wrapped.module, POINTS.batch(0, 2))
     assert bench.wrapped.gathers.mark is None
     assert times.marked == marked
+
+
+class Counting(Squares):
+    """Tells the mean error, and the mean y of positive ones."""
+
+    varies = False
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        output, y = super().loss(model, batch), batch["y"]
+        metrics: dict[str, Tensor | tuple[Tensor, Tensor]] = {"positive": (y.clamp(min=0).sum(), (y > 0).sum())}
+        if not self.varies or len(y) == 3:
+            metrics["again"] = output.loss_sum
+        return LossOutput(output.loss_sum, output.weight, metrics)
+
+
+@pytest.mark.parametrize("idle", [(), (1,)], ids=str)
+@pytest.mark.parametrize("timed", [False, True])
+def test_metrics_are_means_over_the_global_batch_in_the_same_reduction(
+    group_of_one: dist.HashStore, idle: tuple[int, ...], timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reductions: list[int] = []
+    reduce = dist.all_reduce
+    bench, plain, flags = Bench(Counting()), Bench(), StepFlags(save=True, busy=(True,), torn=(False,))
+    if timed:
+        bench.stepper = replace(bench.stepper, times=StepTimes(HostClock()))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: (reductions.append(len(tensor)), reduce(tensor)))
+    result = bench.step(1, (3, 3, 2), idle=idle, flags=flags)
+    assert len(reductions) == 1
+    expected = plain.step(1, (3, 3, 2), idle=idle, flags=flags)
+    y = POINTS.y[:GLOBAL_BATCH]
+    assert result.metrics == pytest.approx({"again": result.loss, "positive": y[y > 0].mean().item()})
+    assert (result.loss, result.grad_norm, result.flags) == (expected.loss, expected.grad_norm, expected.flags)
+    assert (result.times is not None) == timed
+
+
+def test_metrics_that_come_and_go_are_refused(group_of_one: dist.HashStore) -> None:
+    task = Counting()
+    task.varies = True
+    with pytest.raises(ConfigError, match="positive after again, positive"):
+        Bench(task).step(1, (3, 3, 2))
