@@ -14,11 +14,15 @@ from elastictrain.config.validate import suggest_choice
 from elastictrain.errors import Problem, UsageError
 
 OPTIONS = ("--config-dir", "--cfg", "--help")
-_ONE_RUN = "one command is one run, with one value for each key"
+_MANY_RUNS = (
+    "one command is one run, in a run.dir of its own; type a loop: "
+    'for lr in 1e-3 3e-4; do COMMAND optim.lr="$lr" run.dir="runs/lr-$lr"; done'
+)
 _BY_RECIPE = "a run is chosen by recipe=NAME, and folders of your own come by --config-dir DIR"
 _RESOLVED = "--cfg job shows the resolved configuration"
 _HYDRA_OPTIONS = {
-    **dict.fromkeys(("--multirun", "-m", "--experimental-rerun"), _ONE_RUN),
+    **dict.fromkeys(("--multirun", "-m"), _MANY_RUNS),
+    "--experimental-rerun": "the same command continues a run, and config.yaml in its folder is a recipe",
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp", "-cd"), _BY_RECIPE),
     **dict.fromkeys(("--info", "-i", "--resolve", "--package", "-p", "-c", "--hydra-help"), _RESOLVED),
 }
@@ -134,8 +138,8 @@ def _misuse(override: Override, text: str) -> str:
         return f"`{text}` must be KEY=VALUE"
     if override.is_sweep_override():
         return (
-            f"`{key}` must be one value, but {text} gives several, and sweeps are not offered; a list is written [a,b], text"
-            " with a comma in quotes"
+            f"`{key}` must be one value, but {text} gives several: {_MANY_RUNS}; a list is written [a,b], text with a"
+            " comma in quotes"
         )
     if override.package is not None:
         return f"`{text}` must be KEY=VALUE; @PACKAGE is not offered"

@@ -25,7 +25,7 @@ def test_help_takes_a_topic_but_no_override() -> None:
         (["--config-dir"], "--config-dir needs a value"),
         (["--cfg", "hydra"], "--cfg must be job, but is hydra"),
         (["--one", "--two"], "unknown option --one; unknown option --two"),
-        (["-m"], "-m is not offered: one command is one run"),
+        (["--multirun"], "--multirun is not offered: one command is one run"),
         (["-cn", "x"], "-cn is not offered: a run is chosen by recipe=NAME"),
         (["--info"], "--info is not offered: --cfg job"),
     ],
