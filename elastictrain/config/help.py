@@ -16,15 +16,15 @@ from elastictrain.errors import ConfigError, UsageError
 
 Choices = Mapping[str, Mapping[str, Path]]
 
-_OPTIONS = """\
-  recipe=NAME           a whole run; everything else changes it
-  GROUP=CHOICE          another choice of one group, e.g. parallel=fsdp
-  KEY=VALUE             any key, e.g. train.steps=500; ~KEY takes the default of the program
-  --config-dir DIR      a folder of your own with recipe/*.yaml, model/*.yaml ...; may be given several times
-  --cfg job             print the resolved configuration and end
-  --help [TOPIC]        print this and end; TOPIC is a group or a key, e.g. --help train; with recipe=NAME also the keys
-                        of its task and model
-"""
+_OPTIONS = {
+    "recipe=NAME": "a whole run; everything else changes it",
+    "GROUP=CHOICE": "another choice of one group, e.g. parallel=fsdp",
+    "KEY=VALUE": "any key, e.g. train.steps=500; ~KEY takes the default of the program",
+    "--config-dir DIR": "a folder of your own with recipe/*.yaml, model/*.yaml ...; may be given several times",
+    "--cfg job": "print the resolved configuration and end",
+    "--help [TOPIC]": "print this and end; TOPIC is a group or a key, e.g. --help train; with recipe=NAME also the keys of its"
+    " task and model",
+}
 
 _TARGET = Key(
     "task._target_",
@@ -64,15 +64,16 @@ def requested_help(arguments: Sequence[str], *, program: str, purpose: str) -> s
             suggestion = suggest_choice(line.topic, choices=[*GROUPS, "recipe", *(key.path for key in keys)])
             raise UsageError(f"--help must be followed by a group or a key, but {line.topic} is none{suggestion}")
         return "\n".join(found)
-    usage = f"{purpose}\n\nUsage: {program} recipe=NAME [KEY=VALUE ...]\n\n{_OPTIONS}"
+    options = "\n".join(_row(option, text, width, indent=24) for option, text in _OPTIONS.items())
+    usage = f"{purpose}\n\nUsage: {program} recipe=NAME [KEY=VALUE ...]\n\n{options}\n"
     names = (*GROUPS, *sorted(set(choices) - {*GROUPS, "recipe"}))
     groups = "\n".join(_row(name, ", ".join(sorted(choices.get(name, {}))) or "(none)", width) for name in names)
     explained = "\n\n".join(_explain_group(group, keys=keys, width=width) for group in GROUPS)
     return f"{usage}\nRecipes:\n{recipes}\n\nGroups and their choices:\n{groups}\n\nKeys:\n\n{explained}"
 
 
-def _row(name: str, text: str, width: int) -> str:
-    return textwrap.fill(text, width, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16)
+def _row(name: str, text: str, width: int, indent: int = 16) -> str:
+    return textwrap.fill(text, width, initial_indent=f"  {name:<{indent - 2}}", subsequent_indent=" " * indent)
 
 
 def _choices(choices: Choices, group: str, width: int) -> str:
@@ -96,6 +97,7 @@ def _explain_group(group: str, *, keys: Sequence[Key], width: int) -> str:
 
 def _explain_key(key: Key, width: int) -> str:
     default = "must be given" if key.default is None else f"default {key.default}" if key.default else ""
-    first = f"  {key.path}  ({'; '.join(part for part in (key.must_be, default) if part)})"
+    parts = "; ".join(part for part in (key.must_be, default) if part)
+    first = textwrap.fill(f"  {key.path}  ({parts})", width, subsequent_indent="    ", break_long_words=False)
     doc = textwrap.fill(key.doc, width, initial_indent="      ", subsequent_indent="      ")
     return f"{first}\n{doc}" if doc else first

@@ -98,7 +98,7 @@ def _load_model(data: bytes, *, source: str) -> "HuggingFaceModel":
         from tokenizers import Tokenizer as HuggingFaceModel
     except ImportError:
         raise UsageError(
-            f'reading {source} needs the package tokenizers, which is not installed; run: pip install "elastictrain[hf]"'
+            f"reading {source} needs the package tokenizers, which is not installed; run: pip install tokenizers"
         ) from None
     try:
         model = HuggingFaceModel.from_buffer(data)

@@ -16,8 +16,8 @@ from elastictrain.storage.remote import Backend, RemoteStore
 from elastictrain.storage.s3 import S3Backend
 from elastictrain.storage.store import ObjectInfo, Store
 
-_EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_BACKENDS: dict[str, Callable[[str, float], Backend]] = {"s3": S3Backend, "gcs": GcsBackend, "azure": AzureBackend}
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+_BACKENDS: dict[str, Callable[[str, float], Backend]] = {"s3fs": S3Backend, "gcsfs": GcsBackend, "adlfs": AzureBackend}
 
 T = TypeVar("T")
 Step = Callable[[str], AbstractContextManager[None]]
@@ -40,7 +40,7 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
         raise ConfigError(f"{url!r} names no bucket; it must be like {protocol}://bucket/folder")
     import fsspec
 
-    extra = _EXTRA_OF_PROTOCOL.get(protocol)
+    package = _PACKAGES.get(protocol)
     try:
         root = str(fsspec.get_filesystem_class(protocol)._strip_protocol(url)).rstrip("/")
     except ValueError:
@@ -49,9 +49,9 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
             "protocol that fsspec knows"
         ) from None
     except ImportError as error:
-        remedy = f'pip install "elastictrain[{extra}]"' if extra else str(error)
+        remedy = f"pip install {package}" if package else str(error)
         raise ConfigError(f"{url!r} needs a package that is not installed; run: {remedy}") from error
-    kind = _BACKENDS.get(extra or "", FilesystemBackend)
+    kind = _BACKENDS.get(package or "", FilesystemBackend)
     return RemoteStore(root, url=name, backend=lambda: kind(url, options.answer_timeout_s), retrying=retrying)
 
 

@@ -49,7 +49,7 @@ def load_digits() -> Digits:
             [
                 Problem(
                     "task._target_",
-                    "needs scikit-learn for its images, which is not installed; run: pip install 'elastictrain[digits]'",
+                    "needs scikit-learn for its images, which is not installed; run: pip install scikit-learn",
                 )
             ]
         ) from error

@@ -85,7 +85,7 @@ def test_what_is_shown_does_not_depend_on_dropout() -> None:
     assert len(texts) == 1
 
 
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ConfigError, match=r"elastictrain\[digits\]"):
+    with pytest.raises(ConfigError, match="pip install scikit-learn"):
         DigitsTask(model=MlpConfig()).train_dataset()

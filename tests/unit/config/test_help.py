@@ -56,3 +56,9 @@ def test_show_prints_the_resolved_configuration() -> None:
     shown = text("recipe=digits_ddp", "train.steps=70", "--cfg", "job")
     assert "steps: 70" in shown
     assert "kind: ddp" in shown
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert max(map(len, text("--help").splitlines())) <= columns
