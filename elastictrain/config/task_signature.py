@@ -5,6 +5,8 @@ import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from importlib.util import find_spec
+from types import ModuleType
 from typing import cast
 
 from elastictrain.config.composed import RunConfig
@@ -38,7 +40,7 @@ def find_task(target: str) -> tuple[type | None, list[Problem]]:
     if not module_name:
         return None, [Problem(TARGET, f"must be package.module.Class, but is {target!r}")]
     try:
-        module = importlib.import_module(module_name)
+        module = _import(module_name)
     except Exception as error:  # noqa: BLE001  a module of the user's own may raise anything when imported
         return None, [Problem(TARGET, _import_failure(module_name, error))]
     found = getattr(module, class_name, None)
@@ -56,6 +58,17 @@ def find_task(target: str) -> tuple[type | None, list[Problem]]:
         if len(missing) == 1:
             message = f"must name a class that has both or neither of {' and '.join(pair)}; {target} lacks {missing[0]}"
     return (None, [Problem(TARGET, message)]) if message else (found, [])
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A checkout has `recipes` beside `elastictrain`, a wheel within it; a run may go on from the one under the other.
+        found = name.startswith("recipes.") and find_spec("elastictrain.recipes") is not None
+        if not found or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return importlib.import_module(f"elastictrain.{name}")
 
 
 def _import_failure(module_name: str, error: Exception) -> str:

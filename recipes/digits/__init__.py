@@ -1,5 +1,5 @@
 """Handwritten digits: a small classifier on data that needs no download."""
 
-from recipes.digits.task import DigitsTask, MlpConfig
+from .task import DigitsTask, MlpConfig
 
 __all__ = ["DigitsTask", "MlpConfig"]

@@ -11,7 +11,8 @@ from torch import nn
 from elastictrain.config.constraints import Range
 from elastictrain.data.dataset import Batch
 from elastictrain.train.task import LossOutput
-from recipes.digits.data import NUM_CLASSES, NUM_PIXELS, Digits, eval_indices, load_digits, select, train_indices
+
+from .data import NUM_CLASSES, NUM_PIXELS, Digits, eval_indices, load_digits, select, train_indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

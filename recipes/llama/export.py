@@ -56,7 +56,7 @@ def check_task(run_url: str) -> None:
     run = open_store(run_url)
     task = read_run_config(run).get("task")
     target = task.get("_target_") if isinstance(task, dict) else None
-    if target not in _TASKS:
+    if str(target).removeprefix("elastictrain.") not in _TASKS:
         message = f"must be {_TASKS[0]} in {run.url}/config.yaml for this export, but is {target!r}"
         raise ConfigError([Problem("task._target_", message)])
 

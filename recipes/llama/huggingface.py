@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from elastictrain.errors import Problem
-from recipes.llama.config import LlamaConfig
+
+from .config import LlamaConfig
 
 _OUTER = {
     "embed.weight": "model.embed_tokens.weight",

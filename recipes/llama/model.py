@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recipes.llama.config import LlamaConfig
-from recipes.llama.loss import LossOptions, cross_entropy_sum
-from recipes.llama.packed import Packed
-from recipes.llama.rope import Rotary
+from .config import LlamaConfig
+from .loss import LossOptions, cross_entropy_sum
+from .packed import Packed
+from .rope import Rotary
 
 
 def _attention_backends() -> list[SDPBackend]:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from recipes.llama.config import LlamaConfig
+from .config import LlamaConfig
 
 
 def rope_frequencies(config: LlamaConfig, *, device: torch.device | None = None) -> Tensor:

@@ -15,13 +15,14 @@ from elastictrain.errors import ConfigError, Problem
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train.task import LossOutput
-from recipes.llama.config import LlamaConfig
-from recipes.llama.huggingface import parameter_shapes
-from recipes.llama.loss import loss_options
-from recipes.llama.model import Llama
-from recipes.llama.rope import rope_tables
-from recipes.llama.sample import continue_tokens, windowed_logits
-from recipes.llama.weights import HuggingFaceWeights, export_weights
+
+from .config import LlamaConfig
+from .huggingface import parameter_shapes
+from .loss import loss_options
+from .model import Llama
+from .rope import rope_tables
+from .sample import continue_tokens, windowed_logits
+from .weights import HuggingFaceWeights, export_weights
 
 _INIT_STD = 0.02
 _SHOWN_TOKENS = 120

@@ -12,8 +12,9 @@ from elastictrain.checkpoint.safetensors_format import BY_CODE, MAX_HEADER_BYTES
 from elastictrain.checkpoint.tensor_bytes import dtype_name, tensor_over
 from elastictrain.errors import ConfigError, DataError, InvalidCheckpointError, ObjectNotFoundError
 from elastictrain.storage.store import Store
-from recipes.llama.config import LlamaConfig
-from recipes.llama.huggingface import (
+
+from .config import LlamaConfig
+from .huggingface import (
     config_problems,
     huggingface_config,
     huggingface_name,

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,19 @@ def _pip(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy: the build leaves build/ and *.egg-info beside its sources, and a stale build/ ends up in the wheel.
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+def _copied(source: Path) -> Path:
+    """A copy to build from: the build leaves build/ and *.egg-info beside its sources, and a stale build/ gets in the wheel."""
+    source.mkdir(exist_ok=True)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("conf", "elastictrain", "recipes"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    built = tmp_path_factory.mktemp("wheel")
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, built = _copied(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheel")
     # With setuptools from the dev extra: an isolated build would download it.
     _pip("wheel", str(source), "--wheel-dir", str(built), "--no-build-isolation")
     (path,) = built.glob("elastictrain-*.whl")
@@ -58,11 +63,13 @@ def _run(installed: Path, cwd: Path, *arguments: str) -> subprocess.CompletedPro
 def test_the_wheel_holds_every_config_and_every_recipe_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"elastictrain/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
-    recipes = {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.py")}
+    recipes = {
+        f"elastictrain/{path.relative_to(ROOT)}" for suffix in ("py", "md") for path in (ROOT / "recipes").rglob(f"*.{suffix}")
+    }
     assert configs
     assert configs <= names
     assert recipes <= names
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"elastictrain", "recipes"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"elastictrain"}
 
 
 def test_a_run_composes_from_the_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
@@ -98,7 +105,7 @@ def test_the_version_is_the_installed_one(installed: Path, tmp_path: Path, wheel
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["elastictrain", wheel.name.split("-")[1]]
     where = subprocess.run(
-        [sys.executable, "-c", "import elastictrain, recipes; print(elastictrain.__file__, recipes.__file__)"],
+        [sys.executable, "-c", "import elastictrain, elastictrain.recipes as r; print(elastictrain.__file__, r.__path__[0])"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
@@ -107,3 +114,59 @@ def test_the_version_is_the_installed_one(installed: Path, tmp_path: Path, wheel
         check=True,
     )
     assert [Path(path).parents[1] for path in where.stdout.split()] == [installed, installed]
+
+
+# Without the checkout, which an editable install would let in.
+ALONE = """
+import runpy, sys
+sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in getattr(one, "__module__", "")]
+sys.argv.pop(0)
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_run_trains_from_the_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    keys = (
+        "recipe=llama_tiny",
+        "train.steps=2",
+        "train.eval_every_steps=0",
+        "model.dim=32",
+        "model.num_heads=2",
+        "model.ffn_dim=64",
+    )
+    where = (f"run.dir={tmp_path}/run", f"checkpoint.memory_dir={tmp_path}/host-memory")
+    (tmp_path / "host-memory").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, "elastictrain.run", *keys, *where, "model.num_kv_heads=2", "preflight=off"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stderr
+
+
+def test_build_makes_what_an_index_takes(tmp_path: Path) -> None:
+    for name in ("build", "twine"):
+        if (spec := find_spec(name)) is None or spec.origin is None:
+            pytest.skip(f"needs pip install {name}")
+    source = _copied(tmp_path / "source")
+    for command in (
+        ["build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)],
+        ["twine", "check", "--strict"],
+    ):
+        files = sorted(map(str, (tmp_path / "dist").glob("*"))) if command[0] == "twine" else []
+        done = subprocess.run(
+            [sys.executable, "-m", *command, *files],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = (tmp_path / "dist").glob("*.whl")
+    assert "elastictrain/conf/recipe/llama_tiny.yaml" in zipfile.ZipFile(made).namelist()

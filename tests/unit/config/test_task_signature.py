@@ -8,6 +8,7 @@ from typing import Annotated
 
 import pytest
 
+import elastictrain
 from elastictrain.config.constraints import Range
 from elastictrain.config.task_signature import check_call, find_task, plain_arguments, task_keys
 
@@ -161,3 +162,23 @@ def test_keys_of_a_task_for_help() -> None:
     assert [keys[name].doc.split()[0] for name in ("model.width", "model.depth")] == ["Width", "Number"]
     assert (keys["model.width"].default, keys["task.rate"].default) == (None, "0.1")
     assert task_keys("no_such_package.Task") == []
+
+
+def test_recipes_are_found_within_the_package_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a wheel has them; the one beside the package, as in a checkout, comes first."""
+    (tmp_path / "recipes" / "packed").mkdir(parents=True)
+    (tmp_path / "recipes" / "__init__.py").touch()
+    (tmp_path / "recipes" / "packed" / "__init__.py").write_text(
+        "class Task:\n    def build_model(self): ...\n    def loss(self, model, batch): ...\n"
+    )
+    monkeypatch.setattr(elastictrain, "__path__", [*elastictrain.__path__, str(tmp_path)])
+    try:
+        cls, problems = find_task("recipes.packed.Task")
+        assert (cls is not None and cls.__module__, problems) == ("elastictrain.recipes.packed", [])
+        cls, _ = find_task("recipes.digits.DigitsTask")
+        assert cls is not None
+        assert cls.__module__ == "recipes.digits.task"
+        assert [problem.key for problem in find_task("recipes.nosuch.Task")[1]] == ["task._target_"]
+    finally:
+        for name in [name for name in sys.modules if name.startswith("elastictrain.recipes")]:
+            del sys.modules[name]
