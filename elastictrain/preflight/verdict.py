@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -11,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import zip_longest
+
+from elastictrain.telemetry.progress import terminal_width
 
 
 class Status(StrEnum):
@@ -30,7 +31,7 @@ Figure = float | str | None  # a number in the verdict's unit, a word where ther
 _WORST_FIRST = (Status.FAIL, Status.WARN, Status.SKIP, Status.PASS)
 _COLOURS = {Status.PASS: "32", Status.SKIP: "90", Status.WARN: "33", Status.FAIL: "1;31"}
 _HEADINGS = ("", "check", "subject", "measured", "expected", "seconds")
-_WIDEST = 48
+_WIDEST, _NARROWEST = 48, 8
 _fill = partial(textwrap.fill, initial_indent="      -> ", subsequent_indent="         ")
 
 
@@ -124,6 +125,8 @@ def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything:
         figures = (shown(one.measured, one.unit), shown(one.expected, one.unit))
         rows.append((one.status.value, one.check, one.subject, *figures, f"{one.seconds:.2f}"))
     widths = [min(_WIDEST, max(len(row[column]) for row in rows)) for column in range(len(_HEADINGS))]
+    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
     lines = _wrapped(rows[0], widths)
     for verdict, row in zip(listed, rows[1:], strict=True):
         lines += _wrapped(row, widths, colour=_COLOURS[verdict.status] if colour else "")
@@ -150,8 +153,7 @@ def show(verdicts: Sequence[Verdict], *, as_json: bool) -> None:
         sys.stdout.write(json.dumps([asdict(verdict) for verdict in worst_first(verdicts)]) + "\n")
         return
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    width = shutil.get_terminal_size((120, 24)).columns
-    sys.stdout.write(f"{render(verdicts, colour=colour, width=width)}\n")
+    sys.stdout.write(f"{render(verdicts, colour=colour, width=terminal_width(sys.stdout))}\n")
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int], *, colour: str = "") -> list[str]:

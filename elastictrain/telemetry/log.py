@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from tqdm import tqdm
+from elastictrain.telemetry.progress import write_above
 
 OWN_LOGGERS = ("elastictrain", "recipes", "__main__")
 
@@ -39,8 +39,7 @@ class WorkerHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=self._stream)
-            self._stream.flush()
+            write_above(self._stream, self.format(record))
         except Exception:  # noqa: BLE001 - logging must never end the run
             self.handleError(record)
 

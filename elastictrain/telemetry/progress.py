@@ -1,13 +1,18 @@
 """Progress on the terminal of rank 0: a bar with the time to go, or single lines."""
 
 import math
+import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TextIO
 
 from tqdm import tqdm
 
 Mode = Literal["auto", "bar", "lines", "off"]
+
+_CLEAR, _UP = "\033[J", "\033[A"  # erase from the cursor to the end of the screen; go one line up
+_SHORTEST_BAR, _LONGEST_BAR = 10, 40
+_REDRAW_S = 0.2
 
 
 def duration_text(seconds: float) -> str:
@@ -26,22 +31,33 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def figures_text(figures: Mapping[str, float], *, eta_s: float | None) -> str:
-    """The figures of a logged step, by their tags in TensorBoard, in one line."""
+def figure_texts(figures: Mapping[str, float], *, eta_s: float | None) -> list[str]:
+    """The figures of a logged step by their tags in loggers, as texts; what matters most comes first."""
     unit = "tokens" if "speed/tokens_per_s" in figures else "samples"
-    parts = [
+    texts = [f"{duration_text(eta_s)} to go"] if eta_s else []
+    texts += [
         f"loss {figures['loss/train']:.4f}",
+        f"{tqdm.format_sizeof(figures[f'speed/{unit}_per_s'])} {unit}/s",
         f"lr {figures['optimizer/lr']:.2e}",
         f"grad norm {figures['optimizer/grad_norm']:.3f}",
-        f"{tqdm.format_sizeof(figures[f'speed/{unit}_per_s'])} {unit}/s",
     ]
     if "speed/mfu" in figures:
-        parts.append(f"MFU {figures['speed/mfu']:.1%}")
+        texts.append(f"MFU {figures['speed/mfu']:.1%}")
     if figures["optimizer/skipped"]:
-        parts.append(f"{figures['optimizer/skipped']:.0f} skipped")
-    if eta_s:
-        parts.append(f"{duration_text(eta_s)} to go")
-    return ", ".join(parts)
+        texts.append(f"{figures['optimizer/skipped']:.0f} skipped")
+    return texts
+
+
+def bar_text(step: int, total_steps: int, texts: Sequence[str], *, width: int) -> str:
+    """A bar of at least ten characters, with as many of `texts`, from the first on, as fit in `width`."""
+    share = step / total_steps
+    text = f"{step}/{total_steps}"
+    for one in texts:
+        if len(f"{text}, {one}") + len("100% || ") + _SHORTEST_BAR > width:
+            break
+        text = f"{text}, {one}"
+    length = max(_SHORTEST_BAR, min(_LONGEST_BAR, width - len(text) - len("100% || ")))
+    return f"{share:4.0%} |{('█' * int(share * length)).ljust(length)}| {text}"
 
 
 class RemainingTime:
@@ -73,7 +89,11 @@ class RemainingTime:
 
 
 class Progress:
-    """Shows progress: a bar that is redrawn in place, a line for each logged step, or messages alone."""
+    """Shows progress: a bar that is redrawn in place, a line for each logged step, or messages alone.
+
+    The bar is drawn one line below the cursor, which stays at the start of an empty line: what any other process writes there
+    stands above the bar, whole, and the bar follows when it is drawn again.
+    """
 
     def __init__(
         self,
@@ -88,40 +108,61 @@ class Progress:
         """`auto` draws a bar where `stream` is a terminal, else lines. `clock` is monotonic."""
         self._stream = stream
         self._total_steps = total_steps
+        self._step = start_step
         self._clock = clock
+        self._width = width
+        self._texts: list[str] = []
+        self._drawn_s = -math.inf
         self._remaining = RemainingTime(total_steps=total_steps)
         self._remaining.observe(time_s=clock(), step=start_step)
-        self._shows_lines = mode == "lines" or (mode == "auto" and not stream.isatty())
-        self._bar: tqdm | None = None
-        if mode == "bar" or (mode == "auto" and stream.isatty()):
-            self._bar = tqdm(
-                total=total_steps,
-                initial=start_step,
-                file=stream,
-                ncols=width,
-                dynamic_ncols=width is None,
-                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
-            )
+        draws = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._shows_lines = mode == "lines" or (mode == "auto" and not draws)
+        self._shows_bar = mode == "bar" or (mode == "auto" and draws)
+        self._draw()
 
     def advance(self, step: int) -> None:
-        """Set the number of committed steps. Called at every step; a bar redraws itself a few times a second at most."""
-        self._remaining.observe(time_s=self._clock(), step=step)
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        """Set the number of committed steps. Called at every step; a bar is redrawn a few times a second at most."""
+        self._step = step
+        now_s = self._clock()
+        self._remaining.observe(time_s=now_s, step=step)
+        if now_s - self._drawn_s >= _REDRAW_S:
+            self._drawn_s = now_s
+            self._draw()
 
     def show(self, step: int, figures: Mapping[str, float]) -> None:
         """Show the figures of a logged step, after `advance` to it."""
-        text = figures_text(figures, eta_s=self._remaining.estimate_s())
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=True)
-        elif self._shows_lines:
-            self.print_line(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}: {text}")
+        self._texts = figure_texts(figures, eta_s=self._remaining.estimate_s())
+        if self._shows_lines:
+            self.print_line(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}: {', '.join(self._texts)}")
+        self._draw()
 
     def print_line(self, text: str) -> None:
         """Print a message of one or more lines above the bar; flushed, so that it passes a pipe at once."""
-        tqdm.write(text, file=self._stream)
-        self._stream.flush()
+        write_above(self._stream, text)
+        self._draw()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        """Leave the bar as a line of its own."""
+        self._draw(last=True)
+        self._shows_bar = False
+
+    def _draw(self, *, last: bool = False) -> None:
+        if not self._shows_bar:
+            return
+        bar = bar_text(self._step, self._total_steps, self._texts, width=self._width or terminal_width(self._stream))
+        self._stream.write(f"{_CLEAR}{bar}\n" if last else f"{_CLEAR}\n{bar}{_UP}\r")
+        self._stream.flush()
+
+
+def write_above(stream: TextIO, text: str) -> None:
+    """Write lines in place of the bar that this process or another one has drawn on this terminal; the bar comes back below."""
+    stream.write(f"{_CLEAR if stream.isatty() else ''}{text}\n")
+    stream.flush()
+
+
+def terminal_width(stream: TextIO, otherwise: int = 120) -> int:
+    """Columns of the terminal that `stream` is; `otherwise` where it is none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or otherwise
+    except (OSError, ValueError):
+        return otherwise

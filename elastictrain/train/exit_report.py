@@ -30,6 +30,7 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.liveness.watchdog import Overdue
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
+from elastictrain.telemetry.progress import write_above
 from elastictrain.torch_private import flight_recorder
 from elastictrain.train.context import StopRequested, TrainContext
 from elastictrain.train.hang_watch import HangWatch
@@ -178,8 +179,8 @@ class ExitReport:
         report does not wait for a disk, nor ask a device whose peer is being torn down: it may not answer any more."""
         with self._ending:
             if self._is_reporter(what):
-                sys.stderr.write(f"elastictrain: rank {self.identity.rank} on {self.identity.host}: {what.sentence}\n{stack}")
-                sys.stderr.flush()
+                sentence = f"elastictrain: rank {self.identity.rank} on {self.identity.host}: {what.sentence}"
+                write_above(sys.stderr, f"{sentence}\n{stack}".rstrip("\n"))
             mark = self.tracker.mark
             # The launcher waits for the saved step of a stop; a rank that reports the stop here has saved nothing.
             step = 0 if what.exit_code == EXIT_STOPPED else mark.step

@@ -47,6 +47,7 @@ from elastictrain.storage.appendlog import last_part, part_key
 from elastictrain.storage.bounded_read import run_concurrently
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
+from elastictrain.telemetry.progress import terminal_width
 from elastictrain.train.context import TrainContext
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class RunPreflight:
         sys.stderr.write(f"preflight ({what}): {summary(verdicts)} in {seconds:.1f} s\n")
         if event.findings:
             colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-            sys.stderr.write(f"{render(verdicts, colour=colour, width=120, everything=False)}\n")
+            sys.stderr.write(f"{render(verdicts, colour=colour, width=terminal_width(sys.stderr), everything=False)}\n")
         sys.stderr.flush()
 
 

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.preflight.verdict import (
+    Reporter,
     Scope,
     Status,
     Verdict,
@@ -70,6 +71,14 @@ def test_a_long_figure_is_wrapped_and_not_cut() -> None:
     words = " ".join(f"word{number}" for number in range(40))
     text = render([verdict("fail", measured=words)], colour=False, width=100)
     assert all(f"word{number}" in text for number in range(40))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_table_fits_the_terminal(width: int) -> None:
+    words = " ".join(f"word{number}" for number in range(40))
+    found = [Reporter("mtu").failed(words, expected=words, remedy=words), Reporter("clock", "h" * 30).warned(1.0, remedy=words)]
+    lines = render(found, colour=False, width=width).splitlines()
+    assert max(map(len, lines)) <= width
 
 
 @given(st.lists(verdicts, max_size=5))
