@@ -292,7 +292,7 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
         "checkpoint.snapshot_every_steps=0",
         "checkpoint.keep_last=1",
         "checkpoint.max_failed_saves=1000",
-        "telemetry.tensorboard=false",
+        "telemetry.loggers=[]",
         "telemetry.progress=off",
     )
     # What a person gives replaces what is usual here, and contradicts what is fixed.

@@ -155,7 +155,7 @@ def main() -> int:
         "train.eval_every_steps=0",
         "checkpoint.every_steps=0",
         "checkpoint.buffers=0",
-        "telemetry.tensorboard=false",
+        "telemetry.loggers=[]",
         "telemetry.progress=off",
         "optim.warmup_steps=5",
     )

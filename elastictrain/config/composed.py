@@ -235,19 +235,20 @@ class TelemetryGroup:
     """What a person sees while the run continues. Events are always written, for every step."""
 
     log_every_steps: Annotated[int, Range(1)] = 10
-    """Optimizer steps between lines on the terminal and points in TensorBoard."""
+    """Optimizer steps between lines on the terminal and points of the loggers."""
 
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto` shows a bar on a terminal and single lines elsewhere."""
 
-    tensorboard: bool = True
-    """Write <run.dir>/tensorboard/."""
+    loggers: tuple[str | Mapping[str, object], ...] = ("tensorboard",)
+    """Where metrics go beside the events: names (tensorboard, wandb, mlflow, prometheus), or groups of keys with `_target_`, a
+    name or the dotted path of a class, and its options."""
 
     peak_tflops: Annotated[float, Range(0.0, exclusive=True)] | None = None
     """Dense peak of one device in the precision used (10^12 operations/s), for MFU; null looks the device up in a table."""
 
     flush_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
-    """Longest time for which events may be missing from a remote run.dir."""
+    """Longest time for which events and curves may be missing from a remote run.dir."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,9 @@ from elastictrain.identity import read_identity
 from elastictrain.liveness.progress import Phase
 from elastictrain.own_loop.session import Session, init_process_group, present_session, report_exceptions
 from elastictrain.own_loop.state import OwnState, own_state
-from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.build import make_checkpointer, record_start, restore
-from elastictrain.train.observing import Observer
+from elastictrain.train.observing import Curves, Observer
 from elastictrain.train.replica_comparison import HostCopy, ReplicaComparison
 from elastictrain.train.saving import Reached, SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
@@ -60,25 +59,19 @@ class _Observer(Observer):
     """Prints sentences of the run, and writes the metrics of steps as curves."""
 
     def __init__(self, session: Session, *, first_step: int) -> None:
-        config = session.context.config
-        self._every_steps = config.telemetry.log_every_steps
-        self._device = session.context.group.device
-        self._scalars: ScalarWriter | None = None
-        if config.telemetry.tensorboard:
-            flush_s, close_s = config.telemetry.flush_s, config.fault.close_s
-            self._scalars = ScalarWriter(session.context.store, purge_step=first_step, flush_s=flush_s, close_s=close_s)
+        self._every_steps = session.context.config.telemetry.log_every_steps
+        self._curves = Curves(session.context, first_step=first_step, total_steps=0)
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._scalars is not None and (step % self._every_steps == 0 or step == 1):
-            self._scalars.write(step, {**metrics, **host_scalars(self._device)})
+        if step % self._every_steps == 0 or step == 1:
+            self._curves.log(step, metrics)
 
     def print_line(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
     def close(self) -> None:
-        if self._scalars is not None:
-            self._scalars.close()
+        self._curves.close()
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from elastictrain.own_loop.options import own_config
 from elastictrain.run import complain
 from elastictrain.storage.opening import open_store
 from elastictrain.telemetry.log import LogPrefix, WorkerHandler
+from elastictrain.telemetry.loggers import make_loggers
 from elastictrain.train.bringup import form_group, meet
 from elastictrain.train.checks import check_run_folder, choose_backend, set_determinism, signing_key
 from elastictrain.train.context import Samples, TrainContext
@@ -145,6 +146,7 @@ def _begin(config: RunConfig, hook: _Hook) -> Session:
         beat=hangs.beat,
     )
     signing_key(config)
+    make_loggers(config.telemetry.loggers)
     backend, store, no_task = choose_backend(config, identity), open_store(config.run.dir), cast(Task, None)
     if identity.local_rank == 0:
         check_run_folder(store, config, task=no_task)

@@ -1,26 +1,13 @@
-"""TensorBoard's scalars, written to the run folder through the same kind of log as events, which never fails the trainer."""
+"""TensorBoard's scalars, written to the run folder through the same kind of log as events."""
 
-import logging
 import os
 import socket
 import struct
-import threading
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
-
-import psutil
-import torch
 
 from elastictrain.events import AppendLog
-from elastictrain.storage.appendlog import LostLog, open_append_log
-from elastictrain.storage.store import Store
-
-logger = logging.getLogger(__name__)
-
-GB = 1e9
+from elastictrain.storage.appendlog import open_append_log
+from elastictrain.telemetry.loggers import LoggedRun, MetricPoint
 
 
 def encode_event(**fields: object) -> bytes:
@@ -35,70 +22,31 @@ def encode_event(**fields: object) -> bytes:
     return b"".join((header, checksums[0], payload, checksums[1]))
 
 
-class ScalarWriter:
-    """Writes scalars to <run.dir>/tensorboard/. Scalars that cannot be written are lost: curves are not worth a run."""
+class TensorBoardLogger:
+    """Writes scalars to <run.dir>/tensorboard/."""
 
-    def __init__(
-        self, store: Store, *, purge_step: int, flush_s: float, close_s: float, clock: Callable[[], float] = time.time
-    ) -> None:
-        """`store` is rooted at run.dir; `clock` is wall time. `flush_s` and `close_s` are those of the log. `purge_step`: the
-        first step that is written again (steps committed + 1); TensorBoard drops this step and later ones of earlier
-        generations."""
-        self._clock = clock
-        self._open_log = partial(self._begin, store, purge_step=purge_step, flush_s=flush_s, close_s=close_s)
-        self._log: AppendLog | None = None
-        # The slow imports finish in the background before the first point, so no step waits for them.
-        threading.Thread(target=encode_event, name="tensorboard", daemon=True).start()
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        if self._log is None:
-            try:
-                self._log = self._open_log()
-            except Exception as error:  # noqa: BLE001  a folder that takes no file, or an installation without its parts
-                logger.warning("TensorBoard is off for the rest of this generation: %s: %s", type(error).__name__, error)
-                self._log = LostLog()
-        if not isinstance(self._log, LostLog):
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-            self._log.append(encode_event(wall_time=self._clock(), step=step, summary=summary))
-
-    def close(self) -> None:
-        """Write pending scalars, within the log's limit."""
-        if self._log is not None:
-            self._log.close()
-
-    def _begin(self, store: Store, *, purge_step: int, flush_s: float, close_s: float) -> AppendLog:
+    def open(self, run: LoggedRun) -> None:
+        # The slow imports are done before the first point.
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        now = self._clock()
-        # TensorBoard reads a folder's files in name order, so the time comes first.
-        key = f"tensorboard/events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
-        version = encode_event(wall_time=now, file_version="brain.Event:2")
-        start = encode_event(wall_time=now, step=purge_step, session_log=SessionLog(status=SessionLog.START))
-        log = open_append_log(store, key, flush_s=flush_s, close_s=close_s)
-        log.append(version + start)
-        return log
+        self._run = run
+        # TensorBoard drops this step and later ones of earlier generations: they are written again.
+        self._start = partial(encode_event, step=run.first_step, session_log=SessionLog(status=SessionLog.START))
+        self._log: AppendLog | None = None
 
+    def log(self, point: MetricPoint) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-def host_scalars(device: torch.device) -> Mapping[str, float]:
-    """Tag to value for this host and its device now; percentages and device memory (its peak) are since the previous call.
+        if self._log is None:
+            # TensorBoard reads a folder's files in name order, so the time comes first.
+            key = f"tensorboard/events.out.tfevents.{int(point.time):010d}.{socket.gethostname()}.{os.getpid()}"
+            self._log = open_append_log(self._run.store, key, flush_s=self._run.flush_s, close_s=self._run.close_s)
+            self._log.append(
+                encode_event(wall_time=point.time, file_version="brain.Event:2") + self._start(wall_time=point.time)
+            )
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()])
+        self._log.append(encode_event(wall_time=point.time, step=point.step, summary=summary))
 
-    The first call returns a meaningless processor share of 0. GB are 10^9 bytes. Host memory excludes caches that the system
-    would free. `device_busy_percent` is the share of the last moment in which a kernel ran; it needs the extra `gpu`. A call
-    takes well under a millisecond.
-    """
-    memory = psutil.virtual_memory()
-    values = {
-        "system/cpu_percent": float(psutil.cpu_percent(interval=None)),
-        "system/memory_gb": float(memory.total - memory.available) / GB,
-    }
-    if device.type != "cuda":
-        return values
-    values["system/device_memory_gb"] = torch.cuda.max_memory_allocated(device) / GB
-    torch.cuda.reset_peak_memory_stats(device)
-    if find_spec("pynvml") is not None:
-        # A MIG slice, or a driver without its management library, does not report this.
-        with suppress(RuntimeError):
-            values["system/device_busy_percent"] = float(torch.cuda.utilization(device))
-    return values
+    def close(self, *, complete: bool) -> None:
+        if self._log is not None:
+            self._log.close()

@@ -40,6 +40,7 @@ from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
+from elastictrain.telemetry.loggers import make_loggers
 from elastictrain.train.context import Samples, StopRequested, TrainContext
 from elastictrain.train.optimizer import make_optimizers
 from elastictrain.train.parameters import seed_everything
@@ -70,6 +71,7 @@ def check_alone(
     """Check what needs no other rank, and set torch's environment. Raises: ElasticTrainError."""
     began = time.monotonic()
     signing_key(config)
+    make_loggers(config.telemetry.loggers)
     backend = choose_backend(config, identity)
     seed_everything(derive_seed(config.run.seed, "task"))
     task = cast(Task, build_task(config))

@@ -1,14 +1,18 @@
-"""Shows the progress of a run: on the terminal, and as curves in TensorBoard. Rank 0 only."""
+"""Shows the progress of a run: on the terminal, and as curves in loggers. Rank 0 only."""
 
 import sys
 import time
+from collections.abc import Mapping
 
 import torch
 
+from elastictrain.checkpoint.lineage import number_of
+from elastictrain.config.digest import to_tree
 from elastictrain.events import Resume, Step
 from elastictrain.telemetry.flops import peak_flops
+from elastictrain.telemetry.host_metrics import host_scalars
+from elastictrain.telemetry.loggers import LoggedRun, LoggerThread, close_loggers, make_loggers
 from elastictrain.telemetry.progress import Progress
-from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluation
 
@@ -29,6 +33,40 @@ class Observer:
         """Finish the progress bar and write pending figures."""
 
 
+class Curves:
+    """The loggers of a generation, on rank 0."""
+
+    def __init__(self, context: TrainContext, *, first_step: int, total_steps: int) -> None:
+        """`total_steps` is 0 where it is not known. Raises: ConfigError."""
+        config, self._device = context.config, context.group.device
+        run = LoggedRun(
+            store=context.store,
+            config=to_tree(config),
+            world_size=context.identity.world_size,
+            generation=context.generation.name,
+            first_step=first_step,
+            total_steps=total_steps,
+            flush_s=config.telemetry.flush_s,
+            close_s=config.fault.close_s,
+        )
+        self._close_s = run.close_s
+        self._threads = [LoggerThread(name, one, run) for name, one in make_loggers(config.telemetry.loggers)]
+        # Restarts and changes of the world can be seen beside the curves.
+        self._world = {"run/world_size": float(run.world_size), "run/generation": float(number_of(run.generation))}
+        if self._threads:
+            # The first call starts the interval that the next one measures.
+            host_scalars(self._device)
+
+    def log(self, step: int, values: Mapping[str, float], *, with_host: bool = True) -> None:
+        if self._threads and with_host:
+            values = {**values, **host_scalars(self._device), **self._world}
+        for one in self._threads:
+            one.log(step, values)
+
+    def close(self) -> None:
+        close_loggers(self._threads, limit_s=self._close_s)
+
+
 class LogRankObserver(Observer):
     """Averages speeds between logged steps, and shows the logged steps."""
 
@@ -36,7 +74,6 @@ class LogRankObserver(Observer):
         config, device = context.config, context.group.device
         self._config = config
         self._first_step = resume.step + 1
-        self._device = device
         self._progress = Progress(
             config.telemetry.progress,
             stream=sys.stderr,
@@ -44,12 +81,7 @@ class LogRankObserver(Observer):
             start_step=resume.step,
             clock=time.monotonic,
         )
-        self._scalars: ScalarWriter | None = None
-        if config.telemetry.tensorboard:
-            flush_s, close_s = config.telemetry.flush_s, config.fault.close_s
-            self._scalars = ScalarWriter(context.store, purge_step=self._first_step, flush_s=flush_s, close_s=close_s)
-            # The first call starts the interval that the next one measures.
-            host_scalars(device)
+        self._curves = Curves(context, first_step=self._first_step, total_steps=config.train.steps)
         # Times tokens/s this is the MFU; None without a known device peak and model FLOPs. Source: PaLM, appendix B.
         self._utilisation_per_token: float | None = None
         peak: float | None = None
@@ -62,7 +94,9 @@ class LogRankObserver(Observer):
         self._steps = 0
         self._seconds = 0.0
         self._samples, self._tokens = 0.0, 0.0
-        if resume.checkpoint:
+        if not resume.checkpoint:
+            self.print_line(f"starting at step 0: nothing to resume in {context.store.url}")
+        else:
             places = {"storage": f"{context.store.url}/checkpoints/{resume.checkpoint}", "memory": "host memory"}
             self.print_line(f"resumed at step {resume.step} from {places.get(resume.tier, 'the memory of another host')}")
 
@@ -93,19 +127,16 @@ class LogRankObserver(Observer):
             figures["speed/mfu"] = tokens_per_s * self._utilisation_per_token
         self._steps, self._seconds, self._samples, self._tokens = 0, 0.0, 0.0, 0.0
         self._progress.show(step.step, figures)
-        if self._scalars is not None:
-            self._scalars.write(step.step, {**figures, **host_scalars(self._device)})
+        self._curves.log(step.step, figures)
 
     def on_eval(self, step: int, found: Evaluation) -> None:
         shown = {"loss": found.loss, **found.metrics}
         self._progress.print_line(f"step {step}: held-out {', '.join(f'{name} {value:.4f}' for name, value in shown.items())}")
-        if self._scalars is not None:
-            self._scalars.write(step, {f"{name}/held_out": value for name, value in shown.items()})
+        self._curves.log(step, {f"{name}/held_out": value for name, value in shown.items()}, with_host=False)
 
     def print_line(self, text: str) -> None:
         self._progress.print_line(text)
 
     def close(self) -> None:
         self._progress.close()
-        if self._scalars is not None:
-            self._scalars.close()
+        self._curves.close()

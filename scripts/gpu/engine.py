@@ -35,7 +35,7 @@ BASE = (
     "train.micro_batch=4",
     "optim.schedule=constant",
     "train.eval_every_steps=0",
-    "telemetry.tensorboard=false",
+    "telemetry.loggers=[]",
     "checkpoint.every_steps=0",
     "checkpoint.memory_dir=/dev/shm",
     *os.environ.get("EXTRA", "").split(),

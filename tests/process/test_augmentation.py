@@ -17,7 +17,7 @@ RUN = (
     "train.eval_samples=10",
     "checkpoint.every_steps=5",
     "telemetry.log_every_steps=1000",
-    "telemetry.tensorboard=false",
+    "telemetry.loggers=[]",
     "fault.heartbeat_s=0.2",
     "preflight=off",
 )

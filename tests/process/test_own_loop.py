@@ -110,11 +110,13 @@ def test_a_notice_is_obeyed_and_another_world_goes_on(program: Path, tmp_path: P
         assert run.wait(120) == 0, run.output()[-4000:]
     assert events(folder, "resume")[-1]["step"] == stop["step"]
     assert last_step(folder) == stop["step"] + 5
+    assert len(list((folder / "tensorboard").iterdir())) >= 1
 
 
 MISTAKES = {
     "before": ("elastictrain.init_process_group(folder, **options)", "torch.distributed.init_process_group('gloo')", 78),
     "key": ('"every_steps": 20', '"every_step": 20', 78),
+    "logger": ('"flush_s": 0.1', '"loggers": ["jsonl"]', 78),
     "restore": ("first = run.restore() + 1", "first = 1", 64),
     "step": ("run.step_done(step,", "run.step_done(step + 1,", 64),
     "own": ("        loss.backward()", "        raise ValueError('mine')", 70),

@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 from torchruns import REPOSITORY, events, kill, last_step, losses, torchrun, train_warm, wait_until
 
-QUIET = ("telemetry.log_every_steps=1000", "telemetry.tensorboard=false", "fault.heartbeat_s=0.2")
+QUIET = ("telemetry.log_every_steps=1000", "telemetry.loggers=[]", "fault.heartbeat_s=0.2")
 
 
 def write_files(folder: Path, text: str, opening: str = r"```(?:python|yaml)\n") -> None:

@@ -18,7 +18,7 @@ def test_nothing_below_the_run_folder_is_opened_by_its_path(tmp_path: Path) -> N
         "train.eval_every_steps=0",
         "checkpoint.every_steps=5",
         "checkpoint.keep_last=1",
-        "telemetry.tensorboard=true",
+        "telemetry.loggers=[tensorboard]",
         "data.ledger=true",
         "preflight=quick",
         "launch.processes=2",

@@ -31,7 +31,7 @@ TINY = (
     "train.global_batch=8",
     "train.micro_batch=2",
     "telemetry.log_every_steps=1000",
-    "telemetry.tensorboard=false",
+    "telemetry.loggers=[]",
     "optim.warmup_steps=2",
     "preflight=off",
 )

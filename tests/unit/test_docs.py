@@ -14,9 +14,12 @@ from elastictrain.config.compose import read_choices
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, all_keys
 from elastictrain.config.task_signature import build_task, task_keys
+from elastictrain.storage.opening import open_store
+from elastictrain.telemetry.loggers import MetricPoint, make_loggers
 from elastictrain.train.checks import open_samples
 from elastictrain.train.optimizer import learning_rate, make_optimizers
 from elastictrain.train.task import Task
+from tests.unit.telemetry.runs import run_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*/README.md")])
@@ -75,6 +78,20 @@ def test_what_the_page_on_training_shows_trains(command: str, own_task: Path, mo
         losses.append(output.loss_sum.item())
     assert "gan" in command or losses[-1] < 0.9 * losses[0]
     assert set(output.metrics) == ({"within_0.1", "above"} if "adapted" in command else set())
+
+
+def test_the_logger_of_the_document_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "loggers.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "mylogger.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mylogger", raising=False)
+    written = tmp_path / "losses.txt"
+    ((_, logger),) = make_loggers([{"_target_": "mylogger.TextLogger", "path": str(written)}])
+    logger.open(run_of(open_store(str(tmp_path / "llama"))))
+    logger.log(MetricPoint(1, 0.0, {"loss/train": 2.0}))
+    logger.log(MetricPoint(1, 0.0, {"loss/held_out": 2.0}))
+    logger.close(complete=True)
+    assert written.read_text() == "llama 1 2.0\n"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

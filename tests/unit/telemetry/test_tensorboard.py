@@ -1,18 +1,30 @@
 from pathlib import Path
 from uuid import uuid4
 
-import psutil
 import pytest
-import torch
 
+from elastictrain.errors import StorageError
 from elastictrain.storage import appendlog
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
-from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
+from elastictrain.telemetry.loggers import MetricPoint
+from elastictrain.telemetry.tensorboard import TensorBoardLogger
+from tests.unit.telemetry.runs import run_of
 
 
-def writer_of(store: Store, *, purge_step: int = 1, now: float = 1_700_000_000.0) -> ScalarWriter:
-    return ScalarWriter(store, purge_step=purge_step, flush_s=0.01, close_s=10.0, clock=lambda: now)
+class Writer:
+    """A logger at a fixed time."""
+
+    def __init__(self, store: Store, *, first_step: int = 1, now: float = 1_700_000_000.0) -> None:
+        self._logger = TensorBoardLogger()
+        self._logger.open(run_of(store, first_step=first_step))
+        self._now = now
+
+    def write(self, step: int, value: float) -> None:
+        self._logger.log(MetricPoint(step, self._now, {"loss/train": value}))
+
+    def close(self) -> None:
+        self._logger.close(complete=True)
 
 
 def read_scalar(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -26,11 +38,10 @@ def read_scalar(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_tensorboard_reads_what_is_written_at_once(tmp_path: Path, scheme: str) -> None:
-    writer = writer_of(open_store(f"{scheme}{tmp_path}"))
+    writer = Writer(open_store(f"{scheme}{tmp_path}"))
     for step in (10, 20):
-        writer.write(step, {"loss/train": 1.0 / step, "optimizer/lr": 0.5})
+        writer.write(step, 1.0 / step)
     assert read_scalar(tmp_path / "tensorboard", "loss/train") == [(10, pytest.approx(0.1)), (20, pytest.approx(0.05))]
-    assert read_scalar(tmp_path / "tensorboard", "optimizer/lr") == [(10, 0.5), (20, 0.5)]
     writer.close()
 
 
@@ -38,9 +49,9 @@ def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Pa
     wall_time = 1_700_000_000.0
     for purge_step, steps, value in ((1, (1, 2, 3, 4), 1.0), (3, (3,), 2.0)):
         wall_time += 60.0
-        writer = writer_of(open_store(str(tmp_path)), purge_step=purge_step, now=wall_time)
+        writer = Writer(open_store(str(tmp_path)), first_step=purge_step, now=wall_time)
         for step in steps:
-            writer.write(step, {"loss/train": value})
+            writer.write(step, value)
         writer.close()
     assert read_scalar(tmp_path / "tensorboard", "loss/train") == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
@@ -49,9 +60,9 @@ def test_parts_on_an_object_store_are_read_as_one_curve(tmp_path: Path, monkeypa
     monkeypatch.setattr(appendlog, "SEGMENT_BYTES", 200)
     store = open_store(f"memory://{uuid4().hex}")
     for now, first in ((1.0, 1), (2.0, 21)):
-        writer = writer_of(store, purge_step=first, now=now)
+        writer = Writer(store, first_step=first, now=now)
         for step in range(first, first + 30):
-            writer.write(step, {"loss/train": now})
+            writer.write(step, now)
         writer.close()
     keys = [info.key for info in store.list("tensorboard")]
     assert len(keys) > 6
@@ -63,25 +74,17 @@ def test_parts_on_an_object_store_are_read_as_one_curve(tmp_path: Path, monkeypa
 
 def test_file_names_sort_by_time(tmp_path: Path) -> None:
     for now in (1_000_000_000.0, 999_999_999.0):
-        writer = writer_of(open_store(str(tmp_path)), now=now)
-        writer.write(1, {"loss/train": 1.0})
+        writer = Writer(open_store(str(tmp_path)), now=now)
+        writer.write(1, 1.0)
         writer.close()
     names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
     assert [name.split(".")[3] for name in names] == ["0999999999", "1000000000"]
 
 
-def test_a_folder_that_takes_no_file_costs_the_curves_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_takes_no_file_raises_and_stays(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("no folder")
-    writer = writer_of(open_store(str(tmp_path)))
-    for step in range(1, 20):
-        writer.write(step, {"loss/train": 1.0})
+    writer = Writer(open_store(str(tmp_path)))
+    with pytest.raises(StorageError):
+        writer.write(1, 1.0)
     writer.close()
-    assert len(caplog.records) == 1
     assert (tmp_path / "tensorboard").read_text() == "no folder"
-
-
-def test_a_host_without_cuda_has_plausible_figures_and_none_of_a_device() -> None:
-    values = host_scalars(torch.device("cpu"))
-    assert values.keys() == {"system/cpu_percent", "system/memory_gb"}
-    assert 0.0 <= values["system/cpu_percent"] <= 100.0
-    assert 0.0 < values["system/memory_gb"] < psutil.virtual_memory().total / 1e9

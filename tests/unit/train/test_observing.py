@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,13 +27,21 @@ def step(number: int, tokens_per_s: float) -> Step:
     )
 
 
+@pytest.mark.parametrize(("resume", "said"), [(RESUME, "step 4"), (Resume(0, "none", None, 0, {}), "step 0")])
+def test_a_start_says_from_which_step(resume: Resume, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(["recipe=llama_tiny", f"run.dir={tmp_path}", "telemetry.loggers=[]"], with_task=False)
+    context = context_of(config=config, store=open_store(str(tmp_path)), generation=SimpleNamespace(name="000007-abcdef01"))
+    LogRankObserver(context, resume, flops_per_token=None).close()
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flops_per_token", [None, 1e9])
 def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_known(
     flops_per_token: float | None, tmp_path: Path
 ) -> None:
     arguments = ["recipe=llama_tiny", f"run.dir={tmp_path}", "telemetry.log_every_steps=8", "telemetry.peak_tflops=1"]
     config = load([*arguments, "train.steps=10"], with_task=False)
-    context = context_of(config=config, store=open_store(str(tmp_path)))
+    context = context_of(config=config, store=open_store(str(tmp_path)), generation=SimpleNamespace(name="000007-abcdef01"))
     observer = LogRankObserver(context, RESUME, flops_per_token=flops_per_token)
     observer.on_step(step(5, 10.0), step_s=2.0, skipped_total=1)
     for number, tokens_per_s in ((6, 100.0), (7, 200.0), (8, 300.0)):
@@ -55,6 +64,8 @@ def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_kno
         "optimizer/skipped": [(5, 1.0), (8, 2.0), (10, 2.0)],
         # Means since the last logged step.
         "speed/tokens_per_s": [(5, 10.0), (8, 200.0), (10, 400.0)],
+        "run/world_size": [(5, 1.0), (8, 1.0), (10, 1.0)],
+        "run/generation": [(5, 7.0), (8, 7.0), (10, 7.0)],
         "speed/samples_per_s": [(5, 1.0), (8, 20.0), (10, 40.0)],
         "speed/step_s": [(5, 2.0), (8, 1.0), (10, 1.0)],
     }
