@@ -179,8 +179,7 @@ def _row_pieces(raw: BinaryIO, source: SourceFile, *, number: int, kind: str, fi
         import pyarrow
     except ImportError:
         raise DataError(
-            f"reading {source.url} needs the package pyarrow, which is not installed; run: "
-            'pip install "elastictrain[integrations]"'
+            f"reading {source.url} needs the package pyarrow, which is not installed; run: pip install pyarrow"
         ) from None
     first = 0
     try:
