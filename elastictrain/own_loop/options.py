@@ -42,6 +42,10 @@ def own_config(url: str, options: Mapping[str, object]) -> RunConfig:
         "micro_batch": 1,
         "eval_every_steps": 0,
     }
+    fault = _mapping(tree["fault"])
+    if isinstance(limit_s := fault.get("init_timeout_s"), int | float):
+        # The ladder of limits: a shorter one has no effect here.
+        tree["fault"] = {**fault, "step_timeout_s": limit_s}
     tree["task"], tree["model"] = {"_target_": "elastictrain.attach"}, {}
     if problems:
         raise ConfigError(problems)

@@ -99,6 +99,8 @@ class Run:
     _began_s: float = field(default=0.0, init=False)
     _stop_reason: str = field(default="", init=False)
     _ended: bool = field(default=False, init=False)
+    _first_done: bool = field(default=False, init=False)
+    _updated: bool = field(default=False, init=False)  # since the last step was done
 
     @property
     def step(self) -> int:
@@ -134,6 +136,9 @@ class Run:
         self._in_storage = resume.tier in ("storage", "none")
         for optimizer in state.optimizers.values():
             optimizer.register_step_pre_hook(self._before_update)
+        if resume.step:
+            # Not later: where only memory has this step it may have to be saved first, and it is still the one that is live.
+            self._begin_saving(self._synchronous)
         self._begin_step(first_step)
         return resume.step
 
@@ -150,8 +155,9 @@ class Run:
         if self._stop_reason:
             raise StopRequestedError(self._stop_reason)
         context = self._session.context
-        # Read here: the state of another step would be saved under this one's name.
-        first, attachment = self._attachment is None, self._attachment or self._begin_saving(self._synchronous)
+        first, self._first_done, self._updated = not self._first_done, True, False
+        # In a new run only now: before its first update an optimizer may have no state.
+        attachment = self._attachment or self._begin_saving(self._synchronous)
         agreement = self._agreement or self._ask(attachment.flags(step))
         flags = agreement.flags()
         figures = self._take_figures(step, metrics or {})
@@ -182,13 +188,16 @@ class Run:
         self._check_open()
         if self._attachment is None:
             raise UsageError("run.save() must be called after a step is done")
+        if self._updated:
+            raise UsageError("run.save() must be called after run.step_done(), but an optimizer has made another update since")
         self._settle()
         self._attachment.save_now(self._state.step, "interval")
         self._agreement = self._ask(self._attachment.flags(self._state.step + 1))
         self._begin_step(self._state.step + 1)
 
     def close(self) -> int:
-        """Save the last step unless a stop has done so, wait until it is durable, and leave the run; returns the exit code that
+        """Save the last step unless a stop has done so, or an update has begun another one; wait until it is durable, and leave
+        the run; returns the exit code that
         this process should end with: 0, or 75 if it was asked to stop, so that launchers start it again. Collective: yes.
         Raises: SavesFailingError."""
         if self._ended:
@@ -196,7 +205,10 @@ class Run:
         attachment, code = self._attachment, EXIT_OK
         if attachment is not None:
             self._settle()
-            if not self._stop_reason:
+            if self._updated and not self._stop_reason:
+                text = f"the last update is not saved, as no run.step_done() followed it: the run goes on from step {self.step}"
+                attachment.observer.print_line(text)
+            elif not self._stop_reason and (self._first_done or not self._in_storage):
                 attachment.save_now(self._state.step, "end")
                 if attachment.reached != Reached(self._state.step, "storage"):
                     self._stop_reason = self._session.context.any_stop_reason() or "the last step is not in storage"
@@ -204,15 +216,17 @@ class Run:
             code = EXIT_STOPPED
         self._ended = True
         self._session.context.tracker.set_phase(Phase.END, step=self._state.step)
-        self._session.end(_Ending(self), code=code, reason=self._stop_reason or "done", finished=code == EXIT_OK)
+        finished = code == EXIT_OK and not self._updated
+        self._session.end(_Ending(self), code=code, reason=self._stop_reason or "done", finished=finished)
         return code
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """After an error nothing is waited for: the process ends, and reports it."""
-        if kind is None and self.close() == EXIT_STOPPED:
+        """After an error nothing is waited for: the process ends, and reports it. `sys.exit(0)` is none."""
+        in_order = kind is None or (isinstance(error, SystemExit) and error.code in (0, None))
+        if in_order and self.close() == EXIT_STOPPED:
             raise SystemExit(EXIT_STOPPED)
 
     def _check_open(self) -> None:
@@ -220,17 +234,20 @@ class Run:
             raise UsageError("this run is closed")
 
     def _begin_saving(self, synchronous: SynchronousSaving) -> Attachment:
-        """After the first step: only now optimizers have all of their state."""
+        """With the state of the newest step that is done."""
         context, state = self._session.context, self._state
         state.make_room()
+        state.fix_shapes()
         saving = make_saving(self._memory, synchronous, in_storage=self._in_storage)
         observer, comparison = synchronous.observer, synchronous.comparison
         self._attachment = Attachment(context, state, saving, comparison, observer)
         return self._attachment
 
-    def _before_update(self, *_: object) -> None:
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        self._updated = True
         if self._attachment is not None:
             self._attachment.saving.before_update()
+        self._state.before_update(optimizer)
 
     def _ask(self, flags: StepFlags) -> _Agreement:
         sums = torch.tensor(flags.encode(), dtype=torch.float64)
@@ -243,7 +260,8 @@ class Run:
         if self._agreement is not None:
             self._agreement.flags()
             self._agreement = None
-        self._before_update()
+        if self._attachment is not None:
+            self._attachment.saving.before_update()
         self._finish()
 
     def _begin_step(self, step: int) -> None:
@@ -257,7 +275,9 @@ class Run:
     def _take_figures(self, step: int, metrics: Mapping[str, float | Tensor]) -> _Figures:
         values = []
         for name, value in metrics.items():
-            tensor = torch.as_tensor(value, dtype=torch.float64).detach()
+            if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.is_complex()):
+                raise UsageError(f"metrics[{name!r}] must be a number, but is {value!r}")
+            tensor = torch.as_tensor(value.full_tensor() if isinstance(value, DTensor) else value, dtype=torch.float64).detach()
             if tensor.numel() != 1:
                 raise UsageError(f"metrics[{name!r}] must be a number, but has the shape {list(tensor.shape)}")
             values.append(tensor.reshape(()))
@@ -288,6 +308,7 @@ class Run:
                     # Positions count steps here.
                     samples_per_s=1.0 / figures.seconds,
                     tokens_per_s=values["tokens"] / figures.seconds if "tokens" in values else None,
+                    metrics={name: value for name, value in values.items() if name not in ("loss", "grad_norm", "tokens")},
                 )
             )
             if isinstance(attachment.observer, _Observer):
@@ -358,6 +379,10 @@ def attach(
         )
         raise ConfigError([Problem("elastictrain.attach", message)])
     assert session is not None  # noqa: S101
+    if session.attached:
+        message = "must be called once: give it all models and optimizers, as mappings of names"
+        raise ConfigError([Problem("elastictrain.attach", message)])
+    session.attached = True
     state = own_state(model, optimizer, extra)
     if session.context.identity.is_log_rank:
         record_start(session.context)

@@ -4,7 +4,8 @@ ends. The trainer's counterpart is `train.worker`."""
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -17,7 +18,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.data.samples import SampleReader
 from elastictrain.distributed.group import leave
 from elastictrain.entry_point import leave_process
-from elastictrain.errors import EXIT_STOPPED, ConfigError, ElasticTrainError, Problem, StopRequestedError
+from elastictrain.errors import EXIT_STOPPED, ConfigError, ElasticTrainError, Problem, StopRequestedError, UsageError
 from elastictrain.fault.exits import follow_parent, wait_for_previous_workers
 from elastictrain.fault.stop import StopListener
 from elastictrain.identity import Identity, read_identity
@@ -45,7 +46,9 @@ class Session:
     context: TrainContext
     report: ExitReport
     watchdog: Watchdog
+    stop: StopListener
     link: SaverLink | None = None
+    attached: bool = False
     ended: bool = False
     step_seed: int | None = None
 
@@ -67,7 +70,10 @@ class Session:
         if context.lease is not None:
             context.lease.close(give_back=True)
         self.watchdog.close()
-        self.ended, sys.excepthook = True, sys.__excepthook__
+        self.stop.close()
+        self.ended = True
+        if isinstance(sys.excepthook, _Hook):
+            sys.excepthook = sys.excepthook.previous
 
     def fail(self, error: BaseException) -> int:
         """Report why this process ends; returns its exit code."""
@@ -84,6 +90,7 @@ class Session:
 class _Hook:
     """Ends the process after an exception that nobody has caught, with a sentence and an exit code that launchers know."""
 
+    previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]
     identity: Identity | None = None
     session: Session | None = None
 
@@ -92,7 +99,7 @@ class _Hook:
             leave_process(self.session.fail(error))
         if isinstance(error, ElasticTrainError):
             leave_process(complain(error, self.identity))
-        sys.__excepthook__(kind, error, trace)
+        self.previous(kind, error, trace)
 
 
 _present: Session | None = None  # of this process
@@ -106,6 +113,8 @@ def init_process_group(url: str, **options: Mapping[str, Any]) -> torch.device:
     `url` and `options`: as for `attach`, which then takes no options. Collective: yes. Raises: ElasticTrainError."""
     global _present  # noqa: PLW0603  # like the process group, there is one
     hook = report_exceptions()
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("elastictrain.init_process_group and attach must be called in the main thread, which handles signals")
     if present_session() is not None or dist.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
         message = "must be called once, and in the place of torch.distributed.init_process_group, but there is a process group"
         raise ConfigError([Problem("elastictrain.init_process_group", message)])
@@ -115,7 +124,8 @@ def init_process_group(url: str, **options: Mapping[str, Any]) -> torch.device:
 
 def report_exceptions() -> _Hook:
     """From now on an exception that nobody catches ends the process with a sentence."""
-    hook = sys.excepthook = _Hook()
+    before = sys.excepthook
+    hook = sys.excepthook = _Hook(before.previous if isinstance(before, _Hook) else before)
     return hook
 
 
@@ -153,7 +163,7 @@ def _begin(config: RunConfig, hook: _Hook) -> Session:
     samples = Samples(SampleReader(()), None, "")
     context = TrainContext(config, identity, tracker, lambda: stop.request, lambda: None, backend, no_task, samples, store)
     watchdog.start()
-    session = hook.session = Session(context, report, watchdog)
+    session = hook.session = Session(context, report, watchdog, stop)
     wait_for_previous_workers(identity, poll=context.leave_if_asked)
     meet(context, parent=parent, on_lost=report.lease_lost)
     report.context = context

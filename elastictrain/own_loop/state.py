@@ -1,6 +1,6 @@
 """The state of a loop that a user has written: models, optimizers, and what else must survive."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -45,6 +45,8 @@ class OwnState:
     step: int = 0
     _names: dict[int, str] = field(default_factory=dict, init=False)  # of parameters, by identity
     _given: dict[str, Tensor] = field(default_factory=dict, init=False)  # what `tensors` has returned last
+    _made_up: set[int] = field(default_factory=set, init=False)  # parameters whose optimizer has not updated them yet
+    _shapes: dict[str, torch.Size] | None = field(default=None, init=False)  # by name, once snapshots have places for them
 
     def __post_init__(self) -> None:
         for name, parameter in self._parameters():
@@ -63,15 +65,30 @@ class OwnState:
         named, document = self._parts()
         text = encode_record(document)
         if len(text) > _JSON_BYTES:
-            raise _problem("extra", f"must have at most {_JSON_BYTES} bytes of numbers and text, but has {len(text)}")
+            message = f"must have at most {_JSON_BYTES} bytes of numbers and text, with all options of optimizers, but has"
+            raise _problem("extra", f"{message} {len(text)}")
         named[JSON] = torch.frombuffer(bytearray(text.ljust(_JSON_BYTES)), dtype=torch.uint8)
         self._given = named
+        shapes = {name: tensor.shape for name, tensor in named.items()}
+        if self._shapes is not None and shapes != self._shapes:
+            changed = sorted(name for name, _ in shapes.items() ^ self._shapes.items())
+            message = (
+                f"must have the same tensors from the first step on, but these came, went or changed: {', '.join(changed[:4])}"
+            )
+            raise _problem("the state of the run", message)
         return named
 
+    def fix_shapes(self) -> None:
+        """From now on the same tensors are there: snapshots have a place for each."""
+        self._shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
+
     def changed_by_forward(self) -> frozenset[str]:
-        """All but parameters and what an optimizer keeps on their devices: the user's code may change it at any time."""
+        """What the user's code may change at any time: all but parameters that an optimizer updates, or nothing does, and what
+        optimizers keep on their devices."""
         on_device = any(parameter.device.type != "cpu" for _, parameter in self._parameters())
-        fixed = {*self._names.values(), *(name for name, _, _ in self._optimizer_values())}
+        updated = {id(parameter) for optimizer in self.optimizers.values() for parameter in _trained(optimizer)}
+        fixed = {name for name, one in self._parameters() if not one.requires_grad or id(one) in updated}
+        fixed |= {name for name, _, _ in self._optimizer_values()}
         return frozenset(
             name for name, tensor in self.tensors().items() if name not in fixed or (on_device and tensor.device.type == "cpu")
         )
@@ -85,11 +102,13 @@ class OwnState:
         self.step, self.counters = counters.step, replace(counters, data_digest=self.counters.data_digest)
 
     def make_room(self) -> None:
-        """Have optimizers make the state of all their parameters, where it is missing, by an update that changes nothing."""
+        """Have optimizers make the state of all their parameters, where it is missing, by an update of zeros at rate zero. Once
+        a parameter has a gradient, what was made up is dropped again (`before_update`)."""
         for key, optimizer in self.optimizers.items():
             lacking = [one for one in _trained(optimizer) if not optimizer.state.get(one)]
             if not lacking:
                 continue
+            self._made_up |= {id(one) for one in lacking}
             gradients = [(one, one.grad) for one in _trained(optimizer)]
             rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
             for one in _trained(optimizer):
@@ -117,10 +136,23 @@ class OwnState:
     def forget(self) -> None:
         """Nothing was restored: the optimizers are as their user has made them."""
         for optimizer in self.optimizers.values():
-            optimizer.state.clear()
+            self._drop(optimizer, _trained(optimizer))
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Called when an optimizer is about to update its parameters."""
+        if self._made_up:
+            self._drop(optimizer, [one for one in _trained(optimizer) if one.grad is not None])
+
+    def _drop(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        for one in parameters:
+            if id(one) in self._made_up:
+                optimizer.state.pop(one, None)
+                self._made_up.discard(id(one))
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         document = parse_json(bytes(tensors[JSON].cpu().numpy().tobytes()))
+        made_up = set(document["made_up"])
+        self._made_up = {number for number, name in self._names.items() if name in made_up}
         for key, optimizer in self.optimizers.items():
             saved = put_together(document["optimizers"][key], tensors)
             groups = saved["groups"]
@@ -134,7 +166,15 @@ class OwnState:
                 optimizer.state[parameter].update(values)
         for key, value in self.extra.items():
             if not isinstance(value, nn.Module | Tensor) and isinstance(value, HasStateDict):
-                value.load_state_dict(put_together(document["extra"][key], tensors))
+                if key not in document["extra"]:
+                    raise _problem(
+                        f"extra.{key}", "was no part of the run when it was saved: leave it out, or begin another run"
+                    )
+                try:
+                    value.load_state_dict(put_together(document["extra"][key], tensors))
+                except KeyError as error:
+                    message = f"must have all its tensors before run.restore(), in their shapes, but lacks {error}"
+                    raise _problem(f"extra.{key}", message) from error
 
     def _parts(self) -> tuple[dict[str, Tensor], dict[str, JsonValue]]:
         named: dict[str, Tensor] = {}
@@ -162,7 +202,8 @@ class OwnState:
             else:
                 assert isinstance(value, HasStateDict)  # noqa: S101
                 extra[key] = _apart(value.state_dict(), f"extra.{key}", named, key=f"extra.{key}")
-        return named, {"optimizers": optimizers, "extra": extra}
+        made_up = sorted(name for number, name in self._names.items() if number in self._made_up)
+        return named, {"optimizers": optimizers, "extra": extra, "made_up": list(made_up)}
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for key, model in self.models.items():

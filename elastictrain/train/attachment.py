@@ -97,6 +97,7 @@ class Attachment:
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
         """Save, and wait until the step is durable, or the deadline of a stop is reached. Collective: yes."""
+        self._last_save_s, self._last_save_step = self.clock(), step
         self.reached = self.saving.save_now(step, reason)
         return self.reached
 

@@ -113,6 +113,34 @@ def test_a_notice_is_obeyed_and_another_world_goes_on(program: Path, tmp_path: P
     assert len(list((folder / "tensorboard").iterdir())) >= 1
 
 
+@pytest.mark.parametrize(
+    ("leaves", "saved"),
+    [("if step == 9: sys.exit()", 8), ("if step == 9: break", 8), ("if step == 9: raise KeyError(1)", 0)],
+)
+def test_a_loop_that_is_left_early_saves_what_is_done(leaves: str, saved: int, program: Path, tmp_path: Path) -> None:
+    program.write_text(program.read_text().replace("        loss.backward()\n", f"        {leaves}\n        loss.backward()\n"))
+    folder = tmp_path / "run"
+    with started([sys.executable, str(program), str(folder), "20"], log=tmp_path / "log.txt", warm=False) as run:
+        assert run.wait(60) == (0 if saved else 70), run.output()
+    assert max(elastictrain_steps(folder), default=0) == saved
+
+
+def test_an_update_that_is_not_done_is_not_saved(program: Path, tmp_path: Path) -> None:
+    text = program.read_text().replace("        optimizer.step()\n", "        optimizer.step()\n        if step == 9: break\n")
+    program.write_text(text)
+    folder = tmp_path / "run"
+    for _ in range(2):
+        with started([sys.executable, str(program), str(folder), "20"], log=tmp_path / "log.txt", warm=False) as run:
+            assert run.wait(60) == 0, run.output()
+        assert 9 not in elastictrain_steps(folder)
+    assert events(folder, "resume")[-1]["step"] == 8
+
+
+def elastictrain_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints."""
+    return [int(path.name[5:14]) for path in (folder / "checkpoints").glob("step-*")]
+
+
 MISTAKES = {
     "before": ("elastictrain.init_process_group(folder, **options)", "torch.distributed.init_process_group('gloo')", 78),
     "key": ('"every_steps": 20', '"every_step": 20', 78),
@@ -120,6 +148,7 @@ MISTAKES = {
     "restore": ("first = run.restore() + 1", "first = 1", 64),
     "step": ("run.step_done(step,", "run.step_done(step + 1,", 64),
     "own": ("        loss.backward()", "        raise ValueError('mine')", 70),
+    "twice": ("    first = run.restore() + 1", "    elastictrain.attach(folder, model=model, optimizer=None)", 78),
     "metric": ('"loss": loss', '"loss": loss.expand(3)', 64),
 }
 

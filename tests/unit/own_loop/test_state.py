@@ -116,6 +116,84 @@ def test_a_parameter_without_gradient_gets_its_state_later() -> None:
     assert all(torch.equal(state.tensors()[name], tensor) for name, tensor in before.items() if name != JSON)
 
 
+@pytest.mark.parametrize("saved_at", [None, 1, 3])
+@pytest.mark.parametrize("kind", ["adamw", "nadam", "momentum"])
+def test_a_late_gradient_is_that_of_the_program_alone(kind: str, saved_at: int | None) -> None:
+    def train(model: nn.ModuleList, optimizer: Optimizer, steps: range, state: OwnState | None) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model[int(step % 3 == 2)](torch.ones(1, 2)).sum().backward()
+            if state is not None:
+                state.before_update(optimizer)
+            optimizer.step()
+            if state is not None:
+                state.make_room()
+
+    def make() -> tuple[nn.ModuleList, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+        return model, OPTIMIZERS[kind](model.parameters())
+
+    alone, ours = make(), make()
+    train(*alone, range(7), None)
+    state = own_state(*ours, None)
+    state.make_room()
+    state.forget()
+    train(*ours, range(saved_at or 7), state)
+    if saved_at is not None:
+        saved = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
+        ours = make()
+        state = own_state(*ours, None)
+        give(state, saved)
+        train(*ours, range(saved_at, 7), state)
+    assert all(torch.equal(one, other) for one, other in zip(alone[0].parameters(), ours[0].parameters(), strict=True))
+
+
+def test_state_that_was_there_before_a_new_run_stays() -> None:
+    program = Program(OPTIMIZERS["adamw"])
+    program.train(0, 3)
+    before = program.values()
+    program.state.make_room()
+    program.state.forget()
+    after = program.values()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_tensors_that_come_later_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    optimizer = AdamW(model.parameters())
+    state = own_state(model, optimizer, None)
+    state.make_room()
+    state.fix_shapes()
+    model.bias.requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"optim\.exp_avg\.bias"):
+        state.tensors()
+
+
+def test_what_no_optimizer_updates_may_change_at_any_time() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    assert own_state(model, None, None).changed_by_forward() == {"model.weight", JSON}
+
+
+def test_an_extra_that_the_checkpoint_lacks_is_named() -> None:
+    model = nn.Linear(2, 1)
+    saved = own_state(model, None, {"a": Stateful(1)}).tensors()
+    with pytest.raises(ConfigError) as caught:
+        give(own_state(model, None, {"a": Stateful(1), "b": Stateful(2)}), saved)
+    assert caught.value.problems[0].key == "extra.b"
+    saved = own_state(model, None, {"a": Stateful(torch.ones(2))}).tensors()
+    late = own_state(model, None, {"a": Stateful(None)})
+    late.tensors()
+    late._given[JSON] = saved[JSON]
+    with pytest.raises(ConfigError) as caught:
+        late.adopt(StateCounters(1))
+    assert caught.value.problems[0].key == "extra.a"
+
+
 class Stateful:
     def __init__(self, value: object) -> None:
         self.value = value
