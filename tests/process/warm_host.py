@@ -91,7 +91,8 @@ def customize() -> None:
         if folder not in sys.path:
             sys.path.insert(1, folder)
         if (Path(folder) / "sitecustomize.py").is_file():
-            for name in [name for name in sys.modules if name.partition(".")[0] in ("elastictrain", "sitecustomize", "tests")]:
+            replaced = ("elastictrain", "recipes", "sitecustomize", "tests")
+            for name in [name for name in sys.modules if name.partition(".")[0] in replaced]:
                 REPLACED.append(sys.modules.pop(name))
             importlib.import_module("sitecustomize")
 
