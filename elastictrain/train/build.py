@@ -88,28 +88,12 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         memory = connect_savers(context, link, arena=before.arena if before is not None else None)
     checkpointer = make_checkpointer(context)
     try:
-        if identity.is_log_rank:
-            record_start(context)
-
-        def begin_again() -> None:
-            fill_again(state.model, context.task, seed=config.run.seed, device=context.group.device)
-            share_copies(wrapped)
-            state.optimizer.reset()
-
-        # Nothing is loaded over the state of a generation that has ended before its first snapshot.
-        resume = restore(context, checkpointer, state, memory=memory, reset=begin_again, changed=before is not None)
-        if resume.tier == "none":
-            _begin(context, state)
+        resume = _restore_or_begin(context, checkpointer, state, wrapped=wrapped, memory=memory, before=before)
     except BaseException:
         if memory is not None and memory.others is not None:
             memory.others.close()
         raise
-    # A sample of token files has as many inputs.
-    tokens_per_sample, flops_per_token = None if isinstance(context.task, BringsDatasets) else config.train.seq_len, None
-    if isinstance(context.task, CountsFlops):
-        sample = context.samples.train.read_one(0, position=0)
-        tokens_per_sample = context.task.tokens_per_sample(sample)
-        flops_per_token = context.task.flops_per_sample(state.model, sample) / tokens_per_sample
+    tokens_per_sample, flops_per_token = _count(context, state)
     observer = LogRankObserver(context, resume, flops_per_token=flops_per_token) if identity.is_log_rank else Observer()
     if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
         observer.print_line(sentence)
@@ -150,6 +134,41 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         compile_cache=compile_cache,
         history=EvaluationHistory.resume(context, step=state.step) if evaluator is not None else None,
     )
+
+
+def _restore_or_begin(
+    context: TrainContext,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    *,
+    wrapped: Wrapped,
+    memory: SnapshotMemory | None,
+    before: BuiltState | None,
+) -> Resume:
+    """Restore the newest state; without one the state is that of a new run. Collective: yes. Raises: as `restore`."""
+    if context.identity.is_log_rank:
+        record_start(context)
+
+    def begin_again() -> None:
+        fill_again(state.model, context.task, seed=context.config.run.seed, device=context.group.device)
+        share_copies(wrapped)
+        state.optimizer.reset()
+
+    # Nothing is loaded over the state of a generation that has ended before its first snapshot.
+    resume = restore(context, checkpointer, state, memory=memory, reset=begin_again, changed=before is not None)
+    if resume.tier == "none":
+        _begin(context, state)
+    return resume
+
+
+def _count(context: TrainContext, state: TrainState) -> tuple[int | None, float | None]:
+    """Tokens of a sample, and operations of a token; None where the task does not count them."""
+    if not isinstance(context.task, CountsFlops):
+        # A sample of token files has as many inputs.
+        return None if isinstance(context.task, BringsDatasets) else context.config.train.seq_len, None
+    sample = context.samples.train.read_one(0, position=0)
+    tokens = context.task.tokens_per_sample(sample)
+    return tokens, context.task.flops_per_sample(state.model, sample) / tokens
 
 
 def make_checkpointer(context: TrainContext) -> Checkpointer:
