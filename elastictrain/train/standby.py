@@ -30,6 +30,7 @@ _DETACH_S = 10.0
 _LOWEST = 19  # priority: training beside it needs the processors
 _LEAST_FREE = 0.1  # share of a device that must be free: what a standby keeps of it, about 1.3 GB, training may need later
 _DEVICE_SHARE = 0.7  # of the free memory of a device that a standby may use for a moment: training beside it may need more
+_PASSES = 2  # one that only adds to the gradients, and the last one, which reduces them
 _ROOM = 3  # times the size of the state that must be free: a standby must not make a worker run out of memory
 
 
@@ -107,6 +108,7 @@ def _build(context: TrainContext) -> BuiltState:
 
 
 def _run_step(context: TrainContext, stepper: Stepper) -> None:
+    """The first passes of a step and its update: what a rank compiles, at little cost to training beside it."""
     config, identity, samples = context.config, context.identity, context.samples.train
     share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
     planned = passes(
@@ -118,8 +120,9 @@ def _run_step(context: TrainContext, stepper: Stepper) -> None:
         shuffle=config.data.shuffle,
         mixture=context.samples.mixture,
     )
+    number = min(share.passes_per_step, _PASSES)
     micro_batches = (
         MicroBatch(one.step, one.portion, one.sample_ids, samples.read(one.sample_ids, first=one.portion.first))
-        for one in islice(planned, share.passes_per_step)
+        for one in islice(planned, number)
     )
-    stepper.run(1, micro_batches, passes=share.passes_per_step, rate=0.0, flags=StepFlags()).result()
+    stepper.run(1, micro_batches, passes=number, rate=0.0, flags=StepFlags()).result()

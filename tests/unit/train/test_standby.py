@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.group import leave, lone_group, make_group
 from elastictrain.identity import Identity
 from elastictrain.train import standby as module
@@ -127,3 +129,26 @@ def test_after_a_preparation_that_failed_the_process_can_take_part_in_a_group() 
     forget()
     group = make_group(dist.HashStore(), alone, backend="gloo", init_timeout_s=30.0, save_timeout_s=60.0)
     leave(group)
+
+
+@pytest.mark.parametrize(("global_batch", "passes"), [(4, 1), (8, 2), (64, 2)])
+def test_of_a_step_it_runs_what_has_to_be_compiled(global_batch: int, passes: int) -> None:
+    ran: list[int] = []
+
+    class FakeStepper:
+        def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, **_: object) -> SimpleNamespace:
+            ran.extend([passes, len(list(micro_batches))])
+            return SimpleNamespace(result=lambda: None)
+
+    class Numbers:
+        def __len__(self) -> int:
+            return 100
+
+        def read(self, sample_ids: Sequence[int], *, first: int) -> list[int]:
+            return list(sample_ids)
+
+    plain = config(steps=3)
+    samples = SimpleNamespace(train=Numbers(), mixture=None)
+    train = replace(plain.train, global_batch=global_batch, micro_batch=4)
+    module._run_step(context_of(config=replace(plain, train=train), samples=samples), cast(Any, FakeStepper()))
+    assert ran == [passes, passes]
