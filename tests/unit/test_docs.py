@@ -69,9 +69,9 @@ def test_what_the_page_on_training_shows_trains(command: str, own_task: Path, mo
     torch.manual_seed(0)
     model = task.build_model()
     optimizers = make_optimizers(model, config.optim, task)
-    losses = []
+    losses, batch = [], samples.train.read(range(64), first=0)
     for step in range(1, 60):
-        output = task.loss(model, samples.train.read(range(64), first=0))
+        output = task.loss(model, batch)
         (output.loss_sum / output.weight).backward()
         rate = learning_rate(step, config.optim, total_steps=60)
         optimizers.update(rate=rate, scale=torch.ones(()), finite=torch.tensor(True))

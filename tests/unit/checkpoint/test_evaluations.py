@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.bounded_json import parse_record
-from elastictrain.checkpoint.evaluations import EVALUATIONS_NAME, MOST_WITHOUT_GAIN, EvaluationLosses, read_evaluations
+from elastictrain.checkpoint import evaluations
+from elastictrain.checkpoint.evaluations import EVALUATIONS_NAME, EvaluationLosses, read_evaluations
 from elastictrain.storage.opening import open_store
 from tests.unit.examples import examples
 
@@ -48,11 +49,12 @@ def test_resumed_anywhere_and_evaluated_again_it_is_the_same(losses: list[float]
     assert again == whole
 
 
-def test_what_is_remembered_is_bounded_and_the_best_is_never_forgotten() -> None:
-    found = made([1.0, 5.0, 0.5, *[2.0] * (MOST_WITHOUT_GAIN + 50)])
-    assert len(found.losses) == MOST_WITHOUT_GAIN + 2
+def test_what_is_remembered_is_bounded_and_the_best_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluations, "MOST_WITHOUT_GAIN", 50)
+    found = made([1.0, 5.0, 0.5, *[2.0] * 100])
+    assert len(found.losses) == 52
     assert found.best == (30, 10)
-    assert found.without_gain == MOST_WITHOUT_GAIN
+    assert found.without_gain == 50
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"losses": [[1, "x"]]}', b"[" * 100])

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastictrain.preflight.group import corruption
 from elastictrain.preflight.group.corruption import (
     BFLOAT16,
     FLOAT8,
@@ -36,7 +37,11 @@ def test_products_are_exact(known: KnownProduct) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel"), AttributeError("scaled_mm"), TypeError("out_dtype")])
-def test_a_type_that_a_library_does_not_multiply_is_no_fault_of_the_device(error: Exception) -> None:
+def test_a_type_that_a_library_does_not_multiply_is_no_fault_of_the_device(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corruption, "_CUDA_SIDE", 512)
+
     def product(left: Tensor, right: Tensor) -> Tensor:
         raise error
 
