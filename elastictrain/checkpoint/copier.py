@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,16 +52,25 @@ class Arena:
         self._device = device
         self.slots: list[Slot | None] = [None] * len(indices)
         self._registered: list[int] = []
-        self._changed = threading.Condition()  # guards these two; and `names`, of which only the end changes
+        self._made: deque[Slot] = deque()  # and not ready yet
+        self._changed = threading.Condition()  # guards what follows; and `names`, of which only the end changes
         self._of_another = of_another
         self._begun = 0
+        self._may_lock = False
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="arena", daemon=True)
 
-    def start(self) -> None:
-        """Make the slots; without effect after the first call."""
+    def allocate(self) -> None:
+        """Begin to allocate the memory of the slots, which needs no device. They become ready after `start`."""
         if self._thread.ident is None:
             self._thread.start()
+
+    def start(self) -> None:
+        """Make the slots; without effect after the first call."""
+        with self._changed:
+            self._may_lock = True
+            self._changed.notify_all()
+        self.allocate()
 
     def take_over(self, layout: RankLayout, names: Sequence[SlotName]) -> bool:
         """From now on these are its slots, and those that are missing will be made; False if it has other ones, or one of them
@@ -91,6 +101,8 @@ class Arena:
         if self._thread.ident is not None:
             self._thread.join()
         self._unregister(0)
+        while self._made:
+            self._made.pop().close()
         for place, slot in enumerate(self.slots):
             if slot is not None:
                 slot.close()
@@ -98,21 +110,26 @@ class Arena:
 
     def _run(self) -> None:
         try:
-            while self._begin_next():
+            while (lock := self._next()) is not None:
+                if lock:
+                    slot, place = self._made[0], self._begun - len(self._made)
+                    self._lock_pages(slot.map)
+                    # Also when stopped: `close` unlocks the pages before it unmaps them.
+                    self.slots[place] = slot
+                    self._made.popleft()
+                    continue
                 place = self._begun - 1
                 if place == 0:
                     store_layout(self._folder, self._layout)
                 find = Slot.find if self._of_another else Slot.make
-                slot = find(f"{self._folder}/{self.names[place]}", size_bytes=self._layout.size_bytes)
-                if slot is None:
-                    # The other process has removed it since it was looked for.
-                    with self._changed:
-                        self._begun -= 1
-                        self._changed.wait(_LOOK_S)
+                found = find(f"{self._folder}/{self.names[place]}", size_bytes=self._layout.size_bytes)
+                if found is not None:
+                    self._made.append(found)
                     continue
-                self._lock_pages(slot.map)
-                # Also when stopped: `close` unlocks the pages before it unmaps them.
-                self.slots[place] = slot
+                # The other process has removed it since it was looked for.
+                with self._changed:
+                    self._begun -= 1
+                    self._changed.wait(_LOOK_S)
         except (CheckpointError, OSError) as error:
             self.broken = str(error)
             logger.warning("no more snapshots in host memory: %s", error)
@@ -121,15 +138,18 @@ class Arena:
             self.broken = f"{type(error).__name__}: {error}"
             logger.exception("no more snapshots in host memory")
 
-    def _begin_next(self) -> bool:
-        """Wait until the next slot may be made; False if there is none."""
+    def _next(self) -> bool | None:
+        """Wait until there is something to do. True: lock the first slot that is made; False: make the next one; None: all is
+        done. One is ready before the next one is made, once they may be locked."""
         with self._changed:
-            while not self._stopped and self._begun < len(self.names):
-                if not self._of_another or self._is_made(self.names[self._begun]):
-                    self._begun += 1
+            while not self._stopped and (self._made or self._begun < len(self.names)):
+                if self._made and self._may_lock:
                     return True
+                if self._begun < len(self.names) and (not self._of_another or self._is_made(self.names[self._begun])):
+                    self._begun += 1
+                    return False
                 self._changed.wait(_LOOK_S)
-        return False
+        return None
 
     def _is_made(self, name: SlotName) -> bool:
         """Whether the other process has locked this slot: two that lock pages at once slow training more."""

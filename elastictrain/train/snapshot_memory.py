@@ -218,6 +218,8 @@ def make_saving(
             # Before others are made: both have the same names.
             arena.close()
         arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
+        # Beside the first step, which may compile: allocating takes as long as a third of page-locking.
+        arena.allocate()
     snapshots = Snapshots(
         arena,
         Copier(layout, changing=state.changed_by_forward(), device=device),

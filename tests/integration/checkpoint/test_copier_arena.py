@@ -100,6 +100,27 @@ def test_slots_are_made_once_however_many_generations_begin_with_them(tmp_path: 
 OTHER_LAYOUT = RankLayout((Item("other", "float32", (3,), (0,), (3,)),), shard_bytes=500)
 
 
+def test_memory_is_allocated_before_slots_are_ready(tmp_path: Path) -> None:
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[1, 0], device=CPU)
+    arena.allocate()
+    wait_for(lambda: len(arena._made) == 2)
+    assert [one.index for one in slot_names(str(tmp_path))] == [0, 1]
+    assert arena.slots == [None, None]
+    arena.start()
+    wait_for(lambda: None not in arena.slots)
+    assert [slot.path[-1] for slot in arena.slots if slot is not None] == ["1", "0"]
+    arena.close()
+
+
+def test_memory_that_was_only_allocated_is_given_back(tmp_path: Path) -> None:
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU)
+    arena.allocate()
+    wait_for(lambda: arena._made)
+    mapped = arena._made[0].map
+    arena.close()
+    assert mapped.closed
+
+
 @pytest.mark.parametrize(
     ("layout", "names", "fits"),
     [
