@@ -26,7 +26,7 @@ from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_REST = 2.0  # pause after each segment, as a multiple of the time that it took: training runs by then
+_REST = 1.0  # pause after each segment, as a multiple of the time that it took: training runs by then
 _LOOK_S = 0.5  # how often a standby looks for the slots of the rank that it may get
 
 
