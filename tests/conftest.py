@@ -30,6 +30,7 @@ LONGEST_FIRST = (
     "tests/process/test_launch.py",
     "tests/network/test_partitions.py",
     "tests/network/test_launch.py",
+    "tests/network/test_slurm.py",
     "tests/process/clouds/",
     "tests/process/test_hangs.py",
     "tests/process/test_scripts.py",

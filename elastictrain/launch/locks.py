@@ -26,7 +26,7 @@ _QUIET_S = 2.0
 
 def acquire_task_lock(job: str, *, print_line: Callable[[str], None]) -> int:
     """Lock of a job's launcher on its host, held for life; returns the descriptor. Waits for another holder to end."""
-    descriptor = _open_lock(f"{job}.lock")
+    descriptor = _open_job_lock(job)
     quiet_until = time.monotonic() + _QUIET_S
     while time.monotonic() < quiet_until:
         try:
@@ -46,7 +46,7 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
     # Signals to the job are for the launcher: a task that ends before it could end all others.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    descriptor = _open_lock(f"{job}.lock")
+    descriptor = _open_job_lock(job)
     deadline, came = time.monotonic() + comes_s, False
     while came or time.monotonic() < deadline:
         try:
@@ -60,6 +60,10 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
         time.sleep(_TURN_S)
     os.close(descriptor)
     return EXIT_OK
+
+
+def _open_job_lock(job: str) -> int:
+    return _open_lock(f"{job}-{socket.gethostname()}.lock")  # hosts of a job may share the folder for temporary files
 
 
 def _open_lock(name: str, *, folder: str | None = None) -> int:

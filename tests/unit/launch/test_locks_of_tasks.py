@@ -1,6 +1,8 @@
 import os
+import re
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -76,6 +78,15 @@ def test_the_launcher_of_another_job_does_not_count(job: str) -> None:
     os.close(descriptor)
 
 
+def test_hosts_that_share_the_folder_do_not_wait_for_each_other(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptors = []
+    for host in ("n1", "n2"):
+        monkeypatch.setattr("elastictrain.launch.locks.socket.gethostname", lambda host=host: host)
+        descriptors.append(acquire_task_lock(job, print_line=QUIET.append))
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def test_what_ends_the_job_is_left_to_the_launcher(job: str) -> None:
     wait_for_launcher(job, comes_s=0.0)
     assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
@@ -89,8 +100,9 @@ def test_nothing_is_held_afterwards(job: str) -> None:
 
 
 def test_a_link_that_somebody_else_has_put_there_is_not_followed(job: str, tmp_path: Path) -> None:
-    (tmp_path / f"elastictrain-{os.getuid()}-{job}.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(HostUnfitError, match=rf"elastictrain-{os.getuid()}-{job}.lock"):
+    name = f"elastictrain-{os.getuid()}-{job}-{socket.gethostname()}.lock"
+    (tmp_path / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(HostUnfitError, match=re.escape(name)):
         acquire_task_lock(job, print_line=QUIET.append)
     assert not (tmp_path / "precious").exists()
 
