@@ -5,7 +5,8 @@
 #   vastai search offers 'cluster_id=1234 num_gpus=8'
 #   bash vast.sh OFFER [OFFER...]
 #
-# One offer alone needs no overlay and may be anywhere. docs/clusters.md explains it.
+# One offer alone needs no overlay and may be anywhere. `pip install vastai` (1.9 or newer) has the command.
+# docs/clusters.md explains it.
 set -euo pipefail
 
 cluster=1234                                        # <- of the offers: `vastai search offers --raw cluster_id!=None`
@@ -27,7 +28,8 @@ again="until python -m elastictrain.launch ${run[*]@Q}; do case \$? in 64|70|78)
 
 options=()
 if (($# > 1)); then
-    vastai create overlay "$cluster" "$overlay"
+    # The command has no word for it any more (1.9.1); its Python package has. It needs the same key of your account.
+    python3 -c "import vastai; vastai.VastAI().create_overlay(cluster_id=$cluster, name='$overlay')"
     options=(-n "$overlay" -e "PET_NNODES=$#")
 fi
 rank=0

@@ -114,7 +114,7 @@ def _read_vast(reader: EnvironmentReader, overlay: tuple[str, str] | None) -> Cl
     if overlay is None and torchrun_env.num_hosts > 1:
         reader.warnings.append(
             f"{count(torchrun_env.num_hosts, 'host')} are to meet, but this instance is on no overlay network; create all of "
-            'them with `--env "-n OVERLAY"` (vastai create overlay)'
+            'them with `--env "-n OVERLAY"` (docs/clusters.md)'
         )
     return replace(
         torchrun_env,
