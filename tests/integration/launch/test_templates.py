@@ -1,5 +1,6 @@
 """Job templates: what can be checked of them without their clusters. Their commands run against stand-ins of a few lines."""
 
+import ast
 import os
 import re
 import shlex
@@ -60,7 +61,7 @@ def test_its_command_composes(name: str) -> None:
     assert config.parallel.kind == "fsdp"
 
 
-@pytest.mark.parametrize("name", [*TEMPLATES, "skypilot.yaml"])
+@pytest.mark.parametrize("name", [*TEMPLATES, "skypilot.yaml", "submitit_job.py"])
 def test_every_line_to_set_is_marked_and_documented(name: str) -> None:
     text = (FOLDER / name).read_text()
     assert "set the" in text.replace("\n# ", " ")
@@ -88,6 +89,13 @@ def test_slurm_signals_the_launchers_in_time() -> None:
     assert composed("slurm.sbatch").fault.notice_s + FaultGroup().shutdown_grace_s <= int(lead_s)
     assert {"requeue", "no-kill"} <= options.keys()
     assert (options["ntasks-per-node"], options["open-mode"]) == ("1", "append")
+
+
+def test_slurm_gets_the_same_run_from_python() -> None:
+    """tests/network/test_slurm.py submits both."""
+    text = (FOLDER / "submitit_job.py").read_text()
+    values = {target.id: node.value for node in ast.parse(text).body if isinstance(node, ast.Assign) for target in node.targets}  # type: ignore[attr-defined]
+    assert ast.literal_eval(values["RUN"]) == run_arguments("slurm.sbatch")
 
 
 @pytest.mark.parametrize(
