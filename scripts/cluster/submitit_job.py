@@ -30,7 +30,8 @@ def launch(arguments: list[str]) -> int:
         signal.signal(number, lambda received, _: launcher.send_signal(received))
     code = launcher.wait()
     if code == 75 and os.environ["SLURM_NODEID"] == "0":
-        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+        # It fails where Slurm requeues the job already, and says so.
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
     return code
 
 

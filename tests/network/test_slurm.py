@@ -123,21 +123,14 @@ def test_whatever_slurm_does_the_run_goes_on(network: Network, tmp_path: Path) -
     cluster = SlurmCluster(network, tmp_path / "slurm")
     job = submit(cluster, "slurm.sbatch", tmp_path)
 
-    # The time limit is near: the launchers are told, save and end, and the script requeues the job.
+    # A drained node keeps its job. Another job then takes the other node: the launchers are told, save and end.
     job.go_on()
-    job.limit("5")
-    job.wait_for("PENDING", restarts=1)
-    job.limit("60")
-    saved = job.stopped_at()
-    assert (job.resumed_at(), job.num_hosts()) == (saved, 2)
-
-    # A drained node keeps its job. Another job then takes the other node; this one is told, and waits for both.
     cluster.set_node("n2", "DRAIN")
     job.go_on()
-    assert (job.num_hosts(), cluster.job(job.number)["Restarts"]) == (2, "1")
+    assert (job.num_hosts(), cluster.job(job.number)["Restarts"]) == (2, "0")
     urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     cluster.command(*urgent)
-    job.wait_for("PENDING", restarts=2)
+    job.wait_for("PENDING", restarts=1)
     saved = job.stopped_at()
     cluster.set_node("n2", "RESUME")
     assert (job.resumed_at(), job.num_hosts()) == (saved, 2)
@@ -153,20 +146,21 @@ def test_whatever_slurm_does_the_run_goes_on(network: Network, tmp_path: Path) -
     cluster.set_node("n2", "RESUME")
     committed = durable_step(job.run_dir)
     cluster.lose("n1")
-    job.wait_for("PENDING", restarts=3)
+    job.wait_for("PENDING", restarts=2)
     cluster.restore("n1")
     assert job.resumed_at() >= committed
     assert job.num_hosts() == 2
 
-    cluster.command("scontrol", "requeue", str(job.number))
-    job.wait_for("PENDING", restarts=4)
+    # The time limit is near: the launchers are told by a signal, and the script requeues the job, which is then cancelled.
+    job.limit("5")
+    job.wait_for("PENDING", restarts=3)
     saved = job.stopped_at()
     cluster.command("scancel", str(job.number))
 
-    # The same run, submitted from Python, is told as before a time limit.
+    # The same run goes on in a job that Python submitted, and an administrator requeues that.
     job = submit(cluster, "submitit_job.py", tmp_path)
     assert (job.resumed_at(), job.num_hosts()) == (saved, 2)
-    cluster.command("scancel", "--signal=USR2", str(job.number))
+    cluster.command("scontrol", "requeue", str(job.number))
     job.wait_for("PENDING", restarts=1)
     check(job)
 

@@ -6,9 +6,27 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_USAGE
+
+FINAL = {EXIT_USAGE, EXIT_BUG, EXIT_CONFIG}
+"""Codes after which another start does the same again."""
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "scripts" / "cluster"
+
+
+def read_yaml(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / name).read_text())  # type: ignore[no-any-return]
+
+
+def with_options(name: str) -> dict[str, Any]:
+    """With the options that are commented out put in: comments in which a key or an item of a list stands."""
+    option = re.compile(r"^( +)# ((?: *)(?:- )?[A-Za-z][A-Za-z0-9./_-]*:(?: .*)?)$", re.MULTILINE)
+    return yaml.safe_load(option.sub(r"\1\2", (FOLDER / name).read_text()))  # type: ignore[no-any-return]
 
 
 def bash_array(text: str) -> list[str]:

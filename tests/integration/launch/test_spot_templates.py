@@ -14,16 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from elastictrain.config.load import load
-from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_STOPPED, EXIT_UNFIT, EXIT_USAGE
+from elastictrain.errors import EXIT_STOPPED, EXIT_UNFIT
 from elastictrain.launch.cluster.detect import detect
-from tests.integration.launch.templates import FOLDER, REPOSITORY, bash, bash_array, noted, stand_in
+from tests.integration.launch.templates import (
+    FINAL,
+    FOLDER,
+    REPOSITORY,
+    bash,
+    bash_array,
+    noted,
+    read_yaml,
+    stand_in,
+    with_options,
+)
 
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
-FINAL = {EXIT_USAGE, EXIT_BUG, EXIT_CONFIG}
-"""Codes after which another start does the same again."""
 _LAST_SYSTEM_USER = 999
 _LONGEST_NOTICE_S = 120  # AWS
 
@@ -34,10 +41,6 @@ def tool(name: str) -> str:
     if found is None:
         pytest.skip(f"needs {name}")
     return found
-
-
-def read_yaml(name: str) -> dict[str, Any]:
-    return yaml.safe_load((FOLDER / name).read_text())  # type: ignore[no-any-return]
 
 
 # docker/Dockerfile
@@ -200,7 +203,7 @@ def test_skypilot_starts_again_what_was_stopped() -> None:
 
 
 @pytest.mark.skipif(
-    find_spec("sky") is None, reason="needs skypilot, whose demands are in the way of others: pip install skypilot"
+    find_spec("sky") is None, reason="needs skypilot, which is not in the extra `dev`: it brings a hundred packages"
 )
 def test_skypilot_reads_the_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -215,14 +218,9 @@ def test_skypilot_reads_the_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 # scripts/cluster/kubernetes.yaml
 
 
-def uncommented() -> dict[str, Any]:
-    """The job with the options that are commented out put in."""
-    option = re.compile(r"^( +)# ((?: *)(?:- )?[A-Za-z][A-Za-z0-9./_-]*:(?: .*)?)$")
-    lines = (FOLDER / "kubernetes.yaml").read_text().splitlines()
-    return yaml.safe_load("\n".join(match[1] + match[2] if (match := option.match(line)) else line for line in lines))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("job", [read_yaml("kubernetes.yaml"), uncommented()], ids=["as it is", "with its options"])
+@pytest.mark.parametrize(
+    "job", [read_yaml("kubernetes.yaml"), with_options("kubernetes.yaml")], ids=["as it is", "with its options"]
+)
 def test_kubernetes_accepts_the_job(job: dict[str, Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     # podReplacementPolicy is on by default since the first.

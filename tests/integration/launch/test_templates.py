@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from elastictrain.config.composed import FaultGroup, RunConfig
 from elastictrain.config.load import load
-from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_USAGE
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_USAGE
 from elastictrain.launch.cluster.detect import detect
-from tests.integration.launch.templates import FOLDER, after, bash, bash_array, noted, stand_in
+from tests.integration.launch.templates import FINAL, FOLDER, after, bash, bash_array, noted, read_yaml, stand_in, with_options
 
 SHELL_TEMPLATES = ("slurm.sbatch", "runai.sh", "vast.sh", "ssh.sh", "user-data.sh")
 TEMPLATES = (*SHELL_TEMPLATES, "kubernetes.yaml")
 _KUBERNETES_GRACE_S = 30
-FINAL = {EXIT_USAGE, EXIT_BUG, EXIT_CONFIG}
-"""Codes after which another start does the same again."""
 
 
 def run_arguments(name: str) -> list[str]:
@@ -42,7 +39,7 @@ def composed(name: str) -> RunConfig:
 
 
 def job() -> dict[str, Any]:
-    return yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())  # type: ignore[no-any-return]
+    return read_yaml("kubernetes.yaml")
 
 
 def pod() -> dict[str, Any]:
@@ -171,20 +168,12 @@ def test_a_pod_of_it_finds_its_place() -> None:
 
 
 def test_what_is_commented_out_of_kubernetes_fits_in() -> None:
-    text = (FOLDER / "kubernetes.yaml").read_text()
-    whole = yaml.safe_load("\n".join(_uncommented(text.splitlines())))
-    template = whole["spec"]["template"]
+    template = with_options("kubernetes.yaml")["spec"]["template"]
     (launcher,) = template["spec"]["containers"]
     assert template["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "rdma-net"}
     assert launcher["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert launcher["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
     assert launcher["envFrom"] == [{"secretRef": {"name": "bucket"}}]
-
-
-def _uncommented(lines: Sequence[str]) -> list[str]:
-    """With the options that are commented out put in: comments in which a key or an item of a list stands."""
-    option = re.compile(r"^( +)# ((?: *)(?:- )?[A-Za-z][A-Za-z0-9./_-]*:(?: .*)?)$")
-    return [match[1] + match[2] if (match := option.match(line)) else line for line in lines]
 
 
 def test_runai_leaves_time_and_memory(tmp_path: Path) -> None:
