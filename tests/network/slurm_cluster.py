@@ -9,9 +9,11 @@ from hosts import Host, Network
 from torchruns import environment, wait_until
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue")
+# Launchers on the same machine lock by number of job and name of host: another cluster on it has other numbers.
 # Jobs of `urgent` take the nodes of others. A requeued job waits for `cred_expire`, at least 5 s.
 _CONFIGURATION = """
 ClusterName=test
+FirstJobId={first_job}
 SlurmctldHost={controller}
 SlurmUser=root
 SlurmdUser=root
@@ -63,7 +65,9 @@ class SlurmCluster:
         self.head, *nodes = (network.add(name) for name in ("head", "n1", "n2"))
         self.nodes: dict[str, Host] = {node.name: node for node in nodes}
         (folder / "slurm.conf").write_text(
-            _CONFIGURATION.format(controller=f"head({self.head.address})", folder=folder).lstrip()
+            _CONFIGURATION.format(
+                controller=f"head({self.head.address})", folder=folder, first_job=1 + secrets.randbelow(10**7)
+            ).lstrip()
         )
         (folder / "gres.conf").write_text(_GPUS)
         self._variables = {"SLURM_CONF": str(folder / "slurm.conf")}

@@ -12,8 +12,8 @@ from torchruns import REPOSITORY, environment, events
 def test_the_rehearsal_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```bash\n(.*?)^```", (REPOSITORY / "docs" / "spot.md").read_text(), re.DOTALL | re.MULTILINE)
     variables = environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    command = ["timeout", "--kill-after=9", "200", "bash", "-c", block]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=220)
+    command = ["timeout", "--kill-after=9", "400", "bash", "-c", block]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=420)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines().count("exit code 75") == 1
     run_dir = tmp_path / "runs" / "rehearsal"
