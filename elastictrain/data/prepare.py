@@ -109,10 +109,15 @@ def prepare(
             shards.append(shard)
             documents.append(starts)
             store.write(PROGRESS_FILE, encode_record(PlanProgress(plan, tuple(shards), stream.position, tuple(documents))))
+        if not shards:
+            raise DataError(f"the inputs must hold at least one text, but {sources[0].url} and all others hold none")
+    except DataError:
+        # The corrected command has another plan, and would be refused by the claim of this one.
+        if not shards:
+            store.delete(PROGRESS_FILE)
+        raise
     finally:
         encoded.close()
-    if not shards:
-        raise DataError(f"the inputs must hold at least one text, but {sources[0].url} and all others hold none")
     num_documents = sum(one.num_documents for one in documents)
     index = TokenIndex(encoder.dtype, encoder.tokenizer.description, num_documents, tuple(shards), tuple(documents))
     store.write(INDEX_FILE, encode_index(index))

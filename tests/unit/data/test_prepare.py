@@ -102,7 +102,7 @@ def test_a_file_that_changes_meanwhile_is_refused(memory_store: Any, folder: Pat
     (folder / "e.txt").write_bytes(b"shorter")
     with pytest.raises(DataError, match=r"e\.txt changed"):
         prepare(documents, plan="plan", store=memory_store, encoder=Encoder(ByteTokenizer()), shard_tokens=100)
-    assert "index.json" not in memory_store.objects
+    assert memory_store.objects == {}
 
 
 def test_discover_keeps_order_and_drops_repetitions(folder: Path) -> None:
@@ -163,13 +163,12 @@ def test_lines_and_their_pieces(memory_store: Any, tmp_path: Path, monkeypatch: 
     assert index.num_documents == 5
 
 
-def test_texts_without_a_character_are_refused(memory_store: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+@pytest.mark.parametrize("mistaken", ['{"text": ""}', '{"content": "a"}', "{"])
+def test_mistaken_inputs_are_refused_and_the_corrected_command_starts_anew(
+    memory_store: Any, tmp_path: Path, mistaken: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{mistaken}\n")
+    sources, encoder = discover([str(tmp_path / "a.jsonl")]), Encoder(ByteTokenizer(), kind="jsonl", field="text")
     with pytest.raises(DataError, match=r"a\.jsonl"):
-        prepare(
-            discover([str(tmp_path / "a.jsonl")]),
-            plan="plan",
-            store=memory_store,
-            encoder=Encoder(ByteTokenizer(), kind="jsonl", field="text"),
-        )
-    assert "index.json" not in memory_store.objects
+        prepare(sources, plan="plan", store=memory_store, encoder=encoder)
+    assert memory_store.objects == {}
