@@ -84,7 +84,10 @@ def _compose_groups(choices: Mapping[str, str | None], config_dirs: Sequence[str
         with initialize_config_dir(str(own), job_name="elastictrain", version_base="1.3"):
             config = hydra_compose("config", overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise ConfigError([Problem(" ".join(wanted) or "conf", f"cannot be composed: {_one_line(error)}")]) from error
+        message = f"cannot be composed: {_one_line(error)}"
+        if "@recipe." in message:
+            message += " The first line of a recipe must be `# @package _global_`"
+        raise ConfigError([Problem(" ".join(wanted) or "conf", message)]) from error
     if not isinstance(config, DictConfig):
         raise ConfigError([Problem("conf", "must compose to groups of keys")])
     # Hydra refuses to set a group to null that a recipe has set.

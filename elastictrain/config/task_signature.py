@@ -79,7 +79,7 @@ def _import_failure(module_name: str, error: Exception) -> str:
         )
     # The frame where the module's own code failed; frames of the import system help no one.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 and frames[-1].filename != __file__ else ""
     return f"names a class in {module_name}, which cannot be imported: {type(error).__name__}: {error}{where}"
 
 

@@ -52,7 +52,8 @@ def check_keys(
             arguments[name], found = check_value(values[name], hint=hint, path=key)
             problems += found
         elif parameter.default is inspect.Parameter.empty or name in values:
-            problems.append(Problem(key, f"must be given: {describe(hint)}"))
+            what = "the constructor has no default for it" if hint in (Any, object) else describe(hint)
+            problems.append(Problem(key, f"must be given: {what}"))
     return arguments, problems
 
 

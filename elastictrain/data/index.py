@@ -152,7 +152,8 @@ def read_index(store: Store) -> TokenIndex:
         path = Path(store.root).absolute()
         there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
         if os.path.lexists(there) and not there.is_dir():
-            raise DataError(f"{store.url} must be a folder of token files, but {there} is no folder; {make}")
+            made = f"make one with: python -m elastictrain.data prepare {store.url} --out FOLDER"
+            raise DataError(f"{store.url} must be a folder of token files, but {there} is no folder; {made}")
     try:
         data = read_bounded(store, INDEX_FILE, max_bytes=DOCUMENT_BYTES)
     except ObjectTooLargeError as error:

@@ -1,13 +1,13 @@
 """Calls a task's `loss`, and checks what it returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from elastictrain.config.user_code import describe_value, locate_method, refuse
+from elastictrain.config.user_code import calling, describe_value, locate_method, refuse
 from elastictrain.data.dataset import Batch, leaves
 from elastictrain.train.task import LossOutput
 
@@ -16,11 +16,16 @@ _RETURN = "return LossOutput(loss_sum, weight), the sum of the micro-batch's los
 
 def compute_loss(loss: Callable[[nn.Module, Batch], LossOutput], module: nn.Module, batch: Batch, *, first: int) -> LossOutput:
     """The loss of the micro-batch whose positions begin at `first`. `loss`: a method of the task, or a `partial` of one.
-    Raises: TaskError if it returns something else than it must; what it raises, with a note that names the position."""
+    Raises: TaskError if it returns something else than it must, and for an IndexError; what else it raises, with a note that
+    names the position."""
     method = loss.func if isinstance(loss, partial) else loss
     task, name = getattr(method, "__self__", method), getattr(method, "__name__", "loss")
     try:
         output: object = loss(module, batch)
+    except IndexError:
+        # A label or token beyond the model's number of them. The meta device, on which the task is tried, does not see values.
+        with calling(task, name, at=f" in the micro-batch from position {first}", position=first):
+            raise
     except Exception as error:
         error.add_note(f"in {locate_method(task, name)} of the micro-batch from position {first}")
         raise
@@ -45,4 +50,17 @@ def _find_trouble(output: object, device: torch.device | None) -> tuple[str, str
         return "return a `loss_sum` of float32 (use `.float()`)", f"it is {describe_value(loss_sum)}"
     if torch.is_grad_enabled() and not loss_sum.requires_grad:
         return "return a `loss_sum` with a gradient", "it has none"
-    return ("return a `weight` without a gradient (use `.detach()`)", "it has one") if weight.requires_grad else None
+    if weight.requires_grad:
+        return "return a `weight` without a gradient (use `.detach()`)", "it has one"
+    return _find_metric_trouble(output.metrics)
+
+
+def _find_metric_trouble(metrics: object) -> tuple[str, str] | None:
+    if not isinstance(metrics, Mapping):
+        return "return `metrics` as a mapping of names to sums", f"it is {describe_value(metrics)}"
+    for name, metric in metrics.items():
+        parts = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
+        if any(one.dim() if isinstance(one, Tensor) else not isinstance(one, int | float) for one in parts):
+            must = f"return the metric {name!r} as a sum of shape [], or as a sum and its weight"
+            return must, f"it is {describe_value(metric)}"
+    return None

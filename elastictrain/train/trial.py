@@ -170,7 +170,8 @@ def _try_model(context: TrainContext, task: Task, batches: Sequence[Batch], eval
         except TaskError as error:
             found = error
     cause = found.__cause__
-    if cause is None or not _UNCLEAR.search(f"{type(cause).__name__} {cause}"):
+    no_device = re.search("cuda|nvidia", str(cause), re.IGNORECASE) and not torch.cuda.is_available()
+    if cause is None or no_device or not _UNCLEAR.search(f"{type(cause).__name__} {cause}"):
         raise found
     logger.info("the model is not tried before the start: %s", found)
 

@@ -236,6 +236,29 @@ class FailingLoss(Right):
         return sum_of(model(batch["x"]) - batch["label"])
 
 
+class MetricsAsList(Right):
+    def loss(self, model: Any, batch: Any) -> Any:
+        output = super().loss(model, batch)
+        return LossOutput(output.loss_sum, output.weight, [output.weight])  # type: ignore[arg-type]
+
+
+class MetricPerSample(Right):
+    def loss(self, model: Any, batch: Any) -> Any:
+        output = super().loss(model, batch)
+        return LossOutput(output.loss_sum, output.weight, {"right": batch["y"] > 0})
+
+
+class LabelOutOfRange(Right):
+    def loss(self, model: Any, batch: Any) -> Any:
+        errors = model(batch["x"])
+        return sum_of(nn.functional.cross_entropy(errors[:, None].expand(-1, 4), batch["y"].long(), reduction="none"))
+
+
+class ModelOnAnotherDevice(Right):
+    def build_model(self) -> Any:
+        return Net().cuda()
+
+
 class WrongShapes(Right):
     def loss(self, model: Any, batch: Any) -> Any:
         return sum_of(model(batch["x"][:, :2]))

@@ -75,6 +75,8 @@ MISTAKES = [
     ("WeightWithGradient", "WeightWithGradient.loss", True),
     ("FailingLoss", "FailingLoss.loss", True),
     ("WrongShapes", "WrongShapes.loss", True),
+    ("MetricsAsList", "MetricsAsList.loss", True),
+    ("MetricPerSample", "MetricPerSample.loss", True),
     ("ForwardItself", "ForwardItself.loss", False),
     ("TwoCalls", "TwoCalls.loss", False),
     ("PartOfTheModel", "PartOfTheModel.loss", True),
@@ -179,6 +181,23 @@ def test_a_loss_that_is_wrong_later_is_named_by_its_position() -> None:
     with pytest.raises(TaskError) as caught:
         compute_loss(partial(task.loss), task.build_model(), batch, first=96)
     assert caught.value.method == "ScalarLoss.loss"
+
+
+def test_a_label_out_of_range_is_named_by_its_position() -> None:
+    """The meta device, on which the task is tried, does not see values."""
+    context = start("LabelOutOfRange")
+    batch = context.samples.train.read(range(4), first=96)
+    batch["y"][1] = 4  # type: ignore[index]
+    with pytest.raises(TaskError) as caught:
+        compute_loss(context.task.loss, context.task.build_model(), batch, first=96)
+    assert (caught.value.method, caught.value.position) == ("LabelOutOfRange.loss", 96)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device of this mistake is there")
+def test_a_device_that_is_not_there_is_named_before_the_start() -> None:
+    with pytest.raises(TaskError) as caught:
+        start("ModelOnAnotherDevice")
+    assert caught.value.method == "ModelOnAnotherDevice.build_model"
 
 
 def test_what_may_be_of_the_moment_is_tried_again() -> None:
