@@ -1,11 +1,12 @@
 """The example of docs/own-task.md works, links lead somewhere, and every key and recipe that the documents name exists."""
 
+import json
 import re
 import shlex
 import sys
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from elastictrain.config.compose import read_choices
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, all_keys
 from elastictrain.config.task_signature import build_task, task_keys
+from elastictrain.data.__main__ import main as prepare
 from elastictrain.storage.opening import open_store
 from elastictrain.telemetry.loggers import MetricPoint, make_loggers
 from elastictrain.train.checks import open_samples
@@ -80,6 +82,20 @@ def test_what_the_page_on_training_shows_trains(command: str, own_task: Path, mo
     assert set(output.metrics) == ({"within_0.1", "above"} if "adapted" in command else set())
 
 
+def test_the_mixture_of_the_examples_is_prepared_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, field in (("web", "text"), ("code", "content")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({field: "word " * (4 + i % 9)}) + "\n" for i in range(400)))
+    text = (ROOT / "docs" / "examples.md").read_text()
+    for command in re.findall(r"^    python -m elastictrain.data (prepare .*)$", text, re.MULTILINE):
+        assert prepare(shlex.split(command)) == 0
+    (command,) = re.findall(r"^    torchrun .* -m elastictrain.run (.*data=mixture.*)$", text, re.MULTILINE)
+    config = load(shlex.split(command))
+    batch = cast(Any, open_samples(cast(Task, build_task(config)), config).train.read(range(4), first=0))
+    assert batch["tokens"].shape == batch["documents"].shape
+    assert batch["documents"].max() > 0
+
+
 def test_the_logger_of_the_document_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "loggers.md").read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "mylogger.py").write_text(block)
@@ -131,7 +147,7 @@ def test_readme_names_every_recipe_and_choice_that_exists() -> None:
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(choices["recipe"])
     for document in DOCUMENTS:
         for name in re.findall(r"\brecipe=([a-z_0-9]+)", document.read_text()):
-            assert name in {*choices["recipe"], "sines", "pictures", "again"}, f"{document}: recipe={name}"
+            assert name in {*choices["recipe"], "sines", "pictures", "lora", "again"}, f"{document}: recipe={name}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
