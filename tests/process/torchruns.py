@@ -133,7 +133,7 @@ class Run:
         """Everything printed so far."""
         return self.log.read_text(errors="replace")
 
-    def workers(self, *, program: str = "elastictrain") -> list[psutil.Process]:
+    def workers(self) -> list[psutil.Process]:
         """Living worker processes, in order of rank."""
         found = []
         try:
@@ -142,7 +142,7 @@ class Run:
             return []
         for child in children:
             try:
-                if (rank := rank_of(child, program=program)) is not None:
+                if (rank := rank_of(child)) is not None:
                     found.append((rank, child))
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
