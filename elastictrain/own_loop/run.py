@@ -208,7 +208,7 @@ class Run:
             if self._updated and not self._stop_reason:
                 text = f"the last update is not saved, as no run.step_done() followed it: the run goes on from step {self.step}"
                 attachment.observer.print_line(text)
-            elif not self._stop_reason and (self._first_done or not self._in_storage):
+            elif not self._stop_reason and not (self._in_storage and attachment.reached == Reached(self.step, "storage")):
                 attachment.save_now(self._state.step, "end")
                 if attachment.reached != Reached(self._state.step, "storage"):
                     self._stop_reason = self._session.context.any_stop_reason() or "the last step is not in storage"

@@ -243,7 +243,7 @@ def own_state(model: object, optimizer: object, extra: Mapping[str, object] | No
         if not isinstance(value, nn.Module | Tensor | HasStateDict):
             message = f"must be a module, a tensor, or have `state_dict` and `load_state_dict`, but is a {type(value).__name__}"
             raise _problem(f"extra.{key}", message)
-    return OwnState(models, optimizers, dict(extra or {}))
+    return OwnState(models, {name: _inner(one) for name, one in optimizers.items()}, dict(extra or {}))
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -255,6 +255,12 @@ def plain(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside one that only passes calls on, as Accelerate's: hooks and state are those of the inner one."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def _by_name(given: object, kind: type[T], argument: str) -> dict[str, T]:
