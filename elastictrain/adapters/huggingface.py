@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ _COUNTERS = (
 )
 
 
-class ElasticTrainerCallback(TrainerCallback):  # type: ignore[misc]
+class ElasticTrainerCallback(TrainerCallback):
     """Ties a Trainer to the run in the folder `url`. Enter it before `TrainingArguments` are made, which use its process group:
 
         with ElasticTrainerCallback("runs/mine") as elastic:
@@ -54,16 +55,16 @@ class ElasticTrainerCallback(TrainerCallback):  # type: ignore[misc]
         """In the place of `trainer.train()`, and returns the same. Once per process. Collective: yes. Raises: ConfigError; as
         `elastictrain.attach`; SystemExit with 75 once the ranks have agreed to stop."""
         if not hasattr(trainer, "_run_epoch"):
-            raise UsageError("elastictrain.adapters.huggingface needs a newer Trainer: pip install 'transformers>=5.4'")
+            raise UsageError("elastictrain.adapters.huggingface needs a newer Trainer: pip install 'transformers>=5.3'")
         self._trainer = trainer
         trainer.add_callback(self)
         run_epoch = trainer._run_epoch
         # A callback cannot place the loop, which has computed where it begins before it calls the first one.
-        trainer._run_epoch = lambda **arguments: self._run_epoch(run_epoch, **arguments)
+        vars(trainer)["_run_epoch"] = partial(self._run_epoch, run_epoch)
         try:
             return trainer.train()
         finally:
-            del trainer._run_epoch
+            del vars(trainer)["_run_epoch"]
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         trainer, position = self._trainer, _TrainerPosition(self._trainer)
@@ -77,8 +78,8 @@ class ElasticTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         self._loop.updated(state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: TrainerControl, *, logs: Mapping[str, object], **kwargs: Any) -> None:
-        self._loop.add_metrics({name: value for name, value in logs.items() if name not in ("epoch", "learning_rate")})
+    def on_log(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        self._loop.add_metrics({name: one for name, one in kwargs["logs"].items() if name not in ("epoch", "learning_rate")})
 
     def _run_epoch(
         self, run_epoch: Callable[..., None], *, epoch: int, num_update_steps_per_epoch: int, **arguments: Any

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from elastictrain.adapters.framework_loop import FrameworkLoop
 from elastictrain.errors import ConfigError, Problem
@@ -21,7 +21,7 @@ except ImportError as missing:
     raise ModuleNotFoundError(message) from None
 
 
-class ElasticLightningCallback(Callback):  # type: ignore[misc]
+class ElasticLightningCallback(Callback):
     """Ties `Trainer.fit` to the run in the folder `url`. Enter it before the Trainer is made, which uses its process group:
 
         with ElasticLightningCallback("runs/mine") as elastic:
@@ -62,7 +62,7 @@ class ElasticLightningCallback(Callback):  # type: ignore[misc]
         assert self._position is not None  # noqa: S101
         self._position.check_batches()
         if self._position.resumed:
-            self._loop.begin_epoch(trainer.fit_loop.epoch_progress.current.processed)
+            self._loop.begin_epoch(self._position.epoch)
             self._position.place_loaders()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,6 +117,10 @@ class _FitPosition:
         self._between_epochs = False
         self._batches: list[int] | None = None  # samples of a batch over all ranks, and batches of a step
 
+    @property
+    def epoch(self) -> int:
+        return int(self._trainer.fit_loop.epoch_progress.current.processed)
+
     def state_dict(self) -> dict[str, object]:
         trainer = self._trainer
         return {
@@ -127,7 +131,7 @@ class _FitPosition:
             "stopped_early": trainer.should_stop,
             "precision": trainer.precision_plugin.state_dict(),
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "callbacks": _without_tensors({one.state_key: one.state_dict() for one in trainer.callbacks}),
+            "callbacks": _without_tensors({one.state_key: state for one in trainer.callbacks if (state := one.state_dict())}),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -143,7 +147,7 @@ class _FitPosition:
             config.scheduler.load_state_dict(dict(state))
         states = _with_tensors(saved["callbacks"])
         for one in trainer.callbacks:
-            if states.get(one.state_key):
+            if one.state_key in states:
                 one.load_state_dict(states[one.state_key])
 
     def take_loops(self) -> None:
@@ -151,6 +155,7 @@ class _FitPosition:
         self.step, self._between_epochs = self._trainer.global_step, self._trainer.is_last_batch
         loops = self._loops = self._trainer.fit_loop.state_dict()
         loops["state_dict"].pop("combined_loader", None)  # of this rank alone
+        loops.pop("epoch_loop.val_loop.batch_progress", None)  # over when a step is done
         if self._between_epochs:
             # As it will be when the epoch is over. Lightning would do its end again.
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
@@ -161,10 +166,12 @@ class _FitPosition:
     def check_batches(self) -> None:
         sizes = []
         for loader in self._trainer.fit_loop._combined_loader.flattened:
-            if not isinstance(loader, DataLoader) or not isinstance(loader.batch_sampler, BatchSampler):
-                message = f"must be a DataLoader with a sampler, which is the position of a run, but is {type(loader).__name__}"
+            sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+            # torch gives an iterable dataset a sampler that means nothing.
+            if not isinstance(sampler, BatchSampler) or isinstance(loader.dataset, IterableDataset):
+                message = "must be a DataLoader with a sampler over a dataset with a length: the sampler is the run's position"
                 raise ConfigError([Problem("train_dataloader", message)])
-            sizes.append(loader.batch_sampler.batch_size * self._trainer.world_size)
+            sizes.append(sampler.batch_size * self._trainer.world_size)
         batches = [*sizes, self._trainer.accumulate_grad_batches]
         if self._batches is not None and batches != self._batches:
             message = "batch_size x ranks, and accumulate_grad_batches, must be {} as in the run so far, but are {}"
@@ -176,7 +183,7 @@ class _FitPosition:
         fit_loop = self._trainer.fit_loop
         progress = fit_loop.epoch_loop.batch_progress
         for loader in fit_loop._combined_loader.flattened:
-            _set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
+            _set_sampler_epoch(loader, self.epoch)
             sampler = loader.batch_sampler
             skipped = 0 if self._between_epochs else progress.current.ready * sampler.batch_size
             sampler.sampler = _Remainder(sampler.sampler, skipped)

@@ -1,6 +1,7 @@
 """The programs of docs/adapters.md, killed, stopped and started again, equal those that nothing happens to; and what frameworks
 compute without us."""
 
+import json
 import re
 import sys
 import textwrap
@@ -128,6 +129,8 @@ def test_killed_and_stopped_it_is_the_same_run(name: str, tmp_path: Path) -> Non
     assert losses(broken) == losses(whole)
     ours, theirs = elastictrain.load(str(broken)), elastictrain.load(str(whole))
     assert ours.keys() == theirs.keys()
+    document, expected = (json.loads(bytes(one.pop("own.json").tolist())) for one in (ours, theirs))
+    assert document == expected
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
     if name in PLAIN:
         go_on_with_one_rank(path, broken, kept={"trainer": ("steps=2", "steps=4"), "lightning_fit": ("size=4", "size=8")}[name])
