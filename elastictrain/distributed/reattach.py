@@ -57,15 +57,16 @@ def _abort(errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def forget_step(wrapped: Wrapped) -> None:
+def forget_step(model: nn.Module) -> None:
     """Clear what a step that was cut short left in the wrappers, and all gradients; parameters keep whatever values they have.
-    Blocks until the device is idle. Main thread, after `detach`. Collective: no. Raises: HostUnfitError."""
-    device = next(wrapped.bare.parameters()).device
+    `model` is the one inside DDP. Blocks until the device is idle. Main thread, after `detach`. Collective: no. Raises:
+    HostUnfitError."""
+    device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     forget_groups()  # a group whose creation was cut short may have been recorded after `detach`
-    clear_fsdp(wrapped.bare)
-    for parameter in wrapped.bare.parameters():
+    clear_fsdp(model)
+    for parameter in model.parameters():
         parameter.grad = None
 
 

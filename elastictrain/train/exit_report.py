@@ -168,11 +168,15 @@ class ExitReport:
 
     def lease_lost(self, sentence: str) -> None:
         """Called by the lease thread: another run trains here, so this run's further work does not count."""
-        self._begin(EXIT_STOPPED)
+        self.end_process(sentence, exit_code=EXIT_STOPPED)
+
+    def end_process(self, sentence: str, *, exit_code: int) -> None:
+        """Called by another thread than the main one: report, and end the process."""
+        self._begin(exit_code)
         try:
-            self.write(ExitClassification(EXIT_STOPPED, sentence, show_stack=False), heard={}, brief=True)
+            self.write(ExitClassification(exit_code, sentence, show_stack=False), heard={}, brief=True)
         finally:
-            os._exit(EXIT_STOPPED)
+            os._exit(exit_code)
 
     def write(self, what: ExitClassification, *, heard: Mapping[str, str], stack: str = "", brief: bool = False) -> None:
         """Report why this rank ends. `brief`: another rank reports the cause, and others wait for this rank's end. Then the

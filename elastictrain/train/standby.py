@@ -103,7 +103,7 @@ def _build(context: TrainContext) -> BuiltState:
     wrapped, state = build_state(context)
     _run_step(context, Stepper(context, wrapped, state.optimizer))
     detach(_DETACH_S)
-    forget_step(wrapped)
+    forget_step(wrapped.bare)
     return BuiltState(wrapped, state)
 
 

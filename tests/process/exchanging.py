@@ -247,7 +247,7 @@ class Orders:
 def leave(mine: Rank, orders: Orders) -> None:
     raised = time.monotonic()
     _, generation, detach_s, detached = orders.wait_for("end")
-    forget_step(mine.wrapped)
+    forget_step(mine.wrapped.bare)
     mine.note(left=generation, detach_s=detach_s, raised_s=raised - detached)
 
 
@@ -279,7 +279,7 @@ def first(plan: Plan, rank: int, newcomer: str, orders: Orders) -> Rank:
         mine.train_step()
         mine.note(warm=graphs())
         detach(DETACH_S)
-        forget_step(mine.wrapped)
+        forget_step(mine.wrapped.bare)
         parked = ParkedMemory.give(mine.tensors(), peak_bytes=0)
         mine.note(held=sum(tensor.untyped_storage().nbytes() for tensor in mine.tensors()))
         parked.take()

@@ -52,7 +52,7 @@ def test_a_step_runs_on_the_groups_that_come_next(kind: Kind) -> None:
     for _ in range(2):
         detach(5.0)
         assert not dist.is_initialized()
-        forget_step(wrapped)
+        forget_step(wrapped.bare)
         assert all(parameter.grad is None for parameter in wrapped.bare.parameters())
         play(0)
         if kind == "ddp":
@@ -69,7 +69,7 @@ def test_a_step_runs_on_the_groups_that_come_next(kind: Kind) -> None:
 def test_shards_of_uneven_size_fit_their_place_only(kind: Kind, rank: int, fits: bool) -> None:
     wrapped = built(kind, rows=5)
     detach(5.0)
-    forget_step(wrapped)
+    forget_step(wrapped.bare)
     play(rank)
     if fits:
         reattach(wrapping(kind), wrapped)
@@ -82,7 +82,7 @@ def test_shards_of_uneven_size_fit_their_place_only(kind: Kind, rank: int, fits:
 def test_even_shards_fit_any_place(rank: int) -> None:
     wrapped = built("fsdp")
     detach(5.0)
-    forget_step(wrapped)
+    forget_step(wrapped.bare)
     play(rank)
     reattach(wrapping("fsdp"), wrapped)
     places = {tuple(parameter.device_mesh.get_coordinate()) for parameter in wrapped.bare.parameters()}  # type: ignore[attr-defined]

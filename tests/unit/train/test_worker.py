@@ -42,7 +42,9 @@ from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Overdue
 from elastictrain.telemetry.log import LogPrefix
+from elastictrain.train import participant
 from elastictrain.train import worker as module
+from elastictrain.train.participant import Participant
 from elastictrain.train.worker import Worker
 from tests.unit.fault.test_launcher_channel import Launcher, wait_for
 from tests.unit.train.test_loop import config
@@ -140,7 +142,7 @@ class FakeLoop:
         self.freed = threading.Event()
         self.closed: list[bool | None] = []
         self.state = SimpleNamespace(step=7)
-        self.stepper = SimpleNamespace(wrapped=f"model {number}")
+        self.stepper = SimpleNamespace(wrapped=SimpleNamespace(bare=f"model {number}"))
         self.observer = SimpleNamespace(print_line=lambda _: None)
         self.loader = SimpleNamespace(interrupt=self.freed.set)
 
@@ -173,26 +175,27 @@ class World:
         self.stop = StopListener()
         self.received = Lines(FromWorker)
         monkeypatch.setattr(os, "environ", {**os.environ, **environment(1)})
-        for name in ("check_alone", "claim_memory", "meet", "form_group", "start_saver", "build", "prepare"):
+        for name in ("check_alone", "claim_memory", "build", "prepare"):
             monkeypatch.setattr(module, name, getattr(self, f"_{name}"))
-        monkeypatch.setattr(module, "detach", self._detach)
+        for name in ("meet", "form_group", "start_saver", "detach"):
+            monkeypatch.setattr(participant, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(module, "detached", self._detached)
-        monkeypatch.setattr(module, "forget_step", lambda wrapped: self.calls.append(f"forget {wrapped}"))
+        monkeypatch.setattr(module, "forget_step", lambda bare: self.calls.append(f"forget {bare}"))
         monkeypatch.setattr(module, "leave", lambda group: self.calls.append("leave"))
-        monkeypatch.setattr(module, "await_all", lambda group: self.calls.append("await all"))
+        monkeypatch.setattr(participant, "await_all", lambda group: self.calls.append("await all"))
         monkeypatch.setattr(module, "forget", lambda: self.calls.append("forget preparation"))
         monkeypatch.setattr(module, "show_sample", lambda *_, **__: None)
         monkeypatch.setattr(module, "set_up_logging", lambda prefix: None)
-        monkeypatch.setattr(module, "HangWatch", lambda *_: FakeHangs(self.calls))
+        monkeypatch.setattr(participant, "HangWatch", lambda *_: FakeHangs(self.calls))
         monkeypatch.setattr(
-            module, "ExitReport", lambda _, identity, tracker, hangs, stop: FakeReport(identity, hangs, self.calls)
+            participant, "ExitReport", lambda _, identity, tracker, hangs, stop: FakeReport(identity, hangs, self.calls)
         )
         self.tracker, self.prefix = ProgressTracker(), LogPrefix(1, step=lambda: 0)
-        identity = module.read_identity(os.environ)
+        identity = participant.read_identity(os.environ)
         channel = launcher.channel if launcher is not None else None
         options = cast(RunConfig, config(steps=3))
-        self.worker = Worker(options, identity, self.tracker, self.prefix, self.stop, 1, channel)
-        self.first_report = cast(FakeReport, self.worker.report)
+        self.worker = Worker(Participant(options, identity, self.tracker, self.prefix, self.stop, 1, channel))
+        self.first_report = cast(FakeReport, self.worker.part.report)
 
     def heard(self) -> list[object]:
         """What the launcher has received until now."""
@@ -230,7 +233,7 @@ class World:
     def _prepare(self, context: object, *, exact: bool) -> object:
         self.calls.append("prepare exactly" if exact else "prepare")
         arena = SimpleNamespace(close=lambda: self.calls.append("close the slots")) if exact else None
-        return SimpleNamespace(wrapped="prepared", finished_step=0, parked=self.parked, arena=arena)
+        return SimpleNamespace(wrapped=SimpleNamespace(bare="prepared"), finished_step=0, parked=self.parked, arena=arena)
 
     def _detach(self, limit_s: float) -> None:
         self.detach_hook()
@@ -291,7 +294,7 @@ class TestRecovery:
         assert world.heard() == [Introduced(), Attached(""), LEFT, Introduced(), Attached("")]
         assert world.meetings == [(1, 0), (1, 6)]
         first, second = cast(list[Any], world.built_upon)
-        assert (first, second.wrapped) == (None, "model 1")
+        assert (first, second.wrapped.bare) == (None, "model 1")
         # Nothing that needs no other rank is done twice.
         assert (world.calls.count("check alone"), world.calls.count("claim memory")) == (1, 1)
         left = [call for call in world.calls if call.partition(" ")[0] in ("abort", "forget", "close")]
@@ -305,12 +308,12 @@ class TestRecovery:
         world.plan = [fails(DetachedError("b has failed")), trains]
         launcher.say(Attach(environment(2, rank=0)))
         assert world.worker.run(standby="") == EXIT_OK
-        identity = world.worker.identity
+        identity = world.worker.part.identity
         assert identity.launcher is not None
         assert (identity.rank, identity.launcher.generation) == (0, 2)
         assert (world.stop.request, world.stop.stop_file, world.stop.quiet) == (None, "/tmp/generation-2/stop.json", False)
-        assert world.worker.report is not world.first_report
-        assert cast(FakeReport, world.worker.report).identity is identity
+        assert world.worker.part.report is not world.first_report
+        assert cast(FakeReport, world.worker.part.report).identity is identity
         assert (world.prefix.rank, world.tracker.mark.first_step_done) == (0, False)
         assert Path("/proc/self/comm").read_text().strip() == "rank 0"
 
@@ -369,7 +372,7 @@ class TestOrderlyEnd:
         stopped = Detached(EXIT_STOPPED, built=True)
         assert world.heard() == [Introduced(), Attached(""), stopped, Introduced(), Attached("")]
         assert world.meetings == [(1, 0), (1, 6)]
-        assert cast(Any, world.built_upon[1]).wrapped == "model 1"
+        assert cast(Any, world.built_upon[1]).wrapped.bare == "model 1"
         # Nobody aborts a group that another rank still needs.
         ended = [call for call in world.calls if call.partition(" ")[0] in ("in", "await", "abort", "forget", "leave")]
         assert ended == ["in order 75", "await all", "abort in MainThread", "forget model 1", "in order 0", "leave"]
@@ -378,12 +381,12 @@ class TestOrderlyEnd:
     def test_a_rank_that_is_lost_then_ends_the_generation(
         self, world: World, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "await_all", lambda group: fails(TransportError("reset"))(world.loops[0]))
+        monkeypatch.setattr(participant, "await_all", lambda group: fails(TransportError("reset"))(world.loops[0]))
         world.plan = [fails(StopRequestedError("b leaves")), trains]
         launcher.say(Attach(environment(2)))
         assert world.worker.run(standby="") == EXIT_OK
         assert world.heard()[2] == LEFT
-        assert cast(Any, world.built_upon[1]).wrapped == "model 1"
+        assert cast(Any, world.built_upon[1]).wrapped.bare == "model 1"
         assert world.calls.count("keep what is built") == 1, "its data workers were released already"
 
     def test_it_ends_with_its_launcher(self, world: World, launcher: Launcher) -> None:
@@ -437,7 +440,7 @@ class TestStandby:
         assert world.heard() == [Detached(EXIT_OK, built=True), Introduced(), Attached("")]
         assert world.meetings == [(0, 0)], "no part of an earlier generation"
         (before,) = cast(list[Any], world.built_upon)
-        assert before.wrapped == "prepared"
+        assert before.wrapped.bare == "prepared"
         assert world.calls.count("check alone") == 1
 
     def test_that_is_parked_claims_memory_like_a_new_worker(self, world: World, launcher: Launcher) -> None:
@@ -448,7 +451,7 @@ class TestStandby:
         assert world.worker.run(standby=EXACT) == EXIT_OK
         assert world.heard()[0] == Detached(EXIT_OK, built=False)
         assert (world.calls.count("prepare exactly"), world.calls.count("claim memory")) == (1, 1)
-        assert cast(Any, world.built_upon[0]).wrapped == "prepared"
+        assert cast(Any, world.built_upon[0]).wrapped.bare == "prepared"
 
     def test_without_room_on_its_device_ends(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "has_room", lambda context: False)
@@ -510,12 +513,12 @@ class TestBeingOverdue:
     """The watchdog calls again and again."""
 
     def overdue(self, world: World) -> list[Overdue]:
-        return cast(FakeReport, world.worker.report).overdue_calls
+        return cast(FakeReport, world.worker.part.report).overdue_calls
 
     def test_who_waits_for_another_leaves_the_generation_and_not_the_process(self, world: World, launcher: Launcher) -> None:
         def waits(loop: FakeLoop) -> None:
             for _ in range(3):
-                threading.Thread(target=world.worker.end, args=(HUNG,)).start()
+                threading.Thread(target=world.worker.part.end, args=(HUNG,)).start()
             blocks(loop)
 
         world.plan = [waits, trains]
@@ -526,34 +529,34 @@ class TestBeingOverdue:
         assert world.heard().count(LEFT) == 1
 
     def test_who_cannot_be_freed_ends(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_FREE_S", 0.1)
-        world.worker.end(HUNG)
-        world.worker.end(HUNG)
+        monkeypatch.setattr(participant, "_FREE_S", 0.1)
+        world.worker.part.end(HUNG)
+        world.worker.part.end(HUNG)
         assert self.overdue(world) == []
         time.sleep(0.15)
-        world.worker.end(HUNG)
+        world.worker.part.end(HUNG)
         assert self.overdue(world) == [HUNG]
 
     def test_who_hangs_itself_ends(self, world: World) -> None:
-        cast(FakeHangs, world.worker.report.hangs).waits = False
-        world.worker.end(HUNG)
+        cast(FakeHangs, world.worker.part.report.hangs).waits = False
+        world.worker.part.end(HUNG)
         assert self.overdue(world) == [HUNG]
 
     def test_who_is_to_stop_ends(self, world: World) -> None:
         stopped = Overdue(EXIT_STOPPED, "asked to stop", show_stacks=False)
-        world.worker.end(stopped)
+        world.worker.part.end(stopped)
         assert self.overdue(world) == [stopped]
 
     def test_without_a_launcher_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(monkeypatch, None)
-        world.worker.end(HUNG)
+        world.worker.part.end(HUNG)
         assert self.overdue(world) == [HUNG]
 
     def test_it_counts_for_one_generation(self, world: World, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_FREE_S", 0.0)
+        monkeypatch.setattr(participant, "_FREE_S", 0.0)
 
         def waits(loop: FakeLoop) -> None:
-            threading.Thread(target=world.worker.end, args=(HUNG,)).start()
+            threading.Thread(target=world.worker.part.end, args=(HUNG,)).start()
             blocks(loop)
 
         world.plan = [waits, waits, trains]
