@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from elastictrain.own_loop.loading import load as load
     from elastictrain.own_loop.run import Run as Run
     from elastictrain.own_loop.run import attach as attach
+    from elastictrain.own_loop.run import recoverable as recoverable
     from elastictrain.own_loop.sample_order import SampleOrder as SampleOrder
     from elastictrain.own_loop.session import init_process_group as init_process_group
 
@@ -21,9 +22,10 @@ _PLACES = {
     "attach": "own_loop.run",
     "init_process_group": "own_loop.session",
     "load": "own_loop.loading",
+    "recoverable": "own_loop.run",
 }
 
-__all__ = ["Run", "SampleOrder", "__version__", "attach", "init_process_group", "load"]
+__all__ = ["Run", "SampleOrder", "__version__", "attach", "init_process_group", "load", "recoverable"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,12 @@ _EXIT_INTERRUPTED = 130
 _EXIT_PIPE = 141
 
 
+def split_program(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The arguments before `--`, and those after it: a program with its own, which takes the place of a task."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return tuple(arguments[:place]), tuple(arguments[place + 1 :])
+
+
 def run_command(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,

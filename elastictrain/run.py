@@ -1,4 +1,5 @@
-"""Entry point of a worker: `python -m elastictrain.run recipe=...`, under torchrun or alone."""
+"""Entry point of a worker: `python -m elastictrain.run recipe=...`, under torchrun or alone; or a program of the user's, after
+`--`, in the place of a recipe."""
 
 import os
 import signal
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elastictrain.entry_point import leave_process
+from elastictrain.entry_point import leave_process, split_program
 from elastictrain.errors import EXIT_OK, ElasticTrainError
 from elastictrain.fault.reasons import Reason, elect_reporter, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
@@ -23,7 +24,11 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     `config.load`."""
     # Imports take seconds, in which the agent that started this worker may die: its pid must be read before.
     parent = os.getppid()
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments, program = split_program(sys.argv[1:] if arguments is None else arguments)
+    if program:
+        from elastictrain.own_loop.program import run_program
+
+        return run_program(program, overrides=arguments, composed=composed)
     identity: Identity | None = None
     try:
         identity = read_identity(os.environ)

@@ -20,6 +20,7 @@ _OPTIONS = {
     "recipe=NAME": "a whole run; everything else changes it",
     "GROUP=CHOICE": "another choice of one group, e.g. parallel=fsdp",
     "KEY=VALUE": "any key, e.g. train.steps=500; ~KEY takes the default of the program",
+    "-- PROGRAM [ARGS]": "last: a Python file, or -m MODULE, with a loop of its own, in the place of a recipe",
     "--config-dir DIR": "a folder of your own with recipe/*.yaml, model/*.yaml ...; may be given several times",
     "--cfg job": "print the resolved configuration and end",
     "--help [TOPIC]": "print this and end; TOPIC is a group or a key, e.g. --help train; with recipe=NAME also the keys of its"

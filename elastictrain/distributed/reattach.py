@@ -8,17 +8,20 @@ raises out of its step, calls `forget_step`, makes a new default group, and call
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.distributed.gloo_sockets import cut_gloo_connections
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, attach_ddp
-from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_groups, move_fsdp
+from elastictrain.errors import ConfigError, Problem
+from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_groups, keep_mesh, move_fsdp
 
 _POLL_S = 0.01
 
@@ -88,6 +91,25 @@ def reattach(wrapping: Wrapping, wrapped: Wrapped) -> Wrapped:
     return wrapped
 
 
+def exchange_groups(models: Iterable[nn.Module], *, fresh: bool) -> None:
+    """Put the groups of the default group under wrappers of a user's: DDP, and FSDP2 over a mesh of all ranks. `fresh`: this
+    process has just made them; where all have, DDP begins with the values of rank 0. Collective: yes. Raises: ConfigError for
+    another mesh; HostUnfitError."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                attach_ddp(module, fresh=fresh)
+        meshes = [*{id(one): one for one in map(keep_mesh, _meshes_of(model))}.values()]
+        if not meshes:
+            continue
+        mesh, *others = meshes
+        if others or mesh.size() != dist.get_world_size():
+            message = f"must be sharded over one mesh of all {dist.get_world_size()} ranks to be recoverable, but has "
+            raise ConfigError([Problem("model", message + ", ".join(map(str, meshes)))])
+        names = mesh.mesh_dim_names
+        move_fsdp(model, keep_mesh(init_device_mesh(mesh.device_type, tuple(mesh.shape), mesh_dim_names=names)))
+
+
 def _check_place(model: nn.Module, built_for: int) -> None:
     """Raises: ValueError if this rank's place in the mesh would hold shards of other sizes than those of `model`."""
     place = _place(model)
@@ -99,7 +121,10 @@ def _check_place(model: nn.Module, built_for: int) -> None:
 
 def _place(model: nn.Module) -> int:
     """Which shard this rank holds: its coordinate in the last dimension of the mesh."""
-    mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
-    coordinate = mesh.get_coordinate()
+    coordinate = next(_meshes_of(model)).get_coordinate()
     assert coordinate is not None  # noqa: S101  # all ranks are in the mesh
     return coordinate[-1]
+
+
+def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
+    return (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))

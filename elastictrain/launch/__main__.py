@@ -1,4 +1,5 @@
 """`python -m elastictrain.launch recipe=...`: one launcher per host. It finds the other hosts and trains with those that exist.
+After `--` comes a program with a loop of its own, in the place of a recipe.
 
 Exit codes: 0 done; 75 stopped on request, the same command resumes; 69 this host is unfit; 78 configuration error;
 70 the run fails repeatedly; 74 storage.
@@ -31,6 +32,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import requested_help
 from elastictrain.config.load import load
 from elastictrain.distributed.bounded import call_until
+from elastictrain.entry_point import split_program
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import ClusterPlace
@@ -55,6 +57,7 @@ from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.lease.chain import LAUNCHER, Chain
 from elastictrain.lease.holder import Waiting, wait_until_free
+from elastictrain.own_loop.options import launcher_config
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.interfaces import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
@@ -94,11 +97,15 @@ def _exit_code(act: Callable[[], int]) -> int:
 
 
 def _start(arguments: tuple[str, ...]) -> int:
-    text = requested_help(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
+    overrides, program = split_program(arguments)
+    text = requested_help(overrides, program="python -m elastictrain.launch", purpose=_PURPOSE)
     if text is not None:
         sys.stdout.write(f"{text}\n")
         return errors.EXIT_OK
-    config, surroundings = load(arguments, with_task=False), Surroundings()
+    if program and program[0] != "-m" and not Path(program[0]).is_file():
+        raise errors.UsageError(f"`--` must be followed by a Python file, or -m and a module, but {program[0]} is no file")
+    config = launcher_config(overrides) if program else load(overrides, with_task=False)
+    surroundings = Surroundings()
     place = _find_place(config, surroundings)
     if place.role == "idle":
         _print_findings(place)

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from elastictrain.entry_point import split_program
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
 from elastictrain.fault.launcher_channel import CHANNEL_VARIABLE, STANDBY_VARIABLE
@@ -39,6 +40,7 @@ _AHEAD = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "elastictrain.config.load",
+    "elastictrain.own_loop.run",
     "elastictrain.train.worker",
 )
 _MODULE = "elastictrain.run"
@@ -291,7 +293,7 @@ def compose_ahead(arguments: Sequence[str]) -> "Composed | None":
     with suppress(Exception):
         from elastictrain.config.compose import compose
 
-        return compose(arguments)
+        return compose(split_program(arguments)[0])
     return None
 
 

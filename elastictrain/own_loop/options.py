@@ -1,12 +1,16 @@
 """The options of a loop of one's own, as a configuration like that of a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from elastictrain.config.compose import compose
+from elastictrain.config.command_line import parse_overrides, read_command_line
+from elastictrain.config.compose import Composed, compose, read_choices
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.constraints import show
 from elastictrain.config.load import check_tree
+from elastictrain.config.validate import NOT_GIVEN
 from elastictrain.errors import ConfigError, Problem
+from elastictrain.storage.opening import absolute_url
 
 _GROUPS = ("checkpoint", "fault", "parallel", "preflight", "run", "telemetry")
 _WITHOUT_EFFECT = frozenset(
@@ -17,12 +21,41 @@ _WITHOUT_EFFECT = frozenset(
         *("telemetry.progress", "telemetry.peak_tflops"),
     )
 )
+_OF_LAUNCHER = ("fault.", "parallel.", "preflight.", "checkpoint.memory_dir", "run.on_held")  # what the launcher acts by, too
 _ENDLESS = 10**15  # steps: a loop of one's own ends by itself
 
 
-def own_config(url: str, options: Mapping[str, object]) -> RunConfig:
-    """`options`: groups of the configuration, each a mapping of keys to values. Raises: ConfigError naming the key."""
-    tree, problems = compose(()).tree, []
+@dataclass(frozen=True, slots=True)
+class CommandLineOptions:
+    """The part of a command line before `--`, which a program comes after."""
+
+    overrides: tuple[str, ...] = ()
+    composed: Composed | None = None  # what `compose` returns for them
+
+    def given(self) -> frozenset[str]:
+        """The keys that they set, and the groups for which they choose. Raises: UsageError."""
+        line = read_command_line(self.overrides)
+        choices, values, _ = parse_overrides(line.overrides, known=read_choices(line.config_dirs))
+        return frozenset((*choices, *(one.key_or_group for one in values)))
+
+
+def launcher_config(overrides: Sequence[str]) -> RunConfig:
+    """What the launcher of a program knows of its run. Raises: UsageError; ConfigError naming the key."""
+    composed = compose(overrides)
+    url = _mapping(composed.tree["run"]).get("dir", NOT_GIVEN)
+    if url == NOT_GIVEN:
+        message = "must be given before `--`, as in the program: launchers meet in that folder"
+        raise ConfigError([*composed.problems, Problem("run.dir", message)])
+    config = own_config(str(url), {}, line=CommandLineOptions(tuple(overrides), composed))
+    # The program decides how a batch is shared. A standby would run the program.
+    return replace(config, train=replace(config.train, global_batch=_ENDLESS), launch=replace(config.launch, standbys=0))
+
+
+def own_config(url: str, options: Mapping[str, object], *, line: CommandLineOptions = CommandLineOptions()) -> RunConfig:
+    """`options`: groups of the configuration, each a mapping of keys to values. They are added to those of the command `line`,
+    and must not contradict them. Raises: ConfigError naming the key."""
+    composed = line.composed or compose(line.overrides)
+    tree, problems = {**composed.tree}, [*composed.problems]
     for group, values in options.items():
         if group not in _GROUPS:
             problems.append(Problem(group, f"is not known: it must be one of {', '.join(_GROUPS)}"))
@@ -31,9 +64,12 @@ def own_config(url: str, options: Mapping[str, object]) -> RunConfig:
         else:
             idle = [key for key in values if f"{group}.{key}" in _WITHOUT_EFFECT]
             problems += [Problem(f"{group}.{key}", "has no effect on a loop of one's own: leave it out") for key in idle]
-            tree[group] = {**_mapping(tree[group]), **values}
     if not isinstance(url, str) or not url:
         problems.append(Problem("url", f"must be a path or URL of the run's folder, but is {show(url)}"))
+    elif line.overrides:
+        problems += _contradictions(url, options, tree, line)
+    for group, values in options.items():
+        tree[group] = _merged(tree.get(group), values)
     tree["run"] = {**_mapping(tree["run"]), "dir": url}
     tree["train"] = {
         **_mapping(tree["train"]),
@@ -53,6 +89,41 @@ def own_config(url: str, options: Mapping[str, object]) -> RunConfig:
     if problems or config is None:
         raise ConfigError(problems)
     return config
+
+
+def _contradictions(
+    url: str, options: Mapping[str, object], tree: Mapping[str, object], line: CommandLineOptions
+) -> Iterator[Problem]:
+    """What is wrong with the command line, and where the program says something else."""
+    told, given = dict(_leaves(tree)), line.given()
+    for key in sorted(given - {"run.dir"}):
+        if key.partition(".")[0] not in (*_GROUPS, "launch") or key in (*_WITHOUT_EFFECT, "launch.standbys"):
+            yield Problem(key, "has no effect on a program with a loop of its own: leave it out")
+    for key, value in (("run.dir", url), *_leaves(options)):
+        of_line = told.get(key, value)
+        if key == "run.dir":
+            differs = absolute_url(str(of_line)) != absolute_url(str(value))
+        else:
+            chosen = key in given or key.partition(".")[0] in given or key.startswith(_OF_LAUNCHER)
+            differs = chosen and of_line != value and key not in _WITHOUT_EFFECT
+        if differs:
+            message = f"must be {show(of_line)}, as the command line has it before `--`, but is {show(value)} in the program"
+            yield Problem(key, f"{message}: give {key}={show(value)} before `--`, or leave it out of the program")
+
+
+def _leaves(values: object, path: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, values
+
+
+def _merged(before: object, values: object) -> object:
+    if not isinstance(values, Mapping):
+        return values
+    before = _mapping(before)
+    return {**before, **{key: _merged(before.get(key), value) for key, value in values.items()}}
 
 
 def _mapping(group: object) -> Mapping[str, object]:

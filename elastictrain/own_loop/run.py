@@ -1,77 +1,40 @@
 """`elastictrain.attach`: snapshots, checkpoints, agreed stops and verified restores for training loops that users write."""
 
-import math
 import os
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from elastictrain.checkpoint.copier import Arena
 from elastictrain.data.samples import derive_seed
+from elastictrain.distributed.reattach import exchange_groups, forget_step
 from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, CheckpointError, ConfigError, Problem, StopRequestedError, UsageError
-from elastictrain.events import Step
 from elastictrain.identity import read_identity
 from elastictrain.liveness.progress import Phase
+from elastictrain.own_loop.agreement import StepAgreement
+from elastictrain.own_loop.figures import CurveObserver, Figures, take_figures
 from elastictrain.own_loop.session import Session, init_process_group, present_session, report_exceptions
-from elastictrain.own_loop.state import OwnState, own_state
+from elastictrain.own_loop.state import OwnState, own_state, plain
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.build import make_checkpointer, record_start, restore
-from elastictrain.train.observing import Curves, Observer
-from elastictrain.train.replica_comparison import HostCopy, ReplicaComparison
+from elastictrain.train.observing import Observer
+from elastictrain.train.participant import OrderlyEnd
+from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Reached, SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
 from elastictrain.train.step import StepFlags, after_step
 
-
-@dataclass(frozen=True, slots=True)
-class _Agreement:
-    """The flags of one step of all ranks, on their way."""
-
-    sums: Tensor
-    work: dist.Work
-
-    def flags(self) -> StepFlags:
-        self.work.wait()
-        return StepFlags.decode(self.sums.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """What a step has come to, on its way from the device."""
-
-    step: int
-    names: tuple[str, ...]
-    values: HostCopy
-    rate: float
-    seconds: float
-
-
-class _Observer(Observer):
-    """Prints sentences of the run, and writes the metrics of steps as curves."""
-
-    def __init__(self, session: Session, *, first_step: int) -> None:
-        self._every_steps = session.context.config.telemetry.log_every_steps
-        self._curves = Curves(session.context, first_step=first_step, total_steps=0)
-
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step % self._every_steps == 0 or step == 1:
-            self._curves.log(step, metrics)
-
-    def print_line(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-
-    def close(self) -> None:
-        self._curves.close()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -93,14 +56,19 @@ class Run:
     _synchronous: SynchronousSaving | None = field(default=None, init=False)  # once restored
     _in_storage: bool = field(default=True, init=False)
     _attachment: Attachment | None = field(default=None, init=False)  # once a step is done
-    _agreement: _Agreement | None = field(default=None, init=False)
+    _agreement: StepAgreement | None = field(default=None, init=False)
     _unfinished: tuple[int, StepFlags] | None = field(default=None, init=False)
-    _figures: _Figures | None = field(default=None, init=False)
+    _figures: Figures | None = field(default=None, init=False)
     _began_s: float = field(default=0.0, init=False)
     _stop_reason: str = field(default="", init=False)
     _ended: bool = field(default=False, init=False)
     _first_done: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)  # since the last step was done
+    _ending: "_Ending | None" = field(default=None, init=False)  # once restored
+    _hooked: bool = field(default=False, init=False)
+    _generations: int = field(default=0, init=False)  # that this process has left
+    _arena: Arena | None = field(default=None, init=False)  # slots of the generation before
+    _finished_step: int = field(default=0, init=False)  # the newest step that this process has finished
 
     @property
     def step(self) -> int:
@@ -120,22 +88,31 @@ class Run:
         self._check_open()
         if self._synchronous is not None:
             raise UsageError("run.restore() must be called once, but was called again")
+        if not self._session.joined:
+            self._session.join(finished_step=self._finished_step)
+            exchange_groups(self._state.models.values(), fresh=not self._generations)
         context, state = self._session.context, self._state
-        self._memory = connect_savers(context, self._session.link)
+        if context.identity.is_log_rank:
+            record_start(context)
+        self._memory = connect_savers(context, self._session.part.link, arena=self._arena)
         checkpointer = make_checkpointer(context)
         state.make_room()
         shape = _shape(state, world_size=context.identity.world_size)
-        resume = restore(context, checkpointer, state, memory=self._memory, reset=_refuse_changed_state)
+        resume = restore(
+            context, checkpointer, state, memory=self._memory, reset=_refuse_changed_state, changed=self._generations > 0
+        )
         if not resume.step:
             state.forget()
         first_step = resume.step + 1
-        observer = _Observer(self._session, first_step=first_step) if context.identity.is_log_rank else Observer()
+        observer = CurveObserver(context, first_step=first_step) if context.identity.is_log_rank else Observer()
+        self._ending = self._session.part.report.loop = _Ending(self, observer)
         observer.print_line(f"resumed at step {resume.step}" if resume.step else f"a new run in {context.store.url}: step 0")
         comparison = ReplicaComparison(context, state, shape)
         self._synchronous = SynchronousSaving(context, checkpointer, state, comparison, None, observer)
         self._in_storage = resume.tier in ("storage", "none")
-        for optimizer in state.optimizers.values():
+        for optimizer in state.optimizers.values() if not self._hooked else ():
             optimizer.register_step_pre_hook(self._before_update)
+        self._hooked = True
         if resume.step:
             # Not later: where only memory has this step it may have to be saved first, and it is still the one that is live.
             self._begin_saving(self._synchronous)
@@ -160,7 +137,8 @@ class Run:
         attachment = self._attachment or self._begin_saving(self._synchronous)
         agreement = self._agreement or self._ask(attachment.flags(step))
         flags = agreement.flags()
-        figures = self._take_figures(step, metrics or {})
+        seconds = time.monotonic() - self._began_s
+        figures = take_figures(step, metrics or {}, optimizers=self._state.optimizers.values(), seconds=seconds)
         self._state.step = step
         attachment.comparison.step_launched(step)
         self._finish()
@@ -214,10 +192,13 @@ class Run:
                     self._stop_reason = self._session.context.any_stop_reason() or "the last step is not in storage"
         if self._stop_reason:
             code = EXIT_STOPPED
-        self._ended = True
         self._session.context.tracker.set_phase(Phase.END, step=self._state.step)
         finished = code == EXIT_OK and not self._updated
-        self._session.end(_Ending(self), code=code, reason=self._stop_reason or "done", finished=finished)
+        end = OrderlyEnd(code, self._stop_reason or "done", finished=finished, keep=self._keep, free=self._forget_step)
+        self._session.end(self._ending or _Ending(self, Observer()), end)
+        self._ended = self._session.ended
+        if not self._ended:
+            self._reset()
         return code
 
     def __enter__(self) -> Self:
@@ -238,7 +219,8 @@ class Run:
         context, state = self._session.context, self._state
         state.make_room()
         state.fix_shapes()
-        saving = make_saving(self._memory, synchronous, in_storage=self._in_storage)
+        saving = make_saving(self._memory, synchronous, in_storage=self._in_storage, arena=self._arena)
+        self._arena = saving.arena
         observer, comparison = synchronous.observer, synchronous.comparison
         self._attachment = Attachment(context, state, saving, comparison, observer)
         return self._attachment
@@ -249,11 +231,8 @@ class Run:
             self._attachment.saving.before_update()
         self._state.before_update(optimizer)
 
-    def _ask(self, flags: StepFlags) -> _Agreement:
-        sums = torch.tensor(flags.encode(), dtype=torch.float64)
-        work = dist.all_reduce(sums, group=self._session.context.group.control, async_op=True)
-        assert work is not None  # noqa: S101
-        return _Agreement(sums, work)
+    def _ask(self, flags: StepFlags) -> StepAgreement:
+        return StepAgreement.ask(flags, group=self._session.context.group.control)
 
     def _settle(self) -> None:
         """Wait for what is under way between two steps."""
@@ -272,23 +251,6 @@ class Run:
         self._session.seed()
         context.tracker.set_phase(Phase.STEP, step=step)
 
-    def _take_figures(self, step: int, metrics: Mapping[str, float | Tensor]) -> _Figures:
-        values = []
-        for name, value in metrics.items():
-            if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.is_complex()):
-                raise UsageError(f"metrics[{name!r}] must be a number, but is {value!r}")
-            tensor = torch.as_tensor(value.full_tensor() if isinstance(value, DTensor) else value, dtype=torch.float64).detach()
-            if tensor.numel() != 1:
-                raise UsageError(f"metrics[{name!r}] must be a number, but has the shape {list(tensor.shape)}")
-            values.append(tensor.reshape(()))
-        device = next((one.device for one in values if one.is_cuda), torch.device("cpu"))
-        stacked = torch.stack([one.to(device, non_blocking=True) for one in values]) if values else torch.zeros(0)
-        rates = [
-            group["lr"] for optimizer in self._state.optimizers.values() for group in optimizer.param_groups if "lr" in group
-        ]
-        seconds = max(time.monotonic() - self._began_s, 1e-9)
-        return _Figures(step, tuple(metrics), HostCopy(stacked), float(rates[0]) if rates else math.nan, seconds)
-
     def _finish(self) -> None:
         """Take the figures of the last step, and let its snapshot count."""
         figures, self._figures = self._figures, None
@@ -297,39 +259,56 @@ class Run:
         if figures is None or unfinished is None or attachment is None:
             return
         if context.identity.is_log_rank:
-            values = dict(zip(figures.names, figures.values.wait().tolist(), strict=True))
-            context.journal.record(
-                Step(
-                    step=figures.step,
-                    loss=values.get("loss", math.nan),
-                    lr=figures.rate,
-                    grad_norm=values.get("grad_norm", math.nan),
-                    positions=(figures.step - 1, figures.step),
-                    # Positions count steps here.
-                    samples_per_s=1.0 / figures.seconds,
-                    tokens_per_s=values["tokens"] / figures.seconds if "tokens" in values else None,
-                    metrics={name: value for name, value in values.items() if name not in ("loss", "grad_norm", "tokens")},
-                )
-            )
-            if isinstance(attachment.observer, _Observer):
+            values = figures.read()
+            context.journal.record(figures.event(values))
+            if isinstance(attachment.observer, CurveObserver):
                 attachment.observer.on_metrics(figures.step, values)
         attachment.finish(*unfinished)
+
+    def _recover(self, error: Exception) -> bool:
+        """Leave a generation that has failed, and wait for a rank in the next one; False if `error` is the program's own."""
+        part = self._session.part
+        if not part.may_stay(error):
+            return False
+        code = part.leave(error, self._session.context, free=self._free)
+        self._reset()
+        self._session.await_rank(code)
+        return True
+
+    def _free(self) -> None:
+        self._keep()
+        self._forget_step()
+
+    def _keep(self) -> None:
+        """End saving in this generation; the next one uses the slots again."""
+        if self._attachment is not None:
+            self._attachment.saving.detach()
+            self._finished_step = self._attachment.finished_step
+        elif self._memory is not None and self._memory.others is not None:
+            self._memory.others.close()
+        self._attachment = self._memory = None
+
+    def _forget_step(self) -> None:
+        for model in self._state.models.values():
+            forget_step(plain(model))
+
+    def _reset(self) -> None:
+        """Nothing is known of the generation that begins."""
+        self._memory = self._synchronous = self._attachment = self._agreement = self._unfinished = self._figures = None
+        self._stop_reason, self._first_done, self._updated = "", False, False
+        self._generations += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """A run, as far as its end is reported."""
+    """A run's part in one generation, as far as its end is reported."""
 
     run: Run
+    observer: Observer
 
     @property
     def state(self) -> OwnState:
         return self.run._state
-
-    @property
-    def observer(self) -> Observer:
-        synchronous = self.run._synchronous
-        return synchronous.observer if synchronous is not None else Observer()
 
     @property
     def reached(self) -> Reached:
@@ -343,6 +322,31 @@ class _Ending:
 
     def abandon(self) -> None:
         self.observer.close()
+
+
+def recoverable(train: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate[Run, P], T]:
+    """For a function that trains with a run, its first argument, and begins with `run.restore()`. When another process of the
+    run dies, and `python -m elastictrain.launch` has started this one, then what the function waits for in a collective raises,
+    and the function is called again once there are as many ranks as before: with the same process, models, wrappers (DDP,
+    FSDP2) and compiled code. `elastictrain.init_process_group` must be called with `recoverable=True`."""
+
+    @wraps(train)
+    def again(run: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        session = run._session
+        if session.part.identity.launched and not session.recoverable:
+            message = "must be called with recoverable=True where a recoverable function trains, but was not"
+            raise ConfigError([Problem("elastictrain.init_process_group", message)])
+        while True:
+            try:
+                result = train(run, *args, **kwargs)
+                if not (run.should_stop and session.part.keeps_process):
+                    return result
+                run.close()
+            except Exception as error:
+                if not run._recover(error):
+                    raise
+
+    return again
 
 
 def attach(
@@ -370,7 +374,7 @@ def attach(
         if dist.is_initialized() or read_identity(os.environ).launched:  # type: ignore[no-untyped-call,unused-ignore]
             message = "must be called before attach, in the place of torch.distributed.init_process_group"
             raise ConfigError([Problem("elastictrain.init_process_group", message)])
-        init_process_group(url, **options)
+        init_process_group(url, recoverable=False, **options)
         session = present_session()
     elif (url, options) != (session.context.config.run.dir, {}):
         given = f"{url!r} and {', '.join(options) or 'no options'}"
@@ -384,8 +388,6 @@ def attach(
         raise ConfigError([Problem("elastictrain.attach", message)])
     session.attached = True
     state = own_state(model, optimizer, extra)
-    if session.context.identity.is_log_rank:
-        record_start(session.context)
     return Run(session, state)
 
 

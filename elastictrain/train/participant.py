@@ -11,9 +11,9 @@ from pathlib import Path
 
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
-from elastictrain.distributed.group import await_all
+from elastictrain.distributed.group import await_all, leave
 from elastictrain.distributed.reattach import detach
-from elastictrain.errors import EXIT_TRANSPORT, TransportError
+from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT, TransportError
 from elastictrain.fault.launcher_channel import Attached, Detached, FromWorker, Introduced, LauncherChannel
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity, read_identity
@@ -23,13 +23,24 @@ from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix
 from elastictrain.train.bringup import form_group, meet
 from elastictrain.train.context import TrainContext
-from elastictrain.train.exit_report import ExitReport
+from elastictrain.train.exit_report import ExitReport, Reported
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.snapshot_memory import start_saver
 
 _AGAIN_S = 0.02
 _FREE_S = 5.0  # by then a main thread whose groups were aborted must have left the generation, or this process ends
 _DETACH_S = 2.0  # limit for aborting the groups; the launcher ends a worker that takes longer
+
+
+@dataclass(frozen=True, slots=True)
+class OrderlyEnd:
+    """How a loop has ended that was not interrupted."""
+
+    code: int
+    reason: str
+    finished: bool  # whether the run is complete
+    keep: Callable[[], None]  # ends the loop, and keeps what the next one in this process can use
+    free: Callable[[], None]  # as in `Participant.leave`
 
 
 @dataclass(slots=True)
@@ -74,6 +85,11 @@ class Participant:
         """Show that threads of this process can run."""
         self.report.hangs.beat()
 
+    @property
+    def keeps_process(self) -> bool:
+        """Whether this process may take part in several generations."""
+        return self.channel is not None and self.stays
+
     def check_attached(self) -> None:
         """Raises: DetachedError if the launcher has ended the generation."""
         if self.channel is not None:
@@ -100,17 +116,33 @@ class Participant:
         report.hangs.group_formed(context.backend, self.link)
         return self.link
 
-    def leave_in_order(self, context: TrainContext, *, free: Callable[[], None]) -> None:
-        """Leave the groups once no rank needs another one. `free`: see `leave`. Collective: yes."""
-        await_all(context.group)
-        self._left.set()
-        if self.channel is not None:
-            self.channel.on_detach(None)
-        self._free(free)
+    def finish(self, context: TrainContext, loop: Reported, end: OrderlyEnd) -> bool:
+        """Report an end in order, and leave the groups once no rank needs another one; returns whether this process can wait
+        for a rank in the next generation, as after a stop under a launcher. Collective: yes."""
+        report, channel, stays = self.report, self.channel, end.code == EXIT_STOPPED and self.keeps_process
+        report.in_order(context, loop, code=end.code, reason=end.reason)
+        if stays:
+            end.keep()
+            loop.abandon()
+        else:
+            loop.close(finished=end.finished)
+        context.heartbeats.close()
+        # Closed only after the last collective of the ranks, which may fail and must be recorded then.
+        context.journal.flush()
+        if stays and channel is not None:
+            await_all(context.group)
+            self._left.set()
+            channel.on_detach(None)
+            self._free(end.free)
+        else:
+            leave(context.group)
+        report.hangs.close()
+        context.journal.close()
+        return stays
 
     def may_stay(self, error: Exception) -> bool:
         """Whether this process can go on in the next generation, though the present one has failed."""
-        if self.channel is None or not self.stays:
+        if self.channel is None or not self.keeps_process:
             return False
         return self.channel.detach_reason is not None or self.report.classify(error).exit_code == EXIT_TRANSPORT
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.distributed.group import leave
 from elastictrain.distributed.reattach import forget_step
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, StopRequestedError
 from elastictrain.fault.exits import follow_parent
@@ -24,7 +23,7 @@ from elastictrain.train.checks import check_alone, set_determinism
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
 from elastictrain.train.loop import Loop
-from elastictrain.train.participant import Participant
+from elastictrain.train.participant import OrderlyEnd, Participant
 from elastictrain.train.standby import forget, has_room, prepare
 from elastictrain.train.trial import try_task
 
@@ -149,23 +148,13 @@ class Worker:
         except StopRequestedError as error:
             code, reason = EXIT_STOPPED, str(error)
         part.tracker.set_phase(Phase.END, step=loop.state.step)
-        report.in_order(context, loop, code=code, reason=reason)
-        stays = code == EXIT_STOPPED and part.channel is not None
-        if stays:
-            self.built, self.loop, report.loop = detached(loop), None, None
-            loop.abandon()
-        else:
-            loop.close(finished=code == EXIT_OK)
-        context.heartbeats.close()
-        # Closed only after the last collective of the ranks, which may fail and must be recorded then.
-        context.journal.flush()
-        if stays:
-            part.leave_in_order(context, free=self._forget_step)
-        else:
-            leave(context.group)
-        report.hangs.close()
-        context.journal.close()
+        end = OrderlyEnd(code, reason, finished=code == EXIT_OK, keep=self._keep, free=self._forget_step)
+        part.finish(context, loop, end)
         return code
+
+    def _keep(self) -> None:
+        if self.loop is not None:
+            self.built, self.loop, self.part.report.loop = detached(self.loop), None, None
 
     def _interrupt(self) -> None:
         # The main thread lets go of it at an orderly end.

@@ -181,7 +181,7 @@ class World:
             monkeypatch.setattr(participant, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(module, "detached", self._detached)
         monkeypatch.setattr(module, "forget_step", lambda bare: self.calls.append(f"forget {bare}"))
-        monkeypatch.setattr(module, "leave", lambda group: self.calls.append("leave"))
+        monkeypatch.setattr(participant, "leave", lambda group: self.calls.append("leave"))
         monkeypatch.setattr(participant, "await_all", lambda group: self.calls.append("await all"))
         monkeypatch.setattr(module, "forget", lambda: self.calls.append("forget preparation"))
         monkeypatch.setattr(module, "show_sample", lambda *_, **__: None)
