@@ -10,13 +10,11 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.data.samples import derive_seed
 from elastictrain.distributed.reattach import exchange_groups, forget_step
-from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, CheckpointError, ConfigError, Problem, StopRequestedError, UsageError
 from elastictrain.identity import read_identity
 from elastictrain.liveness.progress import Phase
@@ -97,7 +95,7 @@ class Run:
         self._memory = connect_savers(context, self._session.part.link, arena=self._arena)
         checkpointer = make_checkpointer(context)
         state.make_room()
-        shape = _shape(state, world_size=context.identity.world_size)
+        shape = state.mesh_shape(context.identity.world_size)
         resume = restore(
             context, checkpointer, state, memory=self._memory, reset=_refuse_changed_state, changed=self._generations > 0
         )
@@ -258,8 +256,10 @@ class Run:
         attachment, context = self._attachment, self._session.context
         if figures is None or unfinished is None or attachment is None:
             return
+        values = figures.read()
+        # Aborting a group ends its collectives without a result.
+        context.check_attached()
         if context.identity.is_log_rank:
-            values = figures.read()
             context.journal.record(figures.event(values))
             if isinstance(attachment.observer, CurveObserver):
                 attachment.observer.on_metrics(figures.step, values)
@@ -391,10 +391,5 @@ def attach(
     return Run(session, state)
 
 
-def _shape(state: OwnState, *, world_size: int) -> MeshShape:
-    sharded = any(isinstance(tensor, DTensor) for tensor in state.tensors().values())
-    return MeshShape(1, world_size) if sharded else MeshShape(world_size, 1)
-
-
 def _refuse_changed_state() -> None:
-    raise CheckpointError("the only checkpoint is damaged, and was partly loaded; start again: the run begins anew then")
+    raise CheckpointError("nothing that is saved can be loaded, and the state has changed; start again: the run begins anew then")

@@ -6,11 +6,13 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elastictrain.bounded_json import encode_record, parse_json
 from elastictrain.checkpoint.manifest import JsonValue, StateCounters
+from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.own_loop.nest import UnknownValueError, put_together, take_apart
 from elastictrain.train.state import JsonState
@@ -92,6 +94,10 @@ class OwnState:
         return frozenset(
             name for name, tensor in self.tensors().items() if name not in fixed or (on_device and tensor.device.type == "cpu")
         )
+
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        sharded = any(isinstance(tensor, DTensor) for tensor in self.tensors().values())
+        return MeshShape(1, world_size) if sharded else MeshShape(world_size, 1)
 
     def scalars(self, step: int, *, global_batch: int) -> JsonState:
         return asdict(replace(self.counters, step=step, positions=step * global_batch))

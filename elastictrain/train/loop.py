@@ -153,7 +153,6 @@ class Loop:
         result = pending.result()
         # Aborting a group ends its collectives without a result.
         self.context.check_attached()
-        self.attachment.finished_step = result.step
         now = self.clock()
         step_s, self._last_finished_s = now - self._last_finished_s, now
         batch, tokens_per_sample = config.train.global_batch, self.tokens_per_sample
