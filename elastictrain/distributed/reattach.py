@@ -94,10 +94,12 @@ def reattach(wrapping: Wrapping, wrapped: Wrapped) -> Wrapped:
 def exchange_groups(models: Iterable[nn.Module], *, fresh: bool) -> None:
     """Put the groups of the default group under wrappers of a user's: DDP, and FSDP2 over a mesh of all ranks. `fresh`: this
     process has just made them; where all have, DDP begins with the values of rank 0. Collective: yes. Raises: ConfigError for
-    another mesh; HostUnfitError."""
+    another mesh, and for a DDP that fixes its graph in its first pass; HostUnfitError."""
     for model in models:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
+                if module.static_graph:
+                    raise ConfigError([Problem("model", "must be wrapped without static_graph=True to be recoverable")])
                 attach_ddp(module, fresh=fresh)
         meshes = [*{id(one): one for one in map(keep_mesh, _meshes_of(model))}.values()]
         if not meshes:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from elastictrain.config.compose import Composed
-from elastictrain.errors import EXIT_BUG, EXIT_OK
+from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED
 from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.identity import read_identity
 from elastictrain.liveness.progress import Phase
@@ -34,9 +34,12 @@ def run_program(program: Sequence[str], *, overrides: Sequence[str], composed: C
         code = EXIT_OK
     except SystemExit as stop:
         code = _code_of(stop)
+        if code not in (EXIT_OK, EXIT_STOPPED):
+            _tell_launcher(f"the program has called sys.exit({stop.code!r})")
     except BaseException as error:  # noqa: BLE001  # as in an interpreter of its own
         sys.excepthook(type(error), error.with_traceback(_own_frames(error.__traceback__)), error.__traceback__)
-        code = _report(error)
+        code = EXIT_BUG
+        _tell_launcher(f"{type(error).__name__}: {error}")
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -57,10 +60,8 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _report(error: BaseException) -> int:
-    """Tell the launcher, if there is one, of an error before the program's run began; returns the exit code."""
+def _tell_launcher(sentence: str) -> None:
+    """Say why the program has ended, if a launcher has started it; a run that has begun would have said it."""
     identity = read_identity(os.environ)
     if identity.launcher is not None:
-        sentence = f"{type(error).__name__}: {error}"
         leave_reason(identity.launcher.folder, Reason(identity.rank, EXIT_BUG, str(Phase.START), 0, sentence))
-    return EXIT_BUG

@@ -392,4 +392,4 @@ def attach(
 
 
 def _refuse_changed_state() -> None:
-    raise CheckpointError("nothing that is saved can be loaded, and the state has changed; start again: the run begins anew then")
+    raise CheckpointError("no step can be loaded, and the state has changed already; start again: the run begins anew then")

@@ -18,12 +18,14 @@ import elastictrain
 
 STEPS = 200
 DOCUMENT = (REPOSITORY / "docs/own-loop.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+"""The program, and its second half as a function that is called again."""
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """The first program of the page; each step takes a moment, so that there is time to kill it."""
-    (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    source, _ = PROGRAMS
     memory = tmp_path / "host-memory"
     memory.mkdir()
     source = source.replace(
