@@ -249,7 +249,12 @@ def own_state(model: object, optimizer: object, extra: Mapping[str, object] | No
         if not isinstance(value, nn.Module | Tensor | HasStateDict):
             message = f"must be a module, a tensor, or have `state_dict` and `load_state_dict`, but is a {type(value).__name__}"
             raise _problem(f"extra.{key}", message)
-    return OwnState(models, {name: _inner(one) for name, one in optimizers.items()}, dict(extra or {}))
+    state = OwnState(models, {name: _inner(one) for name, one in optimizers.items()}, dict(extra or {}))
+    for name, tensor in state.tensors().items():
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            message = f"of shape {list(tensor.shape)} must have memory for each of its values, but is expanded: use its .clone()"
+            raise _problem(name, message)
+    return state
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -115,6 +115,24 @@ def test_a_notice_is_obeyed_and_another_world_goes_on(program: Path, tmp_path: P
     assert len(list((folder / "tensorboard").iterdir())) >= 1
 
 
+def test_a_state_that_only_memory_has_is_saved_under_its_step_where_no_slot_can_be_had(program: Path, tmp_path: Path) -> None:
+    folder, command = tmp_path / "run", [sys.executable, str(program), str(tmp_path / "run"), "1000"]
+    with started(command, log=tmp_path / "log.txt", warm=False) as run:
+        wait_until(lambda: last_step(folder) >= 10, timeout_s=60, what="step 10")
+        # It would write to storage what it has.
+        for process in (psutil.Process(run.process.pid), *savers(tmp_path)):
+            process.kill()
+        run.process.wait(10)
+    before = elastictrain_steps(folder)
+    patch = "from elastictrain.train import snapshot_memory\nsnapshot_memory._choose_slots = lambda *_, **__: ()\n"
+    program.write_text(patch + program.read_text().replace("run.restore() + 1", "run.restore() + 1; os._exit(0)"))
+    with started(command, log=tmp_path / "log.txt", warm=False) as run:
+        assert run.wait(60) == 0, run.output()
+    resumed = events(folder, "resume")[-1]
+    assert resumed["tier"] == "memory"
+    assert elastictrain_steps(folder) == [*before, resumed["step"]]
+
+
 @pytest.mark.parametrize(
     ("leaves", "saved"),
     [("if step == 9: sys.exit()", 8), ("if step == 9: break", 8), ("if step == 9: raise KeyError(1)", 0)],

@@ -206,7 +206,10 @@ class Stateful:
 
 
 MODEL = nn.Linear(1, 1)
+EXPANDED = nn.Linear(1, 1)
+EXPANDED.register_buffer("mask", torch.zeros(1, 3).expand(2, 3))
 WRONG = {
+    "expanded": (lambda: own_state(EXPANDED, None, None), "model.mask"),
     "model": (lambda: own_state("x", None, None), "model"),
     "models": (lambda: own_state({}, None, None), "model"),
     "optimizer": (lambda: own_state(MODEL, MODEL, None), "optimizer"),
