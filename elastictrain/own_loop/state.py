@@ -252,7 +252,7 @@ def own_state(model: object, optimizer: object, extra: Mapping[str, object] | No
     state = OwnState(models, {name: _inner(one) for name, one in optimizers.items()}, dict(extra or {}))
     for name, tensor in state.tensors().items():
         if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            message = f"of shape {list(tensor.shape)} must have memory for each of its values, but is expanded: use its .clone()"
+            message = f"of shape {list(tensor.shape)} must have memory for each value, but is expanded: use its .clone()"
             raise _problem(name, message)
     return state
 
