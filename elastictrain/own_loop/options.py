@@ -97,7 +97,7 @@ def _contradictions(
     """What is wrong with the command line, and where the program says something else."""
     told, given = dict(_leaves(tree)), line.given()
     for key in sorted(given - {"run.dir"}):
-        if key.partition(".")[0] not in (*_GROUPS, "launch") or key in (*_WITHOUT_EFFECT, "launch.standbys"):
+        if key.partition(".")[0] not in (*_GROUPS, "launch") or key in (*_WITHOUT_EFFECT, "parallel", "launch.standbys"):
             yield Problem(key, "has no effect on a program with a loop of its own: leave it out")
     for key, value in (("run.dir", url), *_leaves(options)):
         of_line = told.get(key, value)

@@ -332,6 +332,8 @@ def recoverable(train: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate
 
     @wraps(train)
     def again(run: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not isinstance(run, Run):
+            raise UsageError(f"a recoverable function must get the run of elastictrain.attach first, but got {run!r}")
         session = run._session
         if session.part.identity.launched and not session.recoverable:
             message = "must be called with recoverable=True where a recoverable function trains, but was not"

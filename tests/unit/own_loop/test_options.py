@@ -78,7 +78,9 @@ def test_what_a_launcher_knows_of_a_program() -> None:
     assert config.train.global_batch > 2**20, "no host is left out for want of samples"
 
 
-@pytest.mark.parametrize("key", ["train.steps=3", "recipe=llama_tiny", "launch.standbys=1", "run.num_threads=2"])
+@pytest.mark.parametrize(
+    "key", ["train.steps=3", "recipe=llama_tiny", "launch.standbys=1", "parallel=fsdp", "run.num_threads=2"]
+)
 def test_keys_without_effect_on_a_program_are_refused(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         launcher_config([*LINE, key])

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from elastictrain.errors import ConfigError, TransportError
+from elastictrain.errors import ConfigError, TransportError, UsageError
 from elastictrain.own_loop.run import Run, recoverable
 from elastictrain.own_loop.session import Session
 from elastictrain.own_loop.state import own_state
@@ -63,6 +63,11 @@ def test_an_error_of_its_own_is_raised() -> None:
     with pytest.raises(KeyError):
         train(run_of(session))
     assert session.calls == []
+
+
+def test_it_needs_a_run() -> None:
+    with pytest.raises(UsageError):
+        recoverable(lambda run: None)(cast(Run, 3))
 
 
 def test_it_is_refused_where_processes_are_not_kept() -> None:

@@ -108,6 +108,9 @@ class FakeReport:
     def close_generation(self, context: object, failure: object) -> None:
         self.calls.append("close generation")
 
+    def end_process(self, sentence: str, *, exit_code: int) -> None:
+        self.calls.append(f"end with {exit_code}")
+
     def in_order(self, context: object, loop: object, *, code: int, reason: str) -> None:
         self.calls.append(f"in order {code}")
 
@@ -362,6 +365,18 @@ class TestRecovery:
         assert len(world.meetings) == 2, "it met nobody in the second"
         assert world.heard().count(LEFT) == 2
         assert world.worker.built is not None, "what it has built outlives that, too"
+
+    def test_not_in_a_process_that_cannot_be_kept(self, world: World, launcher: Launcher) -> None:
+        def waits(loop: FakeLoop) -> None:
+            say_later(launcher, Detach("b has failed"))
+            wait_for(lambda: f"end with {EXIT_TRANSPORT}" in world.calls)
+            raise RuntimeError("a real process would have ended")
+
+        world.worker.part.stays = False
+        world.plan = [waits]
+        with pytest.raises(RuntimeError):
+            world.worker.run(standby="")
+        assert LEFT not in world.heard()
 
 
 class TestOrderlyEnd:
