@@ -20,6 +20,7 @@ from elastictrain.identity import read_identity
 from elastictrain.liveness.progress import Phase
 from elastictrain.own_loop.agreement import StepAgreement
 from elastictrain.own_loop.figures import CurveObserver, Figures, take_figures
+from elastictrain.own_loop.loop_end import LoopEnd
 from elastictrain.own_loop.session import Session, init_process_group, present_session, report_exceptions
 from elastictrain.own_loop.state import OwnState, own_state, plain
 from elastictrain.train.attachment import Attachment
@@ -62,7 +63,7 @@ class Run:
     _ended: bool = field(default=False, init=False)
     _first_done: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)  # since the last step was done
-    _ending: "_Ending | None" = field(default=None, init=False)  # once restored
+    _ending: LoopEnd | None = field(default=None, init=False)  # once restored
     _hooked: bool = field(default=False, init=False)
     _generations: int = field(default=0, init=False)  # that this process has left
     _arena: Arena | None = field(default=None, init=False)  # slots of the generation before
@@ -103,7 +104,7 @@ class Run:
             state.forget()
         first_step = resume.step + 1
         observer = CurveObserver(context, first_step=first_step) if context.identity.is_log_rank else Observer()
-        self._ending = self._session.part.report.loop = _Ending(self, observer)
+        self._ending = self._session.part.report.loop = LoopEnd(state, observer, lambda: self._attachment)
         observer.print_line(f"resumed at step {resume.step}" if resume.step else f"a new run in {context.store.url}: step 0")
         comparison = ReplicaComparison(context, state, shape)
         self._synchronous = SynchronousSaving(context, checkpointer, state, comparison, None, observer)
@@ -193,7 +194,7 @@ class Run:
         self._session.context.tracker.set_phase(Phase.END, step=self._state.step)
         finished = code == EXIT_OK and not self._updated
         end = OrderlyEnd(code, self._stop_reason or "done", finished=finished, keep=self._keep, free=self._forget_step)
-        self._session.end(self._ending or _Ending(self, Observer()), end)
+        self._session.end(self._ending or LoopEnd(self._state, Observer(), lambda: None), end)
         self._ended = self._session.ended
         if not self._ended:
             self._reset()
@@ -297,31 +298,6 @@ class Run:
         self._memory = self._synchronous = self._attachment = self._agreement = self._unfinished = self._figures = None
         self._stop_reason, self._first_done, self._updated = "", False, False
         self._generations += 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """A run's part in one generation, as far as its end is reported."""
-
-    run: Run
-    observer: Observer
-
-    @property
-    def state(self) -> OwnState:
-        return self.run._state
-
-    @property
-    def reached(self) -> Reached:
-        attachment, step = self.run._attachment, self.run.step
-        return attachment.reached if attachment is not None else Reached(step, "storage" if step else "nothing")
-
-    def close(self, *, finished: bool) -> None:
-        if self.run._attachment is not None:
-            self.run._attachment.saving.close(finished=finished)
-        self.abandon()
-
-    def abandon(self) -> None:
-        self.observer.close()
 
 
 def recoverable(train: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate[Run, P], T]:
