@@ -5,12 +5,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed import reattach as module
 from elastictrain.distributed.group import lone_group
-from elastictrain.distributed.reattach import detach, forget_step, reattach
+from elastictrain.distributed.reattach import detach, exchange_groups, forget_step, reattach
 from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping
+from elastictrain.errors import ConfigError
 from elastictrain.identity import Identity
 from elastictrain.torch_private_groups import forget_groups
 
@@ -95,6 +100,38 @@ def test_another_world_does_not_fit() -> None:
     play(0, world_size=2)
     with pytest.raises(ValueError, match="2 ranks"):
         reattach(wrapping("fsdp"), wrapped)
+
+
+def test_a_model_that_its_user_has_sharded_gets_the_groups_that_come_next() -> None:
+    play(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    for part in (*model, model):
+        fully_shard(part)
+    model(torch.ones(2, 4)).sum().backward()
+    meshes = [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)]
+    before = meshes[0].get_group()
+    detach(5.0)
+    forget_step(model)
+    play(1)
+    exchange_groups([model], fresh=False)
+    assert [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)] == meshes
+    assert all(one.get_group() is not before for one in meshes)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("mistake", ["part", "two", "static"])
+def test_wrappers_that_cannot_get_other_groups_are_refused(mistake: str) -> None:
+    play(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    if mistake == "static":
+        model = DistributedDataParallel(model, static_graph=True)
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        for part, name in zip(model.children(), ("a", "a" if mistake == "part" else "b"), strict=True):
+            fully_shard(part, mesh=mesh[name])
+    with pytest.raises(ConfigError) as caught:
+        exchange_groups([model], fresh=True)
+    assert [problem.key for problem in caught.value.problems] == ["model"]
 
 
 def test_an_abort_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
