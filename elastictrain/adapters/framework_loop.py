@@ -28,7 +28,7 @@ class FrameworkLoop:
 
     def open(self) -> None:
         """Before the framework makes its process group: it then takes this one. Collective: yes."""
-        init_process_group(self._url, **self._options)
+        init_process_group(self._url, recoverable=False, **self._options)
 
     def restore(self, model: nn.Module, optimizer: Optimizer, position: HasStateDict, *, world_size: int) -> int:
         """Load the newest step into these, once the framework has wrapped them. `position`: where its loop is, and all else
