@@ -271,6 +271,20 @@ class Hang(Event, tag="hang", frozen=True):
     stacks: str | None  # key of the stacks of this host's ranks; written after this record
 
 
+class CollectiveFaultFound(Event, tag="collective_fault", frozen=True):
+    """The flight recorders of the ranks differ: the first collective that they do not call alike. Written beside a `hang`."""
+
+    kind: str
+    """`op`, `size`, `dtype`: another call than the others'; `order`, `extra`, `skipped`: other calls in a row; `missing`: no
+    call; `not_started`: called, but not begun on the device."""
+    group: str
+    sequence: int  # the number of the collective in its process group
+    culprits: tuple[str, ...]  # `rank 3 on host b`; all of them if none is the minority
+    others: tuple[str, ...]
+    calls: Mapping[str, str]  # by rank, its operation, sizes and dtypes
+    text: str
+
+
 class Stop(Event, tag="stop", frozen=True):
     """The run ends on purpose: finished, or asked to."""
 

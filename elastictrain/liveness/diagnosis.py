@@ -1,18 +1,16 @@
 """Which ranks of a group cause a hang, and which only wait.
 
 In a hang nearly all ranks wait: those in a collective wait for one that is not. All ranks run the same program, so they wait
-for the rank that has come least far in it.
+for the rank that has come least far in it. A rank that calls another collective than the rest, or one more or less, is at
+fault wherever it is: the rest then waits for a call that it will never make.
 """
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
-import msgspec
-
-from elastictrain.events import Hang
+from elastictrain.events import CollectiveFaultFound, Hang
+from elastictrain.liveness.flight_recorder import CollectiveFault, Entered, find_collective_fault
 from elastictrain.liveness.progress import Phase, ProgressMark
 
 LEFT_TO_THE_GUILTY_S = 3.0  # how long waiting ranks leave it to the guilty rank's host to end that rank and report it
@@ -24,31 +22,6 @@ _AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3,
 _BEFORE_STEPS = {
     Phase.STANDBY: 0, Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
 }  # fmt: skip
-
-LONGEST_TEXT = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """The last collectives that a rank has entered; empty if unknown."""
-
-    sequences: Mapping[str, int] = field(default_factory=dict)  # process group -> number of its last one, equal on all ranks
-    last: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""  # the newest of all, for messages
-
-
-def last_entered(trace: str) -> Entered:
-    """Parse a dump of the flight recorder; empty if its form is unknown."""
-    try:
-        entries = [entry for entry in json.loads(trace)["entries"] if not entry["is_p2p"]]
-        entries.sort(key=lambda entry: int(entry["record_id"]))
-        sequences = {str(entry["process_group"][0]): int(entry["collective_seq_id"]) for entry in entries}
-        if not entries:
-            return Entered()
-        newest = entries[-1]
-        what = f"{newest.get('profiling_name')} no. {newest['collective_seq_id']} of group {newest['process_group'][0]}"
-    except (ValueError, KeyError, TypeError, IndexError):
-        return Entered()
-    return Entered(sequences, f"{what}, sizes {newest.get('input_sizes')}"[:LONGEST_TEXT])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +49,17 @@ class RankStatus:
 class HangDiagnosis:
     """The ranks at fault, and why."""
 
-    reason: str  # `frozen`, `behind`, `did not enter`; `nobody`: all ranks are at one place, so what connects them is at fault
+    reason: str
+    """`frozen`, `mismatch`, `behind`, `did not enter`; `nobody`: all are at one place, so what connects them is at fault."""
     guilty: tuple[RankStatus, ...]
     waiting: tuple[RankStatus, ...]
+    fault: CollectiveFault | None = None  # the collective at which the ranks part, if it is known
 
     def later(self, seconds: float) -> "HangDiagnosis":
         """The same `seconds` later, if no rank has moved."""
         guilty = tuple(replace(one, silent_s=one.silent_s + seconds) for one in self.guilty)
-        return HangDiagnosis(self.reason, guilty, tuple(replace(one, silent_s=one.silent_s + seconds) for one in self.waiting))
+        waiting = tuple(replace(one, silent_s=one.silent_s + seconds) for one in self.waiting)
+        return replace(self, guilty=guilty, waiting=waiting)
 
     def is_guilty(self, rank: int) -> bool:
         return any(one.rank == rank for one in self.guilty)
@@ -112,6 +88,13 @@ class HangDiagnosis:
             stacks=stacks,
         )
 
+    def name(self, rank: int) -> str:
+        return next((one.name for one in (*self.guilty, *self.waiting) if one.rank == rank), f"rank {rank}")
+
+    @property
+    def collective_event(self) -> CollectiveFaultFound | None:
+        return self.fault.event(self.name) if self.fault is not None else None
+
 
 def progress_order(mark: ProgressMark) -> tuple[int, int, int, int]:
     """How far a rank has come in the program that all ranks run; greater is further."""
@@ -126,24 +109,44 @@ def progress_order(mark: ProgressMark) -> tuple[int, int, int, int]:
 
 def diagnose(statuses: Sequence[RankStatus], *, frozen_s: float) -> HangDiagnosis:
     """Find the ranks at fault among all that were heard. A rank silent for `frozen_s` counts as frozen."""
-    frozen = [one for one in statuses if one.still_s > frozen_s]
-    least = min((progress_order(one.mark) for one in statuses), default=None)
-    behind = [one for one in statuses if progress_order(one.mark) == least]
-    absent = [one for one in statuses if any(_lags(one, other) for other in statuses)]
-    guilty: list[RankStatus] = []
-    if 0 < len(frozen) < len(statuses):
-        reason, guilty = "frozen", frozen
-    elif len(behind) < len(statuses) or len(statuses) == 1:
-        reason, guilty = "behind", behind
-    # If each rank lags behind another one in some group, none can be singled out.
-    elif 0 < len(absent) < len(statuses):
-        reason, guilty = "did not enter", absent
-    else:
-        reason = "nobody"
-    return HangDiagnosis(reason, tuple(guilty), tuple(one for one in statuses if one not in guilty))
+    fault = _resolve_ahead(statuses, find_collective_fault({one.rank: one.entered for one in statuses}))
+    reason, ranks = _blame_frozen(statuses, frozen_s=frozen_s) or _blame(statuses, fault)
+    guilty = tuple(one for one in statuses if one.rank in ranks)
+    return HangDiagnosis(reason, guilty, tuple(one for one in statuses if one.rank not in ranks), fault)
+
+
+def _blame_frozen(statuses: Sequence[RankStatus], *, frozen_s: float) -> tuple[str, tuple[int, ...]] | None:
+    frozen = tuple(one.rank for one in statuses if one.still_s > frozen_s)
+    return ("frozen", frozen) if 0 < len(frozen) < len(statuses) else None
+
+
+def _resolve_ahead(statuses: Sequence[RankStatus], fault: CollectiveFault | None) -> CollectiveFault | None:
+    """Ranks that have passed the place at which others wait for them will never come: one side has made a call too many, or has
+    left one out, and that is the smaller side."""
+    if fault is None or fault.kind != "missing":
+        return fault
+    orders = {one.rank: progress_order(one.mark) for one in statuses}
+    if min(orders[rank] for rank in fault.culprits) <= max(orders[rank] for rank in fault.others):
+        return fault
+    if len(fault.culprits) == len(fault.others):
+        return replace(fault, kind="skipped", culprits=(*fault.culprits, *fault.others), others=())
+    if len(fault.culprits) < len(fault.others):
+        return replace(fault, kind="skipped")
+    return replace(fault, kind="extra", culprits=fault.others, others=fault.culprits)
+
+
+def _blame(statuses: Sequence[RankStatus], fault: CollectiveFault | None) -> tuple[str, tuple[int, ...]]:
+    if fault is not None and fault.kind not in ("missing", "not_started"):
+        return "mismatch", fault.culprits
+    orders = {one.rank: progress_order(one.mark) for one in statuses}
+    behind = tuple(rank for rank, order in orders.items() if order == min(orders.values()))
+    if len(behind) < len(statuses) or len(statuses) == 1:
+        return "behind", behind
+    return ("did not enter", fault.culprits) if fault is not None else ("nobody", ())
 
 
 def paragraph(found: HangDiagnosis) -> str:
+    collective = f". {found.fault.sentence(found.name)}" if found.fault is not None else ""
     if not found.guilty:
         where = _places(found.waiting)
         return (
@@ -159,12 +162,7 @@ def paragraph(found: HangDiagnosis) -> str:
         more = len(found.waiting) - _NAMED_AT_MOST
         names += f" and {more} more" if more > 0 else ""
         text += f". {names} {'wait' if len(found.waiting) > 1 else 'waits'} for it in {_places(found.waiting)}"
-    return text
-
-
-def _lags(one: RankStatus, other: RankStatus) -> bool:
-    """Whether `other` has entered a collective of a group of both that `one` has not."""
-    return any(other.entered.sequences.get(group, last) > last for group, last in one.entered.sequences.items())
+    return text + collective
 
 
 def _name_culprits(one: RankStatus, *, reason: str) -> str:

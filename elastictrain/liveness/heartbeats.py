@@ -12,7 +12,8 @@ from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed.bounded import within
 from elastictrain.fault.closable_thread import ClosableThread
-from elastictrain.liveness.diagnosis import Entered, HangDiagnosis, RankStatus, diagnose
+from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus, diagnose
+from elastictrain.liveness.flight_recorder import Entered
 from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.watchdog import LostPeer, bound_s
 

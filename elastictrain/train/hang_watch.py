@@ -10,10 +10,11 @@ from elastictrain.bounded_json import encode_record
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
-from elastictrain.events import Hang
+from elastictrain.events import CollectiveFaultFound, Hang
 from elastictrain.fault.launcher_channel import Monitored
 from elastictrain.identity import Identity
-from elastictrain.liveness.diagnosis import Entered, RankStatus, diagnose, last_entered, paragraph
+from elastictrain.liveness.diagnosis import RankStatus, diagnose, paragraph
+from elastictrain.liveness.flight_recorder import Entered, parse_trace
 from elastictrain.liveness.heartbeats import PeerMonitor
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
@@ -40,12 +41,14 @@ class HangWatch:
         self._monitor_client: RankMonitorClient | None = None
         self._peer_monitor: PeerMonitor | None = None
         self._traced: tuple[ProgressMark, str] | None = None
-        self._hang: tuple[Hang, str] | None = None  # the hang that ends this rank, and the stacks of this host's ranks
+        self._met_ns = 0  # when the ranks of this generation have met, unix time
+        # The hang that ends this rank, with its collective, and the stacks of this host's ranks.
+        self._hang: tuple[Hang, CollectiveFaultFound | None, str] | None = None
 
     def begin(self, context: TrainContext, *, tell: Callable[[Monitored], None] = lambda _: None) -> None:
         """Start after the ranks have met. A process that no one would restart is not monitored. `tell` sends a message to the
         launcher, if there is one: it monitors the workers of its host itself."""
-        self._context = context
+        self._context, self._met_ns = context, time.time_ns()
         if not self._identity.launched:
             return
         self._peer_monitor = PeerMonitor(context.heartbeats, entered=self.entered)
@@ -142,15 +145,21 @@ class HangWatch:
             if self._monitor_client is not None and self._context is not None:
                 key = f"stacks/{self._context.generation.name}-r{rank:05d}.txt"
                 stacks = self._monitor_client.take_stacks()
-            self._hang = found.event(text, stacks=key), stacks
+            self._hang = found.event(text, stacks=key), found.collective_event, stacks
         return f"\n{text}"
 
     def keep_record(self) -> None:
         """Record a hang in the run folder. The wait is short, since storage itself may hang."""
         if self._context is None or self._hang is None:
             return
-        journal, store, (hang, stacks) = self._context.journal, self._context.store, self._hang
-        within(_STORE_LIMIT_S, lambda: journal.record(hang))
+        journal, store, (hang, collective, stacks) = self._context.journal, self._context.store, self._hang
+
+        def record() -> None:
+            journal.record(hang)
+            if collective is not None:
+                journal.record(collective)
+
+        within(_STORE_LIMIT_S, record)
         if (key := hang.stacks) is not None:
             within(_STORE_LIMIT_S, lambda: store.write(key, stacks.encode()))
 
@@ -176,7 +185,7 @@ class HangWatch:
         if trace is None:
             return Entered()
         self._traced = mark, trace
-        return last_entered(trace)
+        return parse_trace(trace, since_ns=self._met_ns).shortened()
 
     def _on_mark(self, mark: ProgressMark) -> None:
         if self._monitor_client is not None:

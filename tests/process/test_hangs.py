@@ -99,6 +99,9 @@ def test_a_rank_that_sleeps_while_the_others_are_in_a_collective(tmp_path: Path,
     hang = check_hang(run_dir, output, reason="did not enter")
     assert hang["phase"] == "backward"
     assert "all_reduce" in next(iter(hang["waiting"].values()))
+    (collective,) = events(run_dir, "collective_fault")
+    assert (collective["kind"], collective["culprits"]) == ("missing", hang["guilty"])
+    assert collective["text"] in hang["text"]
     stacks = (run_dir / hang["stacks"]).read_text()
     assert "in _sleep" in stacks
     # The survivor is not waited for: it is gone before torchrun's half minute, and soon after the one that it waited for.

@@ -86,6 +86,15 @@ EXAMPLES: list[Event] = [
         text="hang: rank 1 on b",
         stacks=None,
     ),
+    events.CollectiveFaultFound(
+        kind="size",
+        group="0",
+        sequence=58,
+        culprits=("rank 1 on b",),
+        others=("rank 0 on a",),
+        calls={"rank 1 on b": "all_reduce of [[7]] Float"},
+        text="rank 1 on b called",
+    ),
     events.Stop(step=3, reason="SIGTERM", exit_code=75, seconds=3.0, saved="memory", saved_step=3),
 ]
 NAMES = {
@@ -113,6 +122,7 @@ NAMES = {
     "failure",
     "recovery",
     "hang",
+    "collective_fault",
     "stop",
 }
 

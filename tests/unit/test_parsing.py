@@ -28,7 +28,7 @@ OWN = {
     "checkpoint/exchange.py": "ranks of the same group",
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/__main__.py": "the worker that started this process",
-    "liveness/diagnosis.py": "torch's trace of this process",
+    "liveness/flight_recorder.py": "torch's trace of this process",
     "launch/fork_server.py": "the launcher that started this process",
     "launch/worker_process.py": "the worker that this process has had started",
     "launch/fork_server_link.py": "the process that forks the workers",

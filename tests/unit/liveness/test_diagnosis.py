@@ -1,4 +1,3 @@
-import json
 import random
 from collections.abc import Mapping
 
@@ -6,15 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.liveness.diagnosis import (
-    LEFT_TO_THE_GUILTY_S,
-    Entered,
-    RankStatus,
-    diagnose,
-    last_entered,
-    paragraph,
-    progress_order,
-)
+from elastictrain.liveness.diagnosis import LEFT_TO_THE_GUILTY_S, RankStatus, diagnose, paragraph, progress_order
+from elastictrain.liveness.flight_recorder import CollectiveCall, Entered
 from elastictrain.liveness.progress import Phase, ProgressMark
 
 IN_ORDER = (
@@ -49,10 +41,13 @@ def status(
     collective: str = "",
 ) -> RankStatus:
     mark = ProgressMark(phase, step, micro_batch, 0.0, True)
-    return RankStatus(rank, f"host-{rank}", mark, silent_s, 10.0, still_s, Entered(sequences or {}, collective))
+    calls = tuple(CollectiveCall(group, number, "all_reduce") for group, number in (sequences or {}).items())
+    entered = Entered(sequences or {}, calls, last=collective)
+    return RankStatus(rank, f"host-{rank}", mark, silent_s, 10.0, still_s, entered)
 
 
 ABSENT = "did not enter"
+MISMATCH = "mismatch"
 
 
 def guilty(*statuses: RankStatus) -> tuple[str, list[int]]:
@@ -90,8 +85,35 @@ def test_at_the_same_place_the_one_is_guilty_that_did_not_enter_the_collective()
 def test_when_all_are_in_the_same_collective_nobody_is_singled_out() -> None:
     both = [status(rank, Phase.BACKWARD, sequences={"0": 57}) for rank in (0, 1)]
     assert guilty(*both) == ("nobody", [])
-    crossed = [status(0, Phase.BACKWARD, sequences={"0": 5, "1": 4}), status(1, Phase.BACKWARD, sequences={"0": 4, "1": 5})]
-    assert guilty(*crossed) == ("nobody", [])
+
+
+def test_ranks_that_wait_for_each_other_are_at_fault_together_or_the_fewest() -> None:
+    first, second = {"0": 5, "1": 4}, {"0": 4, "1": 5}
+    assert guilty(*(status(rank, Phase.BACKWARD, sequences=one) for rank, one in enumerate([first, second]))) == (
+        MISMATCH,
+        [0, 1],
+    )
+    assert guilty(*(status(rank, Phase.BACKWARD, sequences=one) for rank, one in enumerate([first, second, first]))) == (
+        MISMATCH,
+        [1],
+    )
+
+
+def test_a_rank_that_is_one_call_too_far_ahead_is_not_the_innocent_one() -> None:
+    waiting = [status(rank, Phase.BACKWARD, sequences={"0": 58}) for rank in (0, 2)]
+    left_out = status(1, Phase.DATA, 8, sequences={"0": 57})
+    assert guilty(waiting[0], left_out, waiting[1]) == (MISMATCH, [1])
+    # The same with one call too many: then it waits for the others, and they have gone on.
+    gone_on = [status(rank, Phase.DATA, 8, sequences={"0": 57}) for rank in (0, 2)]
+    assert guilty(gone_on[0], status(1, Phase.BACKWARD, sequences={"0": 58}), gone_on[1]) == (MISMATCH, [1])
+    # Of two, either may be wrong.
+    assert guilty(waiting[0], left_out) == (MISMATCH, [0, 1])
+
+
+def test_who_is_waited_for_by_a_rank_that_waits_itself_is_guilty() -> None:
+    held_up = [status(0, Phase.BACKWARD, sequences={"0": 5, "1": 3}), status(1, Phase.BACKWARD, sequences={"0": 4, "1": 3})]
+    sleeping = status(2, Phase.BACKWARD, sequences={"1": 2})
+    assert guilty(*held_up, sleeping) == (ABSENT, [2])
 
 
 def test_a_rank_that_is_alone_waits_for_nobody() -> None:
@@ -151,27 +173,3 @@ def test_nobody_ahead_of_another_is_accused(places: list[tuple[Phase, int, int]]
     found = diagnose(statuses, frozen_s=3.0)
     least = min(progress_order(one.mark) for one in statuses)
     assert all(progress_order(one.mark) == least for one in found.guilty)
-
-
-def entry(record: int, *, group: str = "0", sequence: int, p2p: bool = False) -> dict[str, object]:
-    return {
-        "record_id": record,
-        "is_p2p": p2p,
-        "process_group": [group, "default_pg"],
-        "collective_seq_id": sequence,
-        "profiling_name": "nccl:all_reduce",
-        "input_sizes": [[3, 4]],
-    }
-
-
-def test_the_last_of_each_group_counts_and_the_newest_is_told() -> None:
-    # The recorder is a ring: its entries need not be in order.
-    entries = [entry(7, sequence=57), entry(5, sequence=56), entry(6, group="1", sequence=3), entry(8, sequence=99, p2p=True)]
-    found = last_entered(json.dumps({"entries": entries}))
-    assert found.sequences == {"0": 57, "1": 3}
-    assert [token in found.last for token in ("all_reduce", "57", "[[3, 4]]")] == [True] * 3
-
-
-@pytest.mark.parametrize("trace", ["", "{}", "[]", '{"entries": []}', '{"entries": [{}]}', '{"entries": 5}', "null"])
-def test_what_is_not_understood_says_nothing(trace: str) -> None:
-    assert last_entered(trace) == Entered()

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from elastictrain.bounded_json import encode_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness import heartbeats as module
-from elastictrain.liveness.diagnosis import Entered, RankStatus
+from elastictrain.liveness.diagnosis import RankStatus
+from elastictrain.liveness.flight_recorder import Entered
 from elastictrain.liveness.heartbeats import Heartbeat, HeartbeatStore, PeerMonitor
 from elastictrain.liveness.progress import Phase, ProgressMark
 
@@ -165,7 +166,7 @@ def test_statuses_tell_how_long_nothing_new_came_whatever_the_clocks_of_hosts_sa
     reader = heartbeats(store, 1, stopwatch=lambda: now_s[0])
     assert reader.statuses() == []
     writer = heartbeats(store, 0, interval_s=60.0, clock=lambda: 1e9, stopwatch=lambda: 4.5)
-    writer.entered = Entered({"0": 57}, "all_reduce no. 57")
+    writer.entered = Entered({"0": 57}, last="all_reduce no. 57")
     writer.start()
     wait_for(lambda: bool(reader.statuses()))
     now_s[0] += 4.0
@@ -266,7 +267,7 @@ class Group:
 
     def _entered(self) -> Entered:
         self.asked += 1
-        return Entered({"0": 57}, "all_reduce no. 57")
+        return Entered({"0": 57}, last="all_reduce no. 57")
 
 
 @pytest.fixture
