@@ -125,6 +125,13 @@ class Skip(Event, tag="skip", frozen=True):
     in_a_row: int
 
 
+class StepSkipped(Event, tag="step_skipped", frozen=True):
+    """A step that failed again and again was passed over: its samples are not read, and nothing is updated."""
+
+    step: int
+    positions: tuple[int, int]
+
+
 class StragglerFound(Event, tag="straggler", frozen=True):
     """A rank holds up the others, or has ceased to (`over`). Times are medians of the last steps."""
 

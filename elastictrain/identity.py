@@ -9,9 +9,18 @@ from typing import Literal
 from elastictrain.bounded_json import parse_record
 from elastictrain.errors import ConfigError, Problem
 
-LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST, RECOVERY = (
+LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST, RECOVERY, POISONED = (
     f"ELASTICTRAIN_{name}"
-    for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREVIOUS_WORKERS", "STORE_HOST", "RECOVERY")
+    for name in (
+        "LAUNCHER",
+        "GENERATION",
+        "RESTARTED",
+        "LAUNCH_FOLDER",
+        "PREVIOUS_WORKERS",
+        "STORE_HOST",
+        "RECOVERY",
+        "POISONED",
+    )
 )
 
 Rung = Literal["in_place", "restart", "regroup"]
@@ -29,6 +38,19 @@ class RecoveryPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PoisonedSteps:
+    """Steps that failed again and again, and how the run gets past them (`fault.on_poisoned`). All hosts have the same."""
+
+    skipped: tuple[int, ...] = ()  # their batches are never read
+    went_back: tuple[int, ...] = ()  # from which the run went back to an earlier checkpoint
+    before_step: int = 0  # state of this step or a later one, made by a generation before `generation`, counts last; 0: none
+    generation: int = 0
+
+
+NOTHING_POISONED = PoisonedSteps()
+
+
+@dataclass(frozen=True, slots=True)
 class Launcher:
     """The process of `python -m elastictrain.launch` on this host, which restarts workers."""
 
@@ -40,6 +62,7 @@ class Launcher:
         ""  # processes of the previous generation that held devices and memory, as `fault.exits` writes them
     )
     recovery: RecoveryPlan | None = None  # None where no generation of this launch has failed before this one
+    poisoned: PoisonedSteps = PoisonedSteps()  # frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +76,10 @@ class Identity:
     host: str
     launched: bool  # whether torchrun or our launcher started it; otherwise it is a world of one and needs no rendezvous
     launcher: Launcher | None = None
+
+    @property
+    def poisoned(self) -> PoisonedSteps:
+        return self.launcher.poisoned if self.launcher is not None else NOTHING_POISONED
 
     @property
     def is_log_rank(self) -> bool:
@@ -104,10 +131,13 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
     launcher = None
     if pid.isdecimal() and generation.isdecimal() and folder:
         previous_workers = environment.get(PREVIOUS_WORKERS, "")
-        recovery = None
+        recovery, poisoned = None, NOTHING_POISONED
         with suppress(ValueError):
             recovery = parse_record(environment.get(RECOVERY, ""), RecoveryPlan)
-        launcher = Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder, previous_workers, recovery)
+        with suppress(ValueError):
+            poisoned = parse_record(environment.get(POISONED, ""), PoisonedSteps)
+        restarted = environment.get(RESTARTED) == "1"
+        launcher = Launcher(int(pid), int(generation), restarted, folder, previous_workers, recovery, poisoned)
     return Identity(**ranks, host=host, launched=True, launcher=launcher)
 
 

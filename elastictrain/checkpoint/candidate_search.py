@@ -28,6 +28,7 @@ from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import Examined, examine
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
+from elastictrain.identity import NOTHING_POISONED, PoisonedSteps
 from elastictrain.lease.chain import Starts
 from elastictrain.storage.store import Store
 
@@ -91,11 +92,12 @@ class CandidateSearch:
     clock: Callable[[], float]
     job: JobMemory
     signing: SigningKey | None  # with a key, only checkpoints signed with it are proposed
+    poisoned: PoisonedSteps = NOTHING_POISONED
     in_memory: Sequence[InMemory] = ()  # all snapshots of this run on the hosts, complete or not
 
     def __post_init__(self) -> None:
         self._rejected: list[Reject] = []
-        self._lineage = Lineage(self.store)
+        self._lineage = Lineage(self.store, poisoned=self.poisoned)
         self._off_lineage: frozenset[str] = frozenset()
 
     def off_lineage(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -154,7 +156,7 @@ class CandidateSearch:
         newer = takewhile(lambda one: one.name != folder, listing.folders)
         self._tell(_uncommitted(one) for one in newer if not one.has_manifest and not one.quarantined)
         if folder not in self._off_lineage:
-            reason = "committed by a generation that others had gone on without"
+            reason = "committed by a generation that others had gone on without, or after which a step failed again and again"
             self._tell(Reject(name, None, reason) for name in sorted(self._off_lineage))
         mark_committed(self.store, listing=listing, note={"checkpoint": folder, **self._signed()})
 

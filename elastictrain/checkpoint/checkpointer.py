@@ -30,6 +30,7 @@ from elastictrain.checkpoint.writer import Committer, write_files
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, Event
+from elastictrain.identity import NOTHING_POISONED, PoisonedSteps
 from elastictrain.lease.chain import Starts
 from elastictrain.storage.store import Store
 from elastictrain.version import __version__
@@ -76,6 +77,7 @@ class Checkpointer:
     job: JobMemory = field(default_factory=JobMemory)  # read on rank 0 only
     clock: Callable[[], float] = time.time
     signing: SigningKey | None = None  # the same on all ranks: signs saves; restores from storage need its signature
+    poisoned: PoisonedSteps = NOTHING_POISONED  # the state that restores take last
 
     def __post_init__(self) -> None:
         self._saved: tuple[int, str] | None = None  # the step that was committed last, and its checkpoint
@@ -198,6 +200,7 @@ class Checkpointer:
             clock=self.clock,
             job=self.job,
             signing=self.signing,
+            poisoned=self.poisoned,
         )
         touched = False
         if recall is not None:

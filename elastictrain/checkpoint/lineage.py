@@ -16,6 +16,7 @@ from functools import cached_property
 from elastictrain.bounded_json import parse_record
 from elastictrain.checkpoint.folders import FolderFacts
 from elastictrain.errors import LeaseLostError, ObjectNotFoundError, ObjectTooLargeError
+from elastictrain.identity import NOTHING_POISONED, PoisonedSteps
 from elastictrain.lease.chain import Chain, LeaseClaim
 from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.store import Store
@@ -63,8 +64,10 @@ def is_in_lineage(incarnation: str, step: int, *, newest: ResumeOrigin | None, l
 
 
 class Lineage:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, poisoned: PoisonedSteps = NOTHING_POISONED) -> None:
+        """`poisoned`: the run has gone back to before the state that it names, which is on no lineage from then on."""
         self._store = store
+        self._poisoned = poisoned
         self._known: dict[str, ResumeOrigin | None] = {}
 
     def write(self, origin: ResumeOrigin) -> None:
@@ -84,6 +87,8 @@ class Lineage:
 
     def has(self, incarnation: str, step: int) -> bool:
         """Whether the state of `step` that `incarnation` made is on the lineage. Raises: StorageError."""
+        if 0 < self._poisoned.before_step <= step and number_of(incarnation) < self._poisoned.generation:
+            return False
         return is_in_lineage(incarnation, step, newest=self.newest(), lookup=self._lookup)
 
     def newest(self) -> ResumeOrigin | None:

@@ -292,6 +292,10 @@ class FaultGroup:
     """Steps for which a rank must have held up the others before its host is left out, if `launch.min_hosts` others remain;
     0: never. Needs the launcher. The event `straggler` names such a rank in any case."""
 
+    on_poisoned: Literal["stop", "skip", "back"] = "stop"
+    """A step that has failed three times in a row: stop (as after any `launch.max_failures`), skip its batch, or go back to the
+    checkpoint before the newest one. Needs the launcher."""
+
     flight_recorder_entries: Annotated[int, Range(0)] = 2000
     """Collectives that the flight recorder remembers per rank for the dump after a failure; 0 turns it off."""
 

@@ -28,6 +28,7 @@ class Row:
     step: int
     positions: tuple[tuple[int, int], ...]  # half-open ranges [first, end)
     samples: tuple[int, ...]  # the sample at each position, in the order of `positions`
+    skipped: bool = False  # whether they were passed over: see `fault.on_poisoned`
 
     @property
     def each_position(self) -> list[int]:
@@ -38,13 +39,15 @@ class Row:
 class Ledger:
     log: AppendLog
 
-    def record(self, step: int, *, consumed: Sequence[tuple[Portion, Sequence[int]]]) -> None:
-        """Append the portions consumed for `step` (from 1) with their sample ids; only those that count are written."""
+    def record(self, step: int, *, consumed: Sequence[tuple[Portion, Sequence[int]]], skipped: bool = False) -> None:
+        """Append the portions consumed for `step` (from 1) with their sample ids; only those that count are written. `skipped`:
+        the step takes them, but they are not read."""
         counting = [(portion, sample_ids) for portion, sample_ids in consumed if portion.counts]
         row = {
             "step": step,
             "positions": [[portion.first, portion.end] for portion, _ in counting],
             "samples": [sample_id for _, sample_ids in counting for sample_id in sample_ids],
+            **({"skipped": True} if skipped else {}),
         }
         self.log.append(json.dumps(row).encode() + b"\n")
 

@@ -141,6 +141,7 @@ class Supervisor:
             expected_hosts=self.expected_hosts,
             restart_cost_s=self._restart_cost_s,
             most_processes=self.config.train.global_batch,
+            on_poisoned=self.config.fault.on_poisoned,
             left_s=max(0.0, self._began_s + 3600 * hours - self.clock()) if hours else float("inf"),
             stop_limit_s=self._stop_limit_s,
             wants_to_leave=self.stop_request() is not None,
@@ -193,9 +194,8 @@ class Supervisor:
         recovery = self._recovery.plan(generation) if self._recovery is not None else None
         if self._recovery is not None and not self._recovery.keeps_workers(generation):
             self.workers.release()
-        environments = plan_workers(
-            generation, host, folder=str(folder), pid=os.getpid(), restarted=restarted, recovery=recovery
-        )
+        pid = os.getpid()
+        environments = plan_workers(generation, host, folder=str(folder), pid=pid, restarted=restarted, recovery=recovery)
         store_port = generation.master_port if generation.members[0].host == host else 0
         self.workers.start(self.run_arguments, environments, store_port=store_port)
         attempt.start(

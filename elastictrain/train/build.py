@@ -4,7 +4,7 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.signing import proof_of
 from elastictrain.config.digest import config_digest
-from elastictrain.data.assignment import Share, passes
+from elastictrain.data.assignment import Pass, Share, passes
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader, WorkerPool
 from elastictrain.distributed.group import limit_collectives
@@ -131,6 +131,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         observer=observer,
         tokens_per_sample=tokens_per_sample,
         in_storage=in_storage,
+        skipped={step: tuple(_plan_passes(context, step - 1, step)) for step in identity.poisoned.skipped},
         compile_cache=compile_cache,
         history=EvaluationHistory.resume(context, step=state.step) if evaluator is not None else None,
     )
@@ -193,6 +194,7 @@ def make_checkpointer(context: TrainContext) -> Checkpointer:
         job=context.job.gather(context.group.control),
         generation=number_of(incarnation),
         signing=key,
+        poisoned=identity.poisoned,
     )
 
 
@@ -302,17 +304,23 @@ def too_slow(num_parameters: int, *, device: torch.device) -> str:
 
 
 def _make_loader(context: TrainContext, *, first_step: int, pool: WorkerPool | None) -> Loader:
-    config, identity, samples = context.config, context.identity, context.samples.train
-    planned = passes(
-        first_step,
-        last_step=config.train.steps,
-        share=Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank),
-        num_samples=len(samples),
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        mixture=context.samples.mixture,
-    )
+    config, samples, skipped = context.config, context.samples.train, context.identity.poisoned.skipped
+    planned = (one for one in _plan_passes(context, first_step, config.train.steps) if one.step + 1 not in skipped)
     pin_memory = context.group.device.type == "cuda"
     return Loader(
         samples, planned, workers=config.data.workers, prefetch=config.data.prefetch, pin_memory=pin_memory, pool=pool
+    )
+
+
+def _plan_passes(context: TrainContext, first_step: int, last_step: int) -> Iterator[Pass]:
+    """What this rank reads in steps [first_step, last_step), counted from 0."""
+    config, identity = context.config, context.identity
+    return passes(
+        first_step,
+        last_step=last_step,
+        share=Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank),
+        num_samples=len(context.samples.train),
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        mixture=context.samples.mixture,
     )

@@ -1,17 +1,17 @@
 """The training loop: steps, and the actions that follow each of them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, tee
 
-from elastictrain.data.assignment import Share
+from elastictrain.data.assignment import Pass, Share
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
-from elastictrain.events import Evaluated, Skip, Step
+from elastictrain.events import Evaluated, Skip, Step, StepSkipped
 from elastictrain.fault.reasons import SlowRank, leave_straggler
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.compile_cache import CompileCache
@@ -44,6 +44,7 @@ class Loop:
     observer: Observer
     tokens_per_sample: int | None  # None where the task does not count tokens
     in_storage: bool  # whether storage has the restored state, or nothing was restored
+    skipped: Mapping[int, Sequence[Pass]] = field(default_factory=dict)  # what this rank would read in steps that are skipped
     compile_cache: CompileCache | None = None
     history: EvaluationHistory | None = None  # where a key asks for it
     stragglers: StragglerFinder | None = None  # None in a world of one
@@ -111,6 +112,9 @@ class Loop:
         deferred = StepFlags()
         while not self._is_done():
             step = state.step + 1
+            if step in self.skipped:
+                pending, deferred = None, self._skip(step, self._finish(pending) if pending else deferred)
+                continue
             launched = self._launch(step)
             state.step = step
             self.comparison.step_launched(step)
@@ -135,6 +139,26 @@ class Loop:
                     # No step is in flight after the first one, so stop here instead of two steps later.
                     actions = after_step(step, config, stop_agreed=True, save_agreed=False)
             self._follow(step, actions, saved=early)
+
+    def _skip(self, step: int, agreed: StepFlags) -> StepFlags:
+        """Pass over a step, with no other in flight: it counts, and takes its samples, but nothing is read or updated.
+        `agreed`: flags without effect yet; returns those that take effect after the next step. Raises: StopRequestedError."""
+        context, batch = self.context, self.context.config.train.global_batch
+        self.state.step = step
+        if self.ledger is not None:
+            self.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in self.skipped[step]], skipped=True)
+        if context.identity.is_log_rank:
+            context.journal.record(StepSkipped(step=step, positions=((step - 1) * batch, step * batch)))
+            self.observer.print_line(f"step {step} is skipped: it failed again and again (`fault.on_poisoned=skip`)")
+        actions = after_step(step, context.config, stop_agreed=agreed.stop, save_agreed=agreed.save)
+        if step == self.attachment.first_step:
+            # The next step is the first one that runs.
+            self.attachment.first_step = step + 1
+            if actions.leave:
+                self.saving.first_step_done()
+        # A save would wait for what the next step does anyway.
+        self._follow(step, actions if actions.leave else replace(actions, save=None), saved=False)
+        return StepFlags(save=actions.save is not None)
 
     def _launch(self, step: int) -> PendingStep:
         config, flags = self.context.config, self.attachment.flags(step)

@@ -28,7 +28,9 @@ from torchruns import (
     wait_until,
 )
 
+from elastictrain.data.ledger import read_ledger
 from elastictrain.liveness.monitor_client import default_parent
+from elastictrain.storage.opening import open_store
 
 STEPS = 40
 ARGUMENTS = (*TINY, f"train.steps={STEPS}", "train.eval_every_steps=0", "checkpoint.every_steps=10", "launch.processes=2")
@@ -325,6 +327,46 @@ def test_a_crash_loop_ends_with_its_reasons(tmp_path: Path) -> None:
     assert "step 2" in ended["reason"]
     assert [len(row["failures"]) for row in generations(tmp_path)] == [0, 1, 2, 3]  # type: ignore[arg-type]
     assert time.monotonic() - began < 120
+
+
+def test_what_is_poisoned_is_got_past(tmp_path: Path) -> None:
+    """The batch of step 18 is skipped, as in a run that leaves out its update; and the run goes back from the checkpoint of
+    step 10."""
+    task = "task._target_=tests.process.poisoned.PoisonedLlama"
+    alike = [task, "train.steps=20", "checkpoint.every_steps=5", "data.ledger=true", f"task.mark={tmp_path}/mark"]
+    single = ["launch.processes=1", "launch.standbys=0", "fault.on_poisoned=skip"]
+    train(
+        [*ARGUMENTS, *alike, "task.how=not_finite", "task.at_pass=70", f"run.dir={tmp_path}/by-hand"],
+        world_size=1,
+        folder=tmp_path,
+    )
+    expected = losses(tmp_path / "by-hand")
+    assert expected.pop(18) is None
+
+    with launched([*alike, *single, "task.how=batch"], folder=tmp_path / "skip") as run:
+        assert run.wait(90) == 0, run.output()
+    run_dir = tmp_path / "skip" / "run"
+    assert losses(run_dir) == expected
+    assert {row["lr"] for row in events(run_dir, "step")} < {row["lr"] for row in events(tmp_path / "by-hand", "step")}
+    assert [(row["step"], row["positions"]) for row in events(run_dir, "step_skipped")] == [(18, [136, 144])]
+    rows = list(read_ledger(open_store(str(run_dir))))
+    assert {row.step for row in rows if row.skipped} == {18}
+    assert {tuple(row.each_position) for row in rows if row.skipped} == {tuple(range(136, 144))}
+    skipped = [row["poisoned"]["skipped"] for row in generations(tmp_path / "skip")]  # type: ignore[index]
+    # A newer snapshot may count as progress between the first failures.
+    assert len(skipped) >= 5
+    assert skipped == [[]] * (len(skipped) - 2) + [[18], [18]]
+
+    single[-1] = "fault.on_poisoned=back"
+    single += ["task.how=state", "task.at_pass=53", "task.from_step=10", "checkpoint.snapshot_every_steps=0"]
+    with launched([*alike, *single], folder=tmp_path / "back") as run:
+        assert run.wait(90) == 0, run.output()
+    run_dir = tmp_path / "back" / "run"
+    assert {step: loss for step, loss in losses(run_dir).items() if step < 18} == {
+        step: loss for step, loss in expected.items() if step < 18
+    }
+    assert {row["step"] for row in events(run_dir, "resume")} == {0, 10, 5}
+    assert events(run_dir, "resume")[-1]["step"] == 5
 
 
 def test_a_wrong_configuration_is_told_before_anything_starts(tmp_path: Path) -> None:

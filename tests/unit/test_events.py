@@ -86,6 +86,7 @@ EXAMPLES: list[Event] = [
         text="hang: rank 1 on b",
         stacks=None,
     ),
+    events.StepSkipped(step=3, positions=(8, 12)),
     events.CollectiveFaultFound(
         kind="size",
         group="0",
@@ -123,6 +124,7 @@ NAMES = {
     "recovery",
     "hang",
     "collective_fault",
+    "step_skipped",
     "stop",
 }
 

@@ -13,6 +13,7 @@ from math import inf
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.fault.reasons import SlowRank
+from elastictrain.launch.membership.poisoned import OnPoisoned
 from elastictrain.launch.membership.records import End, Generation, GenerationMember, HostRecord, HostState
 
 _REMEMBERED_S = 3600.0
@@ -59,6 +60,7 @@ class ClusterState:
     restart_cost_s: float = 0.0  # as measured, from an end to the next step; 0 if unknown
     most_processes: int = 0  # samples of a global batch: more workers than that have nothing to do; 0 if unknown
     left_s: float = inf  # until the run's time limit
+    on_poisoned: OnPoisoned = "stop"
     stop_limit_s: float = 920.0  # limit of an orderly end on a host: a save and the shutdown
     wants_to_leave: bool = False
     straggles: SlowRank | None = None  # for which the workers here ask to leave this host out; None if they do not

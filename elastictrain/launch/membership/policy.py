@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_STOPPED, EXIT_STORAGE, EXIT_TRANSPORT, EXIT_UNFIT, EXIT_USAGE
-from elastictrain.launch.membership import messages
+from elastictrain.launch.membership import messages, poisoned
 from elastictrain.launch.membership.records import DRAFT, End, EndKind, Generation, GenerationFailure, GenerationOutcome
 
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
@@ -26,6 +26,7 @@ def judge(
     unaware: Set[str] = frozenset(),
     unheard: Set[str] = frozenset(),
     committed_step: int = 0,
+    on_poisoned: poisoned.OnPoisoned = "stop",
 ) -> Generation:
     """Return the draft that follows an ended generation, without its members: outcome, failures and excluded hosts.
 
@@ -67,7 +68,13 @@ def judge(
         reason = f"{who} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: {failure.reason}"
         # One failure is kept: if the next generation fails the same way without this host, it was not to blame.
         return replace(DRAFT, number=number, reason=reason, failures=(failure,), excluded=excluded)
-    return _try_again(number, (*failures, failure), excluded, options)
+    failures = (*failures, failure)
+    if step := poisoned.poisoned_step(failures, max_failures=options.max_failures):
+        past = poisoned.get_past(step, generation.poisoned, mode=on_poisoned, committed_step=committed_step, generation=number)
+        if past is not None:
+            reason = poisoned.describe(step, on_poisoned, committed_step=committed_step)
+            return replace(DRAFT, number=number, reason=reason, excluded=excluded, poisoned=past)
+    return _try_again(number, failures, excluded, options)
 
 
 def _try_again(

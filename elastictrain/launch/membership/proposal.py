@@ -242,7 +242,8 @@ class _GenerationProposal:
     def _judge(self, ready: Sequence[HostRecord], group: Sequence[HostRecord]) -> Generation:
         cluster, previous = self.cluster, self.previous
         if previous is None:
-            return replace(DRAFT, number=1 if cluster.newest is None else cluster.newest.number + 1, reason="")
+            newest = cluster.newest or DRAFT
+            return replace(DRAFT, number=newest.number + 1, reason="", poisoned=newest.poisoned)
         hosts = frozenset(record.host for record in ready)
         # Records of other launchers may be from an earlier run in the same folder.
         records = [cluster.me, *(one.record for one in cluster.observed.values())]
@@ -254,13 +255,17 @@ class _GenerationProposal:
             unheard=hosts.difference(record.host for record in group),
             unaware=self._unaware(),
             committed_step=max((one.committed_step for one in records if previous.has(one.host)), default=0),
+            on_poisoned=cluster.on_poisoned,
         )
-        following = replace(following, slow=next((end for end in cluster.ends.values() if end.slow_rank >= 0), previous.slow))
+        slow = next((end for end in cluster.ends.values() if end.slow_rank >= 0), previous.slow)
+        unchanged = following.poisoned == DRAFT.poisoned
+        following = replace(following, slow=slow, poisoned=previous.poisoned if unchanged else following.poisoned)
         witnessed = any(map(previous.has, hosts)) or self.since_s > cluster.began_s + self.options.lost_s
         if following.outcome is GenerationOutcome.RUN or witnessed:
             return following
         # All members have left before they gave up the run, and this launcher was started to resume it.
-        return replace(DRAFT, number=following.number, reason=f"started again after: {following.reason}")
+        kept = following.poisoned
+        return replace(DRAFT, number=following.number, poisoned=kept, reason=f"started again after: {following.reason}")
 
     def _too_few(self, ready: Sequence[HostRecord]) -> Decision:
         cluster, options = self.cluster, self.options

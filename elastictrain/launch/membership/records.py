@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, parse_json
+from elastictrain.identity import NOTHING_POISONED, PoisonedSteps
 from elastictrain.lease.chain import LAUNCHER
 
 
@@ -120,6 +121,7 @@ class Generation:
     reason: str
     owner: str = LAUNCHER  # the kind of run; empty in records older than this field
     slow: End | None = None  # of the last host that was left out because it held up the others
+    poisoned: PoisonedSteps = NOTHING_POISONED  # each generation has those of all before it
 
     @property
     def terminal(self) -> bool:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from elastictrain.checkpoint.folders import FolderFacts, folder_name
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_in_lineage, number_of
+from elastictrain.identity import PoisonedSteps
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 
@@ -135,3 +136,13 @@ def test_files_of_several_incarnations_or_none_put_no_folder_off_the_line(tmp_pa
     for files, off_lineage in (({"manifest.json": 1}, False), (mixed, False), (folder(30, FIRST).files, True)):
         found = Lineage(store).lineage_first([FolderFacts("step-000000030", 30, 1, files)])
         assert bool(found[1]) == off_lineage
+
+
+def test_state_that_the_run_has_gone_back_from_comes_last_and_that_of_later_generations_does_not(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    Lineage(store).write(ResumeOrigin(1, FIRST, 0, ""))
+    poisoned = PoisonedSteps(went_back=(33,), before_step=30, generation=2)
+    ordered, off_lineage = Lineage(store, poisoned=poisoned).lineage_first([folder(30, FIRST), folder(20, FIRST)])
+    assert [one.step for one in ordered] == [20, 30]
+    assert off_lineage == {"step-000000030"}
+    assert Lineage(store, poisoned=poisoned).has(SECOND, 30)

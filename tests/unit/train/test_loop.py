@@ -39,7 +39,7 @@ from elastictrain.errors import (
     StopRequestedError,
     TransportError,
 )
-from elastictrain.events import CheckpointFailed, Evaluated, Event, Recovery, Skip, Step, StragglerFound
+from elastictrain.events import CheckpointFailed, Evaluated, Event, Recovery, Skip, Step, StepSkipped, StragglerFound
 from elastictrain.fault.reasons import read_straggler
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher, RecoveryPlan
@@ -126,6 +126,9 @@ class World:
 
     times: Tensor | None = None
     """Of the ranks in each step."""
+
+    skipped: tuple[int, ...] = ()
+    """Steps that failed again and again."""
 
     losses: dict[int, float] = field(default_factory=dict)
     refuse_saves: int = 0
@@ -227,6 +230,7 @@ class World:
             observer=observer,
             tokens_per_sample=10,
             in_storage=self.in_storage,
+            skipped=dict.fromkeys(self.skipped, ()),
             history=EvaluationHistory(context, self.before) if self.before is not None else None,
             stragglers=StragglerFinder() if self.times is not None else None,
             clock=lambda: self.now_s,
@@ -766,3 +770,40 @@ def test_the_request_is_withdrawn_when_the_host_does_not_hold_up_the_others_any_
     world.train()
     assert world.asked
     assert read_straggler(tmp_path) is None
+
+
+def test_a_step_that_is_skipped_counts_and_nothing_of_it_runs() -> None:
+    world = World(config(steps=6), skipped=(3,), losses={2: 7.0})
+    world.train()
+    assert (world.launched, world.of(Step), world.of(StepSkipped)) == ([1, 2, 4, 5, 6], [1, 2, 4, 5, 6], [3])
+    assert [event.positions for event in world.events if isinstance(event, StepSkipped)] == [(8, 12)]
+    rates = {event.step: event.lr for event in world.events if isinstance(event, Step)}
+    undisturbed = World(config(steps=6))
+    undisturbed.train()
+    assert rates == {event.step: event.lr for event in undisturbed.events if isinstance(event, Step) and event.step != 3}
+
+
+@pytest.mark.parametrize("save_every", [0, 3])
+@pytest.mark.parametrize("eval_every", [0, 3])
+@pytest.mark.parametrize("skipped", [(3,), (1, 2), (6,), (1, 2, 3, 4, 5, 6), (2, 3, 5)])
+def test_what_is_due_after_a_skipped_step_is_done_and_the_last_one_is_saved(
+    skipped: tuple[int, ...], eval_every: int, save_every: int, limited: list[float]
+) -> None:
+    world = World(config(steps=6, save_every=save_every, eval_every=eval_every), skipped=skipped)
+    world.train()
+    assert world.of(Step) == [step for step in range(1, 7) if step not in skipped]
+    assert world.evaluated == ([3, 6] if eval_every else [])
+    assert world.saved[-1] == (6, "end")
+    later = next((step for step in range(3, 6) if step not in skipped), None)
+    assert [step for step, _ in world.saved[:-1]] == ([later] if save_every and later else [])
+    assert len(limited) == (len(skipped) < 6)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3])
+def test_a_stop_that_is_agreed_before_a_skipped_step_is_obeyed(stop_at: int) -> None:
+    world = World(config(steps=20), skipped=(3, 5), stop_at=stop_at + (stop_at == 3))
+    with pytest.raises(StopRequestedError):
+        world.train()
+    (saved,) = world.saved
+    assert saved[1] == "stop"
+    assert saved[0] <= stop_at + 4

@@ -5,6 +5,7 @@ import pytest
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
+from elastictrain.identity import PoisonedSteps
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState, HostObservation, takeover_s
 from elastictrain.launch.membership.proposal import in_vacant_places, likely_generation
@@ -213,6 +214,15 @@ def test_the_last_host_that_was_left_out_for_being_slow_is_remembered() -> None:
     assert created(at(looked, NOW_S + 1.0)).slow == slow
     later = replace(looked, ends={"a": end("a", EndKind.GROW)}, newest=generation(1, "abc", slow=before))
     assert created(at(later, NOW_S + 1.0)).slow == before
+
+
+def test_poisoned_steps_are_remembered_for_good() -> None:
+    poisoned = PoisonedSteps(skipped=(412,), went_back=(9,), before_step=8, generation=3)
+    newest = replace(generation(1, "abc"), poisoned=poisoned)
+    looked = replace(ended(done("b"), done("c")), ends={"a": end("a", EndKind.GROW)}, newest=newest)
+    assert created(at(looked, NOW_S + 1.0)).poisoned == poisoned
+    failed = replace(looked, ends={"a": end("a", EndKind.FAILED, 70, step=3)})
+    assert created(at(failed, NOW_S + 1.0)).poisoned == poisoned
 
 
 @pytest.mark.parametrize(
