@@ -222,6 +222,21 @@ class CheckpointSaved(Event, tag="checkpoint_saved", frozen=True):
     seconds: Mapping[str, float]
 
 
+class SaveIntervalChosen(Event, tag="save_interval", frozen=True):
+    """With `checkpoint.every_steps=auto`: the interval between checkpoints from now on, and what it follows from."""
+
+    step: int
+    seconds: float
+    limited_by: str  # `max_lost_s`, or `write_s`: saves would overlap; empty if nothing keeps it from the best one
+    save_s: float  # training time that a save takes
+    write_s: float  # from a save to its commit
+    recover_s: float  # from a failure to the first step
+    losses: int  # failures of this job after which it went on from storage
+    kept: int  # those after which it went on from the memory of hosts
+    trained_s: float  # in which these came
+    mean_time_to_loss_s: float  # as far as that shows it
+
+
 class CheckpointSlow(Event, tag="checkpoint_slow", frozen=True):
     """A save takes longer than most; `trouble` is the last warning of storage."""
 

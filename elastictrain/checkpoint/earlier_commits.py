@@ -16,6 +16,7 @@ from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
 from elastictrain.checkpoint.manifest import Count
+from elastictrain.checkpoint.save_interval import FailureCounts
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.lease.merge import EVENTS, LAUNCHERS, parse_merged
 from elastictrain.storage.bounded_read import read_all
@@ -49,6 +50,7 @@ class JobMemory:
     step: int = 0  # the newest step committed, or restored by a start; 0 if none
     snapshot_interval: int = 0  # steps between snapshots that rank 0 has learned; 0 if none
     evaluated: int = 0  # the newest step whose evaluation was completed, or tried once more; 0 if none
+    failures: FailureCounts = FailureCounts()  # noqa: RUF009  # frozen
 
 
 @dataclass(frozen=True, slots=True)

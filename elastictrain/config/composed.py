@@ -186,8 +186,12 @@ class ParallelGroup:
 class CheckpointGroup:
     """When state is saved, how much is kept, and what to do with what is damaged."""
 
-    every_steps: Annotated[int, Range(0)] = 100
-    """Optimizer steps between checkpoints; 0 for none by step."""
+    every_steps: Annotated[int, Range(0)] | Literal["auto"] = 100
+    """Optimizer steps between checkpoints; 0 for none by step; `auto` learns an interval in seconds: the one that leaves the
+    most time for training, by what a save costs and how often state is lost."""
+
+    max_lost_s: Annotated[float, Range(1.0)] = 3600.0
+    """Training in seconds that a failure may cost at most where `every_steps` is `auto`, if saves are fast enough."""
 
     every_minutes: Annotated[float, Range(0.0)] = 0.0
     """Minutes between checkpoints, in addition; 0 for none by time."""

@@ -65,6 +65,7 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
             )
             problems.append(Problem("train.eval_every_steps", message))
     problems += _check_evaluations(groups.get("train"), groups.get("checkpoint"))
+    problems += _check_interval(groups.get("checkpoint"))
     everything = SimpleNamespace(**groups)
     for lower, relation, upper, reason in ORDERS:
         concerned = {key.partition(".")[0] for key in (lower, upper)}
@@ -87,15 +88,23 @@ def _check_data(data: DataGroup) -> list[Problem]:
     return problems
 
 
+def _check_interval(checkpoint: CheckpointGroup | None) -> list[Problem]:
+    if checkpoint is None or checkpoint.every_steps == "auto":
+        return []
+    if checkpoint.max_lost_s != CheckpointGroup().max_lost_s:
+        message = f"is {checkpoint.max_lost_s:g}, but has an effect with `checkpoint.every_steps=auto` only: leave it out"
+        return [Problem("checkpoint.max_lost_s", message)]
+    return []
+
+
 def _check_evaluations(train: TrainGroup | None, checkpoint: CheckpointGroup | None) -> list[Problem]:
     problems: list[Problem] = []
     if train is None or checkpoint is None:
         return problems
     if train.stop_after_evals_without_gain and not train.eval_every_steps:
         problems.append(Problem("train.stop_after_evals_without_gain", "needs evaluations: set `train.eval_every_steps`"))
-    if checkpoint.keep_best and (
-        not train.eval_every_steps or not checkpoint.every_steps or train.eval_every_steps % checkpoint.every_steps
-    ):
+    every_steps = 0 if checkpoint.every_steps == "auto" else checkpoint.every_steps
+    if checkpoint.keep_best and (not train.eval_every_steps or not every_steps or train.eval_every_steps % every_steps):
         message = (
             "needs a checkpoint at each evaluation: `train.eval_every_steps` must be a multiple of `checkpoint.every_steps`"
         )

@@ -4,7 +4,17 @@ from contextlib import suppress
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
-from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, POISONED, RECOVERY, RESTARTED, STORE_HOST, RecoveryPlan
+from elastictrain.identity import (
+    FOLDER,
+    GENERATION,
+    LAUNCHER,
+    NOTHING_POISONED,
+    POISONED,
+    RECOVERY,
+    RESTARTED,
+    STORE_HOST,
+    RecoveryPlan,
+)
 from elastictrain.launch.membership.records import Generation
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 
@@ -41,7 +51,7 @@ def plan_workers(
         STORE_HOST: members[0].name,
         STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
         RECOVERY: encode_record(recovery).decode() if recovery is not None else "",
-        POISONED: encode_record(generation.poisoned).decode(),
+        POISONED: encode_record(generation.poisoned).decode() if generation.poisoned != NOTHING_POISONED else "",
     }
     ranks = [(str(first_rank + local_rank), str(local_rank)) for local_rank in range(count)]
     return [{**common, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local} for rank, local in ranks]

@@ -1,12 +1,14 @@
 """What ties a loop to its run: after each step, whoever has computed it, snapshots and saves, agreed stops and the records of a
 recovery. The trainer's loop and loops of users (`elastictrain.attach`) have one each."""
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from elastictrain.checkpoint.save_interval import SaveTuner
 from elastictrain.errors import StopRequestedError
-from elastictrain.events import Recovery
+from elastictrain.events import Recovery, SaveIntervalChosen
 from elastictrain.fault.reasons import leave_begun
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
@@ -33,15 +35,22 @@ class Attachment:
     _began_s: float = field(init=False)
     _last_save_s: float = field(init=False)
     _last_save_step: int = field(default=0, init=False)
+    _tuner: SaveTuner | None = field(default=None, init=False)  # of rank 0, with `checkpoint.every_steps=auto`
+    _last_finished_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.reached = Reached(self.state.step, "storage" if self.state.step else "nothing")
         self.first_step = self.state.step + 1
-        self._last_save_s = self._began_s = self.clock()
+        self._last_save_s = self._began_s = self._last_finished_s = self.clock()
+        options = self.context.config.checkpoint
+        if options.every_steps == "auto" and self.context.identity.rank == 0:
+            self._tuner = SaveTuner(self.context.job.failures, max_lost_s=options.max_lost_s)
 
     def flags(self, step: int) -> StepFlags:
         """This rank's requests and the status of its saves when it begins a step."""
         overdue_s = 60 * self.context.config.checkpoint.every_minutes
+        if self._tuner is not None:
+            overdue_s = min(overdue_s or math.inf, self._tuner.interval.seconds)
         return replace(
             self.saving.flags(step),
             stop=self.context.stop_request() is not None,
@@ -56,8 +65,31 @@ class Attachment:
         self.comparison.check(step)
         self.saving.step_finished(step)
         self.saving.on_flags(step, flags)
+        now_s = self.clock()
+        took_s, self._last_finished_s = now_s - self._last_finished_s, now_s
+        # The first step includes compilation and other one-time work.
+        if self._tuner is not None and step > self.first_step:
+            self._tuner.step_took(took_s, now_s=now_s, saving=flags.unsaved)
+            self._report_interval(self._tuner, step)
         # The last save has served every request from before it began.
         return replace(flags, save=flags.save and step > self._last_save_step)
+
+    def _report_interval(self, tuner: SaveTuner, step: int) -> None:
+        changed = tuner.take_change()
+        if changed is None:
+            return
+        counts = tuner.counts
+        self.context.job.trained(counts)
+        self.context.journal.record(
+            SaveIntervalChosen(
+                step=step,
+                seconds=changed.seconds,
+                limited_by=changed.limited_by,
+                mean_time_to_loss_s=counts.mean_time_to_loss_s,
+                **asdict(tuner.costs),
+                **asdict(counts),
+            )
+        )
 
     def first_step_done(self) -> None:
         """Compilation and other one-time work of this process is over."""
@@ -65,6 +97,8 @@ class Attachment:
         context.tracker.first_step_done()
         if launcher is not None and context.identity.local_rank == 0:
             leave_begun(launcher.folder, resumed_step=self.first_step - 1)
+        if self._tuner is not None:
+            self._tuner.recover_s = self.clock() - self._began_s + sum(context.seconds.values())
         self._record_recovery(resumed_step=self.first_step - 1)
         self.saving.first_step_done()
 
@@ -95,6 +129,10 @@ class Attachment:
             # The time of the attempt, not of its success: a failing store is not tried again at each step.
             self._last_save_s, self._last_save_step = self.clock(), step
         self.saving.snapshot(step, reason=reason)
+        if reason and self._tuner is not None:
+            now_s = self.clock()
+            self._tuner.save_began(now_s, stall_s=now_s - self._last_save_s)
+            self.context.job.trained(self._tuner.counts)
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
         """Save, and wait until the step is durable, or the deadline of a stop is reached. Collective: yes."""

@@ -238,7 +238,7 @@ def restore(
     if identity.is_log_rank:
         context.journal.record(resume)
     if identity.local_rank == 0:
-        context.job.begin(context.generation.name, step=resume.step)
+        context.job.begin(context.generation.name, step=resume.step, tier=resume.tier)
     return resume
 
 

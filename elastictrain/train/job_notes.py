@@ -9,6 +9,7 @@ import torch.distributed as dist
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.exchange import gather_records
+from elastictrain.checkpoint.save_interval import FailureCounts
 from elastictrain.distributed.bounded import within
 from elastictrain.fault.reasons import JOB_NAME, leave_text
 from elastictrain.identity import Identity
@@ -46,13 +47,29 @@ class JobNotes:
         self.evaluated = self._memory.evaluated if self._memory.incarnations else None
         return self._memory
 
-    def begin(self, incarnation: str, *, step: int) -> None:
-        """Note that this generation resumes from `step`. Step 0 begins the run anew and deletes earlier notes."""
+    def begin(self, incarnation: str, *, step: int, tier: str) -> None:
+        """Note that this generation resumes from `step`, which was in `tier`. Step 0 begins the run anew and deletes earlier
+        notes."""
         before = max(self.read(), self._memory, key=_knowledge) if step else JobMemory()
         names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
         # Earlier jobs may have evaluated.
         evaluated = before.evaluated if before.incarnations else step
-        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval, evaluated)
+        failures, launcher = before.failures, self._identity.launcher
+        # torchrun starts workers again only after a failure; a launcher tells.
+        if before.incarnations and (launcher is None or launcher.recovery is not None):
+            lost = tier == "storage"
+            failures = replace(failures, losses=failures.losses + lost, kept=failures.kept + (not lost))
+        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval, evaluated, failures)
+        self._write()
+
+    @property
+    def failures(self) -> FailureCounts:
+        """Those of the job's generations before this one, and the one before which this one begins."""
+        return self._memory.failures
+
+    def trained(self, failures: FailureCounts) -> None:
+        """Note how long the job has trained by now."""
+        self._memory = replace(self._memory, failures=failures)
         self._write()
 
     @property

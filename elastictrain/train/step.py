@@ -324,6 +324,9 @@ class StepActions:
 def after_step(step: int, config: RunConfig, *, stop_agreed: bool, save_agreed: bool) -> StepActions:
     """What follows step `step`. The agreed flags come from a reduction, so they are the same on every rank."""
     save_every, eval_every = config.checkpoint.every_steps, config.train.eval_every_steps
+    if save_every == "auto":
+        # The clock of rank 0 asks for these saves.
+        save_every = 0
     end = step >= config.train.steps
     reason: SaveReason | None = None
     if end:

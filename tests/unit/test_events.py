@@ -86,6 +86,18 @@ EXAMPLES: list[Event] = [
         text="hang: rank 1 on b",
         stacks=None,
     ),
+    events.SaveIntervalChosen(
+        step=3,
+        seconds=120.0,
+        limited_by="",
+        save_s=0.5,
+        write_s=8.0,
+        recover_s=20.0,
+        losses=1,
+        kept=2,
+        trained_s=3600.0,
+        mean_time_to_loss_s=7200.0,
+    ),
     events.StepSkipped(step=3, positions=(8, 12)),
     events.CollectiveFaultFound(
         kind="size",
@@ -125,6 +137,7 @@ NAMES = {
     "hang",
     "collective_fault",
     "step_skipped",
+    "save_interval",
     "stop",
 }
 

@@ -1,6 +1,7 @@
 """A run folder that lost its checkpoints: whatever else knows of them keeps a start from beginning again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory, find_traces, of_memory, read_log, step_of_mark
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.checkpoint.save_interval import FailureCounts
 from elastictrain.errors import NoValidCheckpointError
-from elastictrain.identity import Identity, Launcher
+from elastictrain.identity import Identity, Launcher, RecoveryPlan
 from elastictrain.lease.merge import FINISHED_S, merge_finished
 from elastictrain.train.job_notes import JobNotes
 from tests.integration.checkpoint.test_checkpointer import restored_step, save
@@ -154,20 +156,38 @@ def test_torchrun_remembers_what_its_workers_committed() -> None:
     store = dist.HashStore()
     first = JobNotes(store, identity(None))
     assert first.read() == JobMemory()
-    first.begin("000001-aa", step=0)
+    first.begin("000001-aa", step=0, tier="none")
     first.committed(40)
     first.committed(20)
     second = JobNotes(store, identity(None))
     assert second.read() == JobMemory(("000001-aa",), 40)
-    second.begin("000002-bb", step=30)
-    assert JobNotes(store, identity(None)).read() == JobMemory(("000001-aa", "000002-bb"), 40)
+    second.begin("000002-bb", step=30, tier="storage")
+    lost = FailureCounts(losses=1)
+    assert JobNotes(store, identity(None)).read() == JobMemory(("000001-aa", "000002-bb"), 40, failures=lost)
     second.learned(7)
     third = JobNotes(store, identity(None))
-    third.begin("000003-cc", step=30)
+    third.begin("000003-cc", step=30, tier="memory")
     assert (third.snapshot_interval, third.read().step) == (7, 40)
+    assert (third.failures.losses, third.failures.kept) == (1, 1)
+    third.trained(FailureCounts(1, 1, 60.0))
+    assert third.read().failures.trained_s == 60.0
     # Told to start over, the run forgets.
-    JobNotes(store, identity(None)).begin("000004-dd", step=0)
+    JobNotes(store, identity(None)).begin("000004-dd", step=0, tier="none")
     assert JobNotes(store, identity(None)).read() == JobMemory(("000004-dd",), 0)
+
+
+def test_under_a_launcher_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "generation-1").mkdir()
+    orderly = identity(tmp_path / "generation-1")
+    assert orderly.launcher is not None
+    failed = replace(orderly, launcher=replace(orderly.launcher, recovery=RecoveryPlan("regroup", ("b",), "b is lost", 1.0)))
+    notes = JobNotes(dist.HashStore(), orderly)
+    notes.begin("000001-aa", step=0, tier="none")
+    notes.begin("000002-bb", step=30, tier="storage")
+    assert notes.failures == FailureCounts()
+    after = JobNotes(dist.HashStore(), failed)
+    after.begin("000003-cc", step=30, tier="storage")
+    assert after.failures == FailureCounts(losses=1)
 
 
 def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -180,16 +200,16 @@ def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.
     assert notes.gather(None) == longest
     assert notes.evaluated == 35
     (tmp_path / "generation-11").mkdir()
-    notes.begin("000011-ee", step=38)
+    notes.begin("000011-ee", step=38, tier="storage")
     notes.evaluation_done(38)
     assert notes.read() == JobMemory((*longest.incarnations, "000011-ee"), 40, 7, 38)
     assert notes.snapshot_interval == 7
     # A job that begins knows nothing of evaluations before it, which may all have been done.
     (tmp_path / "job" / "generation-1").mkdir(parents=True)
     first = JobNotes(dist.HashStore(), identity(tmp_path / "job" / "generation-1"))
-    first.begin("000012-ee", step=50)
+    first.begin("000012-ee", step=50, tier="storage")
     assert first.read().evaluated == 50
-    notes.begin("000012-ff", step=0)
+    notes.begin("000012-ff", step=0, tier="none")
     assert notes.read() == JobMemory(("000012-ff",), 0, 0)
 
 
@@ -197,7 +217,7 @@ def test_a_launcher_remembers_across_the_stores_of_its_torchruns(tmp_path: Path)
     for number in (1, 2):
         (tmp_path / f"generation-{number}").mkdir()
     first = JobNotes(dist.HashStore(), identity(tmp_path / "generation-1"))
-    first.begin("000001-aa", step=0)
+    first.begin("000001-aa", step=0, tier="none")
     first.committed(40)
     assert JobNotes(dist.HashStore(), identity(tmp_path / "generation-2")).read() == JobMemory(("000001-aa",), 40)
 

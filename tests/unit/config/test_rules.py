@@ -67,6 +67,13 @@ def test_a_setting_that_the_kind_ignores_is_refused(parallel: ParallelGroup, exp
     assert keys(parallel=parallel) == expected
 
 
+def test_a_bound_on_an_interval_that_is_not_learned_is_refused() -> None:
+    assert keys(checkpoint=CheckpointGroup(max_lost_s=60.0)) == ["checkpoint.max_lost_s"]
+    assert keys(checkpoint=CheckpointGroup(every_steps="auto", max_lost_s=60.0)) == []
+    train = replace(TRAIN, eval_every_steps=100)
+    assert keys(train=train, checkpoint=CheckpointGroup(every_steps="auto", keep_best=1)) == ["checkpoint.keep_best"]
+
+
 def test_no_rule_about_a_group_that_is_itself_wrong() -> None:
     assert keys() == []
     assert keys(preflight=PreflightGroup(limit_s=6000.0)) == []

@@ -45,6 +45,7 @@ def test_the_workers_of_the_second_host() -> None:
         "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-7",
         "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
         "ELASTICTRAIN_RECOVERY": "",
+        "ELASTICTRAIN_POISONED": "",
     }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.evaluations import EvaluationLosses
+from elastictrain.checkpoint.save_interval import FailureCounts
 from elastictrain.config.composed import (
     CheckpointGroup,
     DataGroup,
@@ -39,7 +40,17 @@ from elastictrain.errors import (
     StopRequestedError,
     TransportError,
 )
-from elastictrain.events import CheckpointFailed, Evaluated, Event, Recovery, Skip, Step, StepSkipped, StragglerFound
+from elastictrain.events import (
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    Recovery,
+    SaveIntervalChosen,
+    Skip,
+    Step,
+    StepSkipped,
+    StragglerFound,
+)
 from elastictrain.fault.reasons import read_straggler
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher, RecoveryPlan
@@ -65,7 +76,7 @@ RANKS = (Introduction("here", 2, "gloo", "d", 71, 0), Introduction("here", 2, "g
 def config(
     *,
     steps: int,
-    save_every: int = 0,
+    save_every: int | Literal["auto"] = 0,
     every_minutes: float = 0.0,
     eval_every: int = 0,
     max_skipped: int = 2,
@@ -127,6 +138,13 @@ class World:
     times: Tensor | None = None
     """Of the ranks in each step."""
 
+    failures: FailureCounts = FailureCounts()  # noqa: RUF009  # frozen
+    """Of the job, before this generation."""
+
+    trained: list[FailureCounts] = field(default_factory=list)
+    save_s: float = 0.0
+    """How long a save makes training wait."""
+
     skipped: tuple[int, ...] = ()
     """Steps that failed again and again."""
 
@@ -185,6 +203,7 @@ class World:
         if self.refuse_saves:
             self.refuse_saves -= 1
             raise CheckpointError("no space left")
+        self.now_s += self.save_s
         self.saved.append((step, reason))
 
     def train(self) -> Loop:
@@ -209,7 +228,11 @@ class World:
             generation=AgreedGeneration("000002-bb", RANKS),
             tracker=tracker,
             job=SimpleNamespace(
-                evaluated=self.known_evaluation, evaluation_done=self.noted.append, committed=lambda step: None
+                evaluated=self.known_evaluation,
+                evaluation_done=self.noted.append,
+                committed=lambda step: None,
+                failures=self.failures,
+                trained=self.trained.append,
             ),
             backend="gloo",
             journal=SimpleNamespace(record=self.events.append, flush=lambda: self.flushed.append(self.of(Step))),
@@ -807,3 +830,24 @@ def test_a_stop_that_is_agreed_before_a_skipped_step_is_obeyed(stop_at: int) -> 
     (saved,) = world.saved
     assert saved[1] == "stop"
     assert saved[0] <= stop_at + 4
+
+
+@pytest.mark.parametrize(("losses", "save_s"), [(0, 0.5), (0, 30.0), (40, 30.0)])
+def test_saves_come_as_often_as_their_cost_and_the_losses_call_for(losses: int, save_s: float) -> None:
+    counts = FailureCounts(losses, 7, 36_000.0)
+    world = World(config(steps=1000, save_every="auto"), failures=counts, save_s=save_s, step_s=9.0)
+    world.train()
+    changes = [event for event in world.events if isinstance(event, SaveIntervalChosen)]
+    assert (changes[-1].losses, changes[-1].kept, changes[-1].save_s) == (losses, 7, save_s)
+    steps = [step for step, reason in world.saved if reason == "time"]
+    gaps = [after - before for before, after in pairwise(steps)]
+    # A save that is asked for comes two steps later; its own duration is part of the time that has passed.
+    assert 9 * gaps[-1] == pytest.approx(changes[-1].seconds - save_s, abs=4 * 9 + 0.1 * changes[-1].seconds)
+    assert world.trained[-1].trained_s > 36_000.0 + 8000
+    assert world.saved[-1] == (1000, "end")
+
+
+def test_only_rank_0_decides_when_to_save() -> None:
+    world = World(config(steps=500, save_every="auto"), rank=1)
+    world.train()
+    assert world.saved == [(500, "end")]

@@ -1,0 +1,146 @@
+"""The interval between saves: its formula, its bounds, what it learns, and what it is worth on made-up histories."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.checkpoint.save_interval import (
+    FIRST_SAVE_S,
+    LEAST_S,
+    PRIOR_S,
+    FailureCounts,
+    SaveCosts,
+    SaveTuner,
+    decide_save_interval,
+    optimal_interval,
+)
+
+HOUR_S = 3600.0
+seconds = st.floats(0.001, 1e4)
+
+
+def availability(interval_s: float, *, save_s: float, recover_s: float, failure_s: float) -> float:
+    """Exact, where failures come at random: the share of time that is training and is not lost (Daly 2006)."""
+    period = math.expm1((interval_s + save_s) / failure_s)
+    return interval_s / ((failure_s + recover_s) * period)
+
+
+@given(st.floats(0.1, 60.0), st.floats(0.0, 300.0), st.floats(1800.0, 1e6))
+def test_no_other_interval_is_clearly_better(save_s: float, recover_s: float, failure_s: float) -> None:
+    best_s = optimal_interval(save_s=save_s, recover_s=recover_s, failure_s=failure_s)
+    known = {"save_s": save_s, "recover_s": recover_s, "failure_s": failure_s}
+    found = availability(best_s, **known)
+    assert all(
+        availability(best_s * factor, **known) < found + 0.002 for factor in (0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.5, 2.0, 5.0)
+    )
+
+
+def test_where_failures_are_rare_it_is_youngs() -> None:
+    assert optimal_interval(save_s=1.0, recover_s=10.0, failure_s=1e6) == pytest.approx(math.sqrt(2e6), rel=0.001)
+
+
+@given(seconds, seconds, seconds, st.integers(0, 1000), st.floats(0, 1e7), st.floats(1.0, 1e5))
+def test_bounds_hold_and_the_optimum_is_taken_within_them(
+    save_s: float, write_s: float, recover_s: float, losses: int, trained_s: float, max_lost_s: float
+) -> None:
+    counts = FailureCounts(losses, 3, trained_s)
+    found = decide_save_interval(SaveCosts(save_s, write_s, recover_s), counts, max_lost_s=max_lost_s)
+    best_s = optimal_interval(save_s=save_s, recover_s=recover_s, failure_s=counts.mean_time_to_loss_s)
+    assert found.seconds >= max(LEAST_S, write_s)
+    if found.limited_by == "":
+        assert found.seconds == max(best_s, LEAST_S)
+    if found.limited_by != "write_s":
+        assert found.seconds + write_s <= max_lost_s * (1 + 1e-9)
+
+
+def test_more_losses_mean_more_saves_and_failures_that_memory_outlives_do_not() -> None:
+    def interval_s(*, losses: int, kept: int = 0, hours: float = 24.0) -> float:
+        counts = FailureCounts(losses, kept, hours * HOUR_S)
+        return decide_save_interval(SaveCosts(5.0, 20.0, 60.0), counts, max_lost_s=1e9).seconds
+
+    assert interval_s(losses=0) > interval_s(losses=1) > interval_s(losses=10)
+    assert interval_s(losses=1, kept=50) == interval_s(losses=1)
+    assert interval_s(losses=0, hours=240.0) > interval_s(losses=0)
+    assert FailureCounts().mean_time_to_loss_s == PRIOR_S
+
+
+def test_the_cost_of_a_save_is_learned_from_the_steps_beside_it() -> None:
+    tuner = SaveTuner(FailureCounts(), max_lost_s=1e9)
+    assert tuner.costs.save_s == FIRST_SAVE_S
+    chance, now_s = random.Random(1), 0.0
+    for save in range(12):
+        for step in range(100):
+            saving = save > 0 and step < 20
+            # Single stalls, such as evaluations, are no cost of a save.
+            took_s = chance.gauss(1.25 if saving else 1.0, 0.02) + (30.0 if step % 45 == 7 else 0.0)
+            now_s += took_s
+            tuner.step_took(took_s, now_s=now_s, saving=saving)
+        tuner.save_began(now_s, stall_s=0.5)
+    assert tuner.costs.save_s == pytest.approx(0.5 + 20 * 0.25, rel=0.1)
+    assert tuner.costs.write_s == pytest.approx(20 * 1.25 + 30.0 + 1.0 + 0.5, rel=0.1)
+    assert tuner.trained_s == pytest.approx(now_s)
+    before = tuner.take_change()
+    assert before is not None
+    assert (before, tuner.take_change()) == (tuner.interval, None)
+
+
+def test_a_save_that_makes_training_wait_costs_all_of_it() -> None:
+    tuner = SaveTuner(FailureCounts(), max_lost_s=1e9)
+    for step in range(40):
+        if step % 10 == 0:
+            tuner.save_began(20.0 * step, stall_s=8.0)
+        tuner.step_took(1.0, now_s=20.0 * step, saving=False)
+    assert (tuner.costs.save_s, tuner.costs.write_s) == (8.0, 8.0)
+
+
+def replay(failures_s: Sequence[float], total_s: float, *, costs: SaveCosts, interval_s: float | None) -> float:
+    """The share of `total_s` that is training and is not lost; with `interval_s` None the interval is decided as it goes."""
+    now_s = kept_s = 0.0
+    losses, trained_s, known = 0, 0.0, SaveCosts(recover_s=costs.recover_s)
+    for failure_s in (*failures_s, math.inf):
+        end_s = min(failure_s, total_s)
+        done_s = kept_s
+        saves: list[tuple[float, float]] = []  # when one is durable, and what it holds
+        while now_s < end_s:
+            counts = FailureCounts(losses, 0, trained_s)
+            pause_s = interval_s or decide_save_interval(known, counts, max_lost_s=1e9).seconds
+            worked_s = min(pause_s, end_s - now_s)
+            done_s, trained_s, now_s = done_s + worked_s, trained_s + worked_s, now_s + worked_s
+            if now_s + costs.save_s > end_s:
+                break
+            saves.append((now_s + costs.write_s, done_s))
+            now_s, known = now_s + costs.save_s, costs
+        if failure_s >= total_s:
+            return done_s / total_s
+        kept_s = max([held for durable_s, held in saves if durable_s <= failure_s], default=kept_s)
+        losses, now_s = losses + 1, max(now_s, failure_s) + costs.recover_s
+    raise AssertionError
+
+
+def history(kind: str, *, hours: float, seed: int) -> list[float]:
+    """Losses at random, in bursts, ever more of them, or none in the first half."""
+    chance, now_s, found = random.Random(seed), 0.0, []
+    while now_s < hours * HOUR_S:
+        mean_s = {"random": 2.0, "bursts": 4.0, "more": 4.0 - 3.5 * now_s / (hours * HOUR_S), "late": 1.0}[kind] * HOUR_S
+        now_s += chance.expovariate(1 / mean_s)
+        if kind == "late" and now_s < hours * HOUR_S / 2:
+            continue
+        found += [now_s + number * chance.uniform(100.0, 1500.0) for number in range(3 if kind == "bursts" else 1)]
+    return sorted(one for one in found if one < hours * HOUR_S)
+
+
+@pytest.mark.parametrize("costs", [SaveCosts(5.0, 60.0, 60.0), SaveCosts(30.0, 90.0, 300.0)])
+@pytest.mark.parametrize("kind", ["random", "bursts", "more", "late"])
+def test_it_is_within_a_point_of_the_best_fixed_interval_in_hindsight(kind: str, costs: SaveCosts) -> None:
+    # The mean of several histories: in a single one some interval is lucky.
+    hours, histories = 48.0, [history(kind, hours=48.0, seed=seed) for seed in range(5)]
+
+    def mean(interval_s: float | None) -> float:
+        return sum(replay(one, hours * HOUR_S, costs=costs, interval_s=interval_s) for one in histories) / len(histories)
+
+    best = max(mean(2 * costs.write_s * 1.5**power) for power in range(8))
+    assert best - mean(None) < 0.01
