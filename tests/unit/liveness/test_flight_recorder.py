@@ -8,10 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.flight_recorder.components.builder import build_db
 
 from elastictrain.bounded_json import encode_record, parse_record
-from elastictrain.liveness.flight_recorder import CollectiveFault, Entered, Kind, find_collective_fault, parse_trace
+from elastictrain.liveness.flight_recorder import (
+    CollectiveCall,
+    CollectiveFault,
+    Entered,
+    Kind,
+    find_collective_fault,
+    parse_trace,
+)
 
 Call = tuple[str, list[int], str]
 WORLD = (0, 1, 2)
@@ -212,3 +221,29 @@ def test_who_tells_nothing_is_not_accused() -> None:
     assert find_collective_fault(entered | {2: Entered()}) is None
     silent = replace(parse_trace(json.dumps(dump(BASE))), members={})
     assert find_collective_fault(entered | {2: silent}) is not None
+
+
+names = st.sampled_from(["0", "1"])
+entries = st.builds(
+    CollectiveCall,
+    names,
+    st.integers(1, 4),
+    st.sampled_from(["all_reduce", "broadcast"]),
+    state=st.sampled_from(["done", "started", "waiting"]),
+)
+told = st.builds(
+    Entered,
+    st.dictionaries(names, st.integers(0, 4)),
+    st.lists(entries, max_size=4).map(tuple),
+    st.dictionaries(names, st.lists(st.integers(0, 3), max_size=3, unique=True).map(tuple)),
+)
+
+
+@given(st.dictionaries(st.integers(0, 3), told, min_size=1))
+def test_whatever_ranks_tell_only_ranks_that_are_heard_are_named(traces: dict[int, Entered]) -> None:
+    found = find_collective_fault(traces)
+    if found is not None:
+        assert found.culprits
+        assert {*found.culprits, *found.others, *found.calls} <= traces.keys()
+        assert not set(found.culprits) & set(found.others)
+        assert found.event("rank {}".format).text
