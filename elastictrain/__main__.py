@@ -15,6 +15,7 @@ COMMANDS = {  # command -> the module whose `main(argv) -> int` runs it, and its
     "data": ("elastictrain.data.__main__", "prepare text into token files, and inspect them"),
     "preflight": ("elastictrain.preflight.__main__", "check this host, or under torchrun all hosts and their links"),
     "checkpoint": ("elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),
+    "report": ("elastictrain.report.__main__", "what a run has spent its time on, and what its failures cost"),
 }
 _USAGE = """\
 usage: elastictrain COMMAND ...

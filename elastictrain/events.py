@@ -113,6 +113,8 @@ class Step(Event, tag="step", frozen=True):
     samples_per_s: float
     tokens_per_s: float | None  # None where the task does not count tokens
     metrics: Mapping[str, float] = {}  # of the task
+    mfu: float | None = None  # None where the FLOPs of the task or of the device are not known
+    waits: Mapping[str, float] = {}  # seconds since the step before for which workers waited: `data`, `save`, `straggler`
 
 
 class Skip(Event, tag="skip", frozen=True):

@@ -52,7 +52,7 @@ from elastictrain.launch.own_host import (
     watch_notices,
     why_unfit,
 )
-from elastictrain.launch.records import Recorder
+from elastictrain.launch.records import LauncherStarted, Recorder
 from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.lease.chain import LAUNCHER, Chain
@@ -230,13 +230,15 @@ class HostAgent:
         )
         heartbeat.start()
         registry.start()
+        recorder = Recorder(log)
+        recorder.record(0, LauncherStarted(launcher=host, host=name, processes=record.processes))
         return Supervisor(
             config=config,
             run_arguments=self.arguments,
             registry=registry,
             heartbeat=heartbeat,
             workers=self.workers,
-            recorder=Recorder(log),
+            recorder=recorder,
             folder=self.folder,
             expected_hosts=place.num_hosts,
             free_after=free_after,

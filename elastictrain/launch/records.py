@@ -12,6 +12,14 @@ from elastictrain.launch.membership.records import End
 logger = logging.getLogger(__name__)
 
 
+class LauncherStarted(Event, tag="launcher_started", frozen=True):
+    """This host can take part: it waits for others, or for a generation."""
+
+    launcher: str  # its unique name, as in that of its journal
+    host: str
+    processes: int
+
+
 class GenerationBegun(Event, tag="generation", frozen=True):
     hosts: tuple[str, ...]
     world_size: int
@@ -28,10 +36,13 @@ class GenerationEnded(Event, tag="generation_ended", frozen=True):
     step: int
     reason: str
     lost: str  # the host that fell silent, if that is why
+    died: tuple[str, ...] = ()  # the ranks of this host that died, or the host that failed; empty after an orderly end
 
     @classmethod
-    def of(cls, end: End) -> Self:
-        return cls(kind=end.kind, exit_code=end.exit_code, phase=end.phase, step=end.step, reason=end.reason, lost=end.lost)
+    def of(cls, end: End, *, died: tuple[str, ...]) -> Self:
+        died = died if end.loses_state else ()
+        phase, step, reason, lost = end.phase, end.step, end.reason, end.lost
+        return cls(kind=end.kind, exit_code=end.exit_code, phase=phase, step=step, reason=reason, lost=lost, died=died)
 
 
 class LauncherEnded(Event, tag="launcher_ended", frozen=True):

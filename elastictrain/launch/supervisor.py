@@ -274,7 +274,7 @@ class Supervisor:
         self._stop_cost_s = self.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
             self.registry.post(end)
-        self.recorder.record(number, GenerationEnded.of(end))
+        self.recorder.record(number, GenerationEnded.of(end, died=lost))
         if end.kind is not EndKind.DONE:
             self.print_line(f"generation {number} has ended here: {headline(end.reason)}")
         self.registry.attentive = True

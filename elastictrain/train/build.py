@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -115,14 +116,14 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     if compile_cache is not None:
         compile_cache.wait()
     clock = DeviceClock() if context.group.device.type == "cuda" else HostClock()
-    times: StepTimes[Any] | None = StepTimes(clock) if identity.world_size > 1 else None
+    times: StepTimes[Any] | None = StepTimes(clock) if identity.world_size > 1 or context.on_gpu else None
     return Loop(
         context=context,
         state=state,
         stepper=Stepper(
             context, wrapped, state.optimizer, before_update=saving.before_update, times=times, average=state.average
         ),
-        stragglers=StragglerFinder() if times is not None else None,
+        stragglers=StragglerFinder() if identity.world_size > 1 else None,
         loader=_make_loader(context, first_step=state.step, pool=before.pool if before is not None else None),
         saving=saving,
         comparison=comparison,
@@ -255,7 +256,11 @@ def _begin(context: TrainContext, state: TrainState) -> None:
 
 def record_start(context: TrainContext) -> None:
     store_config(context.store, context.config)
-    device = context.group.device
+    device, seconds = context.group.device, context.seconds
+    if context.identity.launcher is None:
+        # What came before the first part, such as imports; a launcher records when it begins a generation.
+        process_s = time.time() - psutil.Process().create_time() - sum(seconds.values())
+        seconds = {"process": round(max(0.0, process_s), 4), **seconds}
     start = Start(
         world_size=context.identity.world_size,
         hosts=tuple(dict.fromkeys(context.generation.hosts)),
@@ -263,7 +268,7 @@ def record_start(context: TrainContext) -> None:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         config_digest=config_digest(context.config),
         versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        seconds=context.seconds,
+        seconds=seconds,
         pids=context.generation.pids,
     )
     context.journal.record(start)

@@ -25,6 +25,7 @@ from elastictrain.train.saving import Reached
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState, count_step
 from elastictrain.train.step import PendingStep, StepActions, StepFlags, Stepper, StepResult, after_step
+from elastictrain.train.step_waits import StepWaits
 from elastictrain.train.straggler import StragglerFinder, to_leave_out
 from elastictrain.train.task import FollowsEvaluations, FollowsRestarts, FollowsSteps
 
@@ -49,6 +50,7 @@ class Loop:
     history: EvaluationHistory | None = None  # where a key asks for it
     stragglers: StragglerFinder | None = None  # None in a world of one
     clock: Callable[[], float] = time.monotonic
+    waits: StepWaits = field(init=False)
     attachment: Attachment = field(init=False)
     _passes: int = field(init=False)
     _last_finished_s: float = field(init=False)
@@ -60,6 +62,7 @@ class Loop:
         share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
         self._passes = share.passes_per_step
         self.attachment = Attachment(self.context, self.state, self.saving, self.comparison, self.observer, self.clock)
+        self.waits = StepWaits(self.context.group.device.type != "cpu", self.clock)
         self._last_finished_s = self.clock()
 
     @property
@@ -163,9 +166,10 @@ class Loop:
     def _launch(self, step: int) -> PendingStep:
         config, flags = self.context.config, self.attachment.flags(step)
         rate = learning_rate(step, config.optim, total_steps=config.train.steps)
+        batches = self.waits.batches(self.loader)
         if self.ledger is None:
-            return self.stepper.run(step, self.loader, passes=self._passes, rate=rate, flags=flags)
-        source, taken = tee(self.loader)
+            return self.stepper.run(step, batches, passes=self._passes, rate=rate, flags=flags)
+        source, taken = tee(batches)
         pending = self.stepper.run(step, source, passes=self._passes, rate=rate, flags=flags)
         self.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in islice(taken, self._passes)])
         return pending
@@ -190,6 +194,8 @@ class Loop:
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * tokens_per_sample if tokens_per_sample is not None else None,
             metrics=result.metrics,
+            mfu=self.observer.mfu_of(samples_per_s * (tokens_per_sample or 0)),
+            waits=self.waits.take(result, self.stragglers.named if self.stragglers is not None else ()),
         )
         if is_log_rank:
             record(step)
@@ -250,7 +256,8 @@ class Loop:
         if actions.leave and actions.save:
             self.attachment.save_and_leave(step, actions.save, reason=self.context.any_stop_reason())
         elif actions.save and not saved:
-            self.attachment.save(step, actions.save)
+            with self.waits.waiting("save"):
+                self.attachment.save(step, actions.save)
         if actions.evaluate or (actions.save and not saved):
             self._last_finished_s = self.clock()
 

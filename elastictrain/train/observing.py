@@ -26,6 +26,10 @@ class Observer:
     def on_eval(self, step: int, found: Evaluation) -> None:
         """Called after each evaluation."""
 
+    def mfu_of(self, tokens_per_s: float) -> float | None:
+        """The MFU at this speed; None where it is not known."""
+        return None
+
     def print_line(self, text: str) -> None:
         """Show a line of text without tearing the progress bar."""
 
@@ -123,8 +127,8 @@ class LogRankObserver(Observer):
         }
         if step.tokens_per_s is not None:
             figures["speed/tokens_per_s"] = tokens_per_s
-        if self._utilisation_per_token is not None:
-            figures["speed/mfu"] = tokens_per_s * self._utilisation_per_token
+        if (mfu := self.mfu_of(tokens_per_s)) is not None:
+            figures["speed/mfu"] = mfu
         self._steps, self._seconds, self._samples, self._tokens = 0, 0.0, 0.0, 0.0
         self._progress.show(step.step, figures)
         self._curves.log(step.step, figures)
@@ -133,6 +137,10 @@ class LogRankObserver(Observer):
         shown = {"loss": found.loss, **found.metrics}
         self._progress.print_line(f"step {step}: held-out {', '.join(f'{name} {value:.4f}' for name, value in shown.items())}")
         self._curves.log(step, {f"{name}/held_out": value for name, value in shown.items()}, with_host=False)
+
+    def mfu_of(self, tokens_per_s: float) -> float | None:
+        per_token = self._utilisation_per_token
+        return tokens_per_s * per_token if per_token is not None else None
 
     def print_line(self, text: str) -> None:
         self._progress.print_line(text)

@@ -6,13 +6,21 @@ import pytest
 
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Event
-from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, NoticeGiven, Recorder, WorkersNotForked
+from elastictrain.launch.records import (
+    GenerationBegun,
+    GenerationEnded,
+    LauncherEnded,
+    LauncherStarted,
+    NoticeGiven,
+    Recorder,
+    WorkersNotForked,
+)
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
 from tests.unit.storage.appended import read_appended
 
 BEGUN = GenerationBegun(hosts=("a", "b"), world_size=12, reason="c left", pause_s=2.0)
-ENDED = GenerationEnded(kind="lost", exit_code=71, phase="reduce", step=12, reason="b is silent", lost="b-1")
+ENDED = GenerationEnded(kind="lost", exit_code=71, phase="reduce", step=12, reason="b is silent", lost="b-1", died=("b",))
 NOTICE = NoticeGiven(reason="AWS takes it", leave=True, deadline=1900000000.0)
 
 
@@ -30,7 +38,12 @@ NOTICE = NoticeGiven(reason="AWS takes it", leave=True, deadline=1900000000.0)
                 "step": 12,
                 "reason": "b is silent",
                 "lost": "b-1",
+                "died": ["b"],
             },
+        ),
+        (
+            LauncherStarted(launcher="a-1", host="a", processes=8),
+            {"event": "launcher_started", "launcher": "a-1", "host": "a", "processes": 8},
         ),
         (LauncherEnded(exit_code=70, reason="failed"), {"event": "launcher_ended", "exit_code": 70, "reason": "failed"}),
         (NOTICE, {"event": "notice", "reason": "AWS takes it", "leave": True, "deadline": 1900000000.0}),

@@ -1,0 +1,169 @@
+"""A report as JSON, and as lines of at most 80 columns."""
+
+import time
+from collections.abc import Sequence
+
+from elastictrain.report.failures import FailureRecord
+from elastictrain.report.ledger import TimeCause
+from elastictrain.report.summary import RunReport
+
+WIDTH = 80
+_BAR = 24
+_SHOWN_FAILURES = 20
+
+
+def as_json(report: RunReport, *, price: float | None) -> dict[str, object]:
+    """All figures, for a script. Seconds are those of workers, except `recover_s`, `mtbf_s`, `duration_s`, `step_s`."""
+    rate = report.rate
+    found: dict[str, object] = {
+        "url": report.url,
+        "begin": report.begin,
+        "end": report.end,
+        "duration_s": report.duration_s,
+        "worker_s": report.worker_s,
+        "goodput": report.goodput,
+        "goodput_present": report.goodput_present,
+        "attributed": report.attributed,
+        "seconds": {str(cause): value for cause, value in report.seconds.items()},
+        "steps": report.steps,
+        "new_steps": report.new_steps,
+        "repeated_steps": report.repeated_steps,
+        "step_s": report.step_s,
+        "samples": report.samples,
+        "tokens": report.tokens,
+        "rate": {"value": rate[0], "unit": rate[1]} if rate is not None else None,
+        "mfu": report.mfu,
+        "mtbf_s": report.mtbf_s,
+        "recoveries": {
+            rung: {"count": one.count, "median_s": one.median_s, "worst_s": one.worst_s} for rung, one in report.rungs.items()
+        },
+        "failures": [_failure(one) for one in report.failures],
+        "generations": [
+            {
+                "number": one.number,
+                "begin": one.begin,
+                "end": one.end,
+                "hosts": list(one.hosts),
+                "workers": one.workers,
+                "outcome": one.outcome,
+                "reason": one.reason,
+            }
+            for one in report.generations
+        ],
+        "garbled_lines": report.garbled,
+    }
+    if price is not None:
+        costs = report.costs(price)
+        found["cost"] = {
+            "price_per_hour": price,
+            "total": costs.total,
+            "wasted": costs.wasted,
+            "per_step": costs.per_step,
+            "per_billion_tokens": costs.per_billion_tokens,
+        }
+    return found
+
+
+def _failure(one: FailureRecord) -> dict[str, object]:
+    return {
+        "time": one.time,
+        "generation": one.generation,
+        "culprit": one.culprit,
+        "cause": one.cause,
+        "exit_code": one.exit_code,
+        "lost_steps": one.lost_steps,
+        "recover_s": one.recover_s,
+        "rung": one.rung,
+        "evidence": list(one.evidence),
+    }
+
+
+def summary_line(report: RunReport) -> str:
+    """The most important figures."""
+    parts = [f"goodput {report.goodput:.1%} of {show_s(report.duration_s)}", f"{report.new_steps} steps"]
+    if report.repeated_steps:
+        parts.append(f"{report.repeated_steps} repeated")
+    if report.failures:
+        parts.append(f"{len(report.failures)} failure(s)")
+    return ", ".join(parts)
+
+
+def as_text(report: RunReport, *, price: float | None) -> list[str]:
+    """What a person wants to know first."""
+    if not report.worker_s:
+        return [f"{report.url}: no generation has begun here yet"]
+    size = max((one.workers for one in report.generations), default=0)
+    ran = f"{show_s(report.duration_s)} since the first start, {len(report.generations)} generation(s)"
+    lines = [
+        _cut(report.url),
+        f"step {report.steps}, {ran} of up to {size} worker(s)",
+        "",
+        f"goodput {report.goodput:.1%} of {show_s(report.worker_s)} of workers; {report.attributed:.2%} attributed",
+        "",
+    ]
+    for cause in TimeCause:
+        if seconds := report.seconds.get(cause):
+            share = seconds / report.worker_s
+            bar = "█" * round(share * _BAR) or "▏"
+            lines.append(f"  {cause:<22}{show_s(seconds):>12}{share:>9.2%}  {bar}")
+    lines += ["", *(f"  {name:<22}{value}" for name, value in _figures(report, price))]
+    if report.failures:
+        lines += ["", f"  {'failure at':<20}{'culprit':<20}{'cause':<19}{'lost':>5}{'recovered':>12}"]
+    hidden = len(report.failures) - _SHOWN_FAILURES
+    if hidden > 0:
+        lines.append(f"  ({hidden} earlier ones: --json and --html have them)")
+    lines += [_failure_line(one) for one in report.failures[-_SHOWN_FAILURES:]]
+    if report.garbled:
+        lines += ["", f"  {report.garbled} line(s) are torn or garbled, and left out"]
+    return lines
+
+
+def _figures(report: RunReport, price: float | None) -> Sequence[tuple[str, str]]:
+    found = [("steps", f"{report.new_steps} new, {report.repeated_steps} repeated")]
+    if report.rate is not None:
+        found.append(("speed, pauses included", f"{report.rate[0]:,.4g} {report.rate[1]}"))
+    if report.step_s is not None:
+        found.append(("usual step", show_s(report.step_s)))
+    if report.mfu is not None:
+        found.append(("usual MFU", f"{report.mfu:.1%}"))
+    if report.mtbf_s is not None:
+        found.append(("time between failures", show_s(report.mtbf_s)))
+    found += [
+        (f"recovery, {rung}", f"{show_s(one.median_s)} usually, {show_s(one.worst_s)} at worst, of {one.count}")
+        for rung, one in report.rungs.items()
+    ]
+    if price is not None:
+        costs = report.costs(price)
+        found.append(("cost", f"{costs.total:,.2f}, of which {costs.wasted:,.2f} not for useful steps"))
+        if costs.per_step is not None:
+            found.append(("cost per useful step", f"{costs.per_step:,.4g}"))
+        if costs.per_billion_tokens is not None:
+            found.append(("cost per 1e9 tokens", f"{costs.per_billion_tokens:,.2f}"))
+    return found
+
+
+def _failure_line(one: FailureRecord) -> str:
+    lost = "" if one.lost_steps is None else str(one.lost_steps)
+    recovered = "not yet" if one.recover_s is None else show_s(one.recover_s)
+    culprit = one.culprit or "nobody named"
+    return f"  {show_time(one.time):<20}{_cut(culprit, 19):<20}{_cut(one.cause, 18):<19}{lost:>5}{recovered:>12}"
+
+
+def show_time(time_s: float) -> str:
+    """Unix seconds as local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def show_s(seconds: float) -> str:
+    """A duration, with about three digits."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:,.4g} h"
+
+
+def _cut(text: str, width: int = WIDTH) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

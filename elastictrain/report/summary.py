@@ -1,0 +1,143 @@
+"""The figures of a run: shares of its time, steps, speed, failures and cost. A pure function of the events."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+
+from elastictrain.report.failures import FailureRecord, RungFigures, by_rung, find_failures
+from elastictrain.report.history import History
+from elastictrain.report.ledger import GenerationSpan, Segment, TimeCause, attribute, spans
+from elastictrain.report.records import ResumeRow, StepRow
+
+HOUR_S = 3600.0
+BILLION = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """In the currency of the price; None where nothing was done yet."""
+
+    total: float
+    wasted: float  # of the total, for anything but useful steps
+    per_step: float | None
+    per_billion_tokens: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Figures of a run from its first start to its newest event."""
+
+    url: str
+    begin: float  # Unix seconds
+    end: float
+    segments: Sequence[Segment]
+    generations: Sequence[GenerationSpan]
+    failures: Sequence[FailureRecord]
+    worker_s: float
+    seconds: dict[TimeCause, float]  # of workers, by cause; causes that took no time are left out
+    steps: int  # the newest step that is done
+    new_steps: int  # steps done for the first time here
+    repeated_steps: int
+    samples: float  # of new steps
+    tokens: float | None  # likewise; None where the task does not count them
+    mfu: float | None  # the median of the steps
+    step_s: float | None  # likewise
+    garbled: int  # lines that no writer wrote like that
+
+    @property
+    def goodput(self) -> float:
+        """Share of useful steps in the time of all workers, absent ones too."""
+        return self._share(self.seconds.get(TimeCause.USEFUL, 0.0), self.worker_s)
+
+    @property
+    def goodput_present(self) -> float:
+        """The same, of the time of workers whose hosts were there."""
+        return self._share(self.seconds.get(TimeCause.USEFUL, 0.0), self.present_s)
+
+    @property
+    def attributed(self) -> float:
+        return self._share(self.worker_s - self.seconds.get(TimeCause.UNKNOWN, 0.0), self.worker_s)
+
+    @property
+    def present_s(self) -> float:
+        return self.worker_s - self.seconds.get(TimeCause.ABSENT, 0.0)
+
+    @property
+    def duration_s(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """Time in which generations ran, for each failure."""
+        ran_s = sum(one.end - one.begin for one in self.generations)
+        return ran_s / len(self.failures) if self.failures else None
+
+    @property
+    def rungs(self) -> dict[str, RungFigures]:
+        return by_rung(self.failures)
+
+    @property
+    def rate(self) -> tuple[float, str] | None:
+        """New tokens, or samples, of a second of the whole run; None if it took no time."""
+        if not self.duration_s:
+            return None
+        return (self.tokens or self.samples) / self.duration_s, "samples/s" if self.tokens is None else "tokens/s"
+
+    def costs(self, price_per_hour: float) -> Costs:
+        """`price_per_hour` of one worker whose host is there."""
+        total = self.present_s / HOUR_S * price_per_hour
+        useful = self.seconds.get(TimeCause.USEFUL, 0.0) / HOUR_S * price_per_hour
+        per_step = total / self.new_steps if self.new_steps else None
+        return Costs(total, total - useful, per_step, total / self.tokens * BILLION if self.tokens else None)
+
+    @staticmethod
+    def _share(part: float, whole: float) -> float:
+        return part / whole if whole else 0.0
+
+
+def summarize(history: History, *, url: str) -> RunReport:
+    """The report of all that is known by now."""
+    generations, segments = spans(history), attribute(history)
+    seconds = dict.fromkeys(TimeCause, 0.0)
+    for one in segments:
+        seconds[one.cause] += one.worker_s
+    steps = [one for span in generations for one in span.events.of(StepRow)]
+    newest = list(accumulate((one.row.step for one in steps), max, initial=_first_resumed(generations)))
+    new = [one.row for one, before in zip(steps, newest, strict=False) if one.row.step > before]
+    usual = [one.end - one.begin for one in segments if one.cause is TimeCause.USEFUL]
+    mfus = [one.mfu for one in new if one.mfu is not None]
+    return RunReport(
+        url=url,
+        begin=min((one.begin for one in segments), default=0.0),
+        end=max((one.end for one in segments), default=0.0),
+        segments=segments,
+        generations=generations,
+        failures=find_failures(generations, history.offsets()),
+        worker_s=sum(seconds.values()),
+        seconds={cause: value for cause, value in seconds.items() if value},
+        steps=newest[-1],
+        new_steps=len(new),
+        repeated_steps=len(steps) - len(new),
+        samples=float(sum(one.positions[1] - one.positions[0] for one in new)),
+        tokens=_tokens(new),
+        mfu=median(mfus) if mfus else None,
+        step_s=median(usual) if usual else None,
+        garbled=history.garbled,
+    )
+
+
+def _first_resumed(generations: Sequence[GenerationSpan]) -> int:
+    """The step that the first generation resumed from: older steps were done elsewhere."""
+    resumes = (one.events.first(ResumeRow) for one in generations)
+    return next((one.row.step for one in resumes if one is not None), 0)
+
+
+def _tokens(steps: Sequence[StepRow]) -> float | None:
+    """None unless all steps count tokens."""
+    total = 0.0
+    for one in steps:
+        if one.tokens_per_s is None or not one.samples_per_s:
+            return None
+        total += (one.positions[1] - one.positions[0]) * one.tokens_per_s / one.samples_per_s
+    return total if steps else None

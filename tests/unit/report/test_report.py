@@ -1,0 +1,138 @@
+"""Failures, figures, and the command that shows them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastictrain.report.__main__ import main
+from elastictrain.report.failures import HANG, LOST, SILENT, FailureRecord, RungFigures
+from elastictrain.report.ledger import TimeCause
+from elastictrain.report.output import WIDTH, as_text
+from elastictrain.report.summary import summarize
+from tests.unit.report.events import Written, killed, lost_host, undisturbed
+
+
+def failures_of(run: Written) -> list[FailureRecord]:
+    return list(summarize(run.history(), url="run").failures)
+
+
+def test_a_killed_rank_is_the_culprit_and_not_who_noticed_it() -> None:
+    (one,) = failures_of(killed())
+    assert (one.culprit, one.cause, one.exit_code) == ("rank 1 on a", "killed by SIGKILL", 137)
+    assert (one.lost_steps, one.recover_s, one.rung) == (1, 4.0, "in_place")
+    assert one.time == killed().zero + 13.5
+    assert one.evidence[0] == "local rank 1 was ended by SIGKILL"
+
+
+def test_a_host_that_fell_silent_is_the_culprit() -> None:
+    (one,) = failures_of(lost_host())
+    assert (one.culprit, one.cause, one.lost_steps, one.recover_s) == ("b", LOST, 0, 3.0)
+
+
+def test_an_older_journal_names_who_died_in_the_recovery_after_it() -> None:
+    run = killed()
+    run.lines = {
+        key: [line.replace(b', "died": ["rank 1 on a"]', b"") for line in lines if b"launcher_started" not in line]
+        for key, lines in run.lines.items()
+    }
+    assert failures_of(run)[0].culprit == "rank 1 on a"
+
+
+def test_a_hang_names_who_was_found_guilty() -> None:
+    run = killed()
+    run.rank(
+        13.25, 1, "hang", guilty=["rank 0 on a"], hosts=["a"], reason="frozen", text="rank 0 on a has been in data for 9 s"
+    )
+    (one,) = failures_of(run)
+    assert (one.culprit, one.cause, one.time) == ("rank 0 on a", HANG, run.zero + 13.25)
+    assert one.evidence[0] == "rank 0 on a has been in data for 9 s"
+
+
+def test_without_launchers_an_error_of_one_rank_explains_the_broken_connections_of_the_others() -> None:
+    run = Written()
+    run.start(1.0, 1, 2, ("a",))
+    run.rank(1.0, 1, "resume", step=0, tier="none")
+    run.step(2.0, 1, 1)
+    run.rank(3.0, 1, "failure", exit_code=71, error="connection reset", phase="reduce", step=2)
+    run.rank(3.5, 1, "failure", exit_code=70, error="ValueError: bad sample", phase="data", step=2, rank=1)
+    (one,) = failures_of(run)
+    assert (one.culprit, one.cause, one.recover_s, one.lost_steps, one.rung) == ("rank 1", "error", None, None, "")
+
+
+def test_a_process_that_vanished_is_a_failure_once_another_start_follows() -> None:
+    run = undisturbed()
+    key = "events/000001-0a1b2c3d-r00000.jsonl"
+    run.lines[key] = [line for line in run.lines[key] if b'"stop"' not in line]
+    assert failures_of(run) == []
+    run.start(40.0, 2, 1, ("a",), process=3.0)
+    (one,) = failures_of(run)
+    assert (one.culprit, one.cause, one.exit_code) == ("", SILENT, None)
+    # Nobody was there from the last step to the start of the next process.
+    assert summarize(run.history(), url="run").seconds[TimeCause.ABSENT] == 14.0
+
+
+def test_stops_on_request_are_no_failures() -> None:
+    run = Written()
+    run.begin(0.0, "a-1", 1, 1, ("a",))
+    run.rank(0.5, 1, "failure", exit_code=75, error="asked to stop", phase="preflight", step=0)
+    run.end(1.0, "a-1", 1, "leaving")
+    assert failures_of(run) == []
+
+
+def test_steps_are_lost_once_where_recoveries_fail_one_after_the_other() -> None:
+    run = killed()
+    run.end(20.5, "a-1", 2, "failed", died=["rank 0 on a"])
+    for number in (3, 4):
+        run.begin(20.5 + number, "a-1", number, 2, ("a",))
+    run.end(24.0, "a-1", 3, "failed", died=["rank 0 on a"])
+    run.start(25.0, 4, 2, ("a",))
+    run.rank(25.0, 4, "resume", step=4, tier="memory")
+    run.step(26.0, 4, 5)
+    assert [one.lost_steps for one in failures_of(run)] == [1, 2, 0]
+
+
+def test_figures_of_recoveries_by_rung() -> None:
+    report = summarize(killed().history(), url="run")
+    assert report.rungs == {"in_place": RungFigures(1, 4.0, 4.0)}
+    assert report.mtbf_s == pytest.approx(12.0 + 6.0)
+
+
+def test_the_summary_fits_a_terminal_and_names_each_cause() -> None:
+    run = killed()
+    run.end(14.1, "a-1", 1, "failed", died=["rank 1 on a-host-whose-name-is-much-longer-than-any-column"])
+    report = summarize(run.history(), url="s3://bucket/" + 90 * "x")
+    lines = as_text(report, price=2.49)
+    assert max(map(len, lines)) <= WIDTH
+    assert all(any(line.startswith(f"  {cause} ") for line in lines) for cause in report.seconds)
+
+
+def test_a_run_without_a_generation_has_no_figures_yet() -> None:
+    assert len(as_text(summarize(Written().history(), url="run"), price=None)) == 1
+
+
+def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed().save(tmp_path)
+    assert main([str(tmp_path), "--json", "--price", "3600/gpu-hour"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["goodput"], found["attributed"]) == (pytest.approx(12 / 41), 1.0)
+    assert sum(found["seconds"].values()) == pytest.approx(41.0)
+    assert found["failures"][0].keys() >= {"time", "culprit", "cause", "lost_steps", "recover_s"}
+    assert found["cost"]["total"] == pytest.approx(41.0)
+
+
+def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed().save(tmp_path / "one")
+    undisturbed().save(tmp_path / "two")
+    assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--json"]) == 0
+    assert [one["generations"][0]["outcome"] for one in json.loads(capsys.readouterr().out)] == ["failed", "done"]
+
+
+@pytest.mark.parametrize("price", ["2.49", "cheap/gpu-hour", "-1/gpu-hour"])
+def test_a_price_must_name_its_unit(price: str, tmp_path: Path) -> None:
+    assert main([str(tmp_path), f"--price={price}"]) == 64
+
+
+def test_a_folder_without_events_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 74
+    assert str(tmp_path) in capsys.readouterr().err
