@@ -60,7 +60,10 @@ _PHASES = {
     "restore": TimeCause.RESTORE,
 }
 _WAITS = {"data": TimeCause.DATA, "save": TimeCause.SAVE, "straggler": TimeCause.STRAGGLER}
-_ORDERLY = frozenset(("done", "leaving", "grow"))
+_ENDS = {
+    **dict.fromkeys(("done", "leaving", "grow"), TimeCause.DRAIN),
+    **dict.fromkeys(("failed", "lost"), TimeCause.FAILURE),
+}
 USUAL_STEPS = 2  # after the first: how long that one would have taken without warm-up is the least of their durations
 
 
@@ -368,8 +371,4 @@ class _Timeline:
             time, cause, seconds = self._interruptions.popleft()
             self._to(time - seconds, TimeCause.DRAIN)
             self._to(time, cause)
-        outcome = self._span.outcome
-        cause = (
-            TimeCause.DRAIN if outcome in _ORDERLY else TimeCause.UNKNOWN if outcome in ("open", "ended") else TimeCause.FAILURE
-        )
-        self._to(self._span.end, cause)
+        self._to(self._span.end, _ENDS.get(self._span.outcome, TimeCause.UNKNOWN))

@@ -112,4 +112,12 @@ def lost_host(*, clock_off: float = 0.0) -> Written:
         run.step(11.0 + step, 2, step)
     run.launcher(16.0 + clock_off, "b-3", 0, "launcher_started", launcher="b-3", host="b", processes=1)
     run.end(18.0, "a-1", 2, "grow")
+    run.begin(19.0, "a-1", 3, 2, ("a", "b"))
+    run.begin(19.0 + clock_off, "b-3", 3, 2, ("a", "b"))
+    run.start(20.0, 3, 2, ("a", "b"))
+    run.rank(20.0, 3, "resume", step=6, tier="memory")
+    for step in range(7, 10):
+        run.step(14.0 + step, 3, step)
+    run.end(24.0, "a-1", 3, "done")
+    run.end(24.0 + clock_off, "b-3", 3, "done")
     return run

@@ -41,12 +41,10 @@ def test_an_older_journal_names_who_died_in_the_recovery_after_it() -> None:
 
 def test_a_hang_names_who_was_found_guilty() -> None:
     run = killed()
-    run.rank(
-        13.25, 1, "hang", guilty=["rank 0 on a"], hosts=["a"], reason="frozen", text="rank 0 on a has been in data for 9 s"
-    )
+    run.rank(13.25, 1, "hang", guilty=["rank 0 on a"], hosts=["a"], reason="frozen", text="it has been in data for 9 s")
     (one,) = failures_of(run)
     assert (one.culprit, one.cause, one.time) == ("rank 0 on a", HANG, run.zero + 13.25)
-    assert one.evidence[0] == "rank 0 on a has been in data for 9 s"
+    assert one.evidence[0] == "it has been in data for 9 s"
 
 
 def test_without_launchers_an_error_of_one_rank_explains_the_broken_connections_of_the_others() -> None:
