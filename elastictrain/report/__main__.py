@@ -10,11 +10,13 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from elastictrain.entry_point import run_command
-from elastictrain.errors import EXIT_OK, PermanentStorageError
+from elastictrain.errors import EXIT_OK, PermanentStorageError, UsageError
 from elastictrain.report.history import EventReader
 from elastictrain.report.output import as_json, as_text
+from elastictrain.report.page import page
 from elastictrain.report.summary import RunReport, summarize
 from elastictrain.storage.opening import open_store
 
@@ -32,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run: a path or any fsspec URL")
     parser.add_argument("--json", dest="as_json", action="store_true", help="for a script; a list where there are several runs")
+    parser.add_argument("--html", metavar="FILE", help="write one page that needs no network")
     parser.add_argument("--price", metavar="2.49/gpu-hour", type=_price, help="what an hour of one worker costs, for the cost")
     return parser
 
@@ -53,6 +56,11 @@ def read_report(url: str) -> RunReport:
 
 def _run(parsed: argparse.Namespace) -> int:
     reports = [read_report(url) for url in parsed.runs]
+    if parsed.html is not None:
+        try:
+            Path(parsed.html).write_text(page(reports, price=parsed.price), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html must name a file that can be written, but {error}") from error
     if parsed.as_json:
         found = [as_json(one, price=parsed.price) for one in reports]
         sys.stdout.write(json.dumps(found if len(found) > 1 else found[0], indent=1, allow_nan=False) + "\n")

@@ -1,6 +1,7 @@
 """Each failure of a run: when it was noticed, who was the culprit, what it cost. A pure function of the events."""
 
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +12,7 @@ from elastictrain.report.records import (
     DivergedRow,
     FailureRow,
     GenerationEndedRow,
+    GenerationRow,
     HangRow,
     RecoveryRow,
     ResumeRow,
@@ -106,21 +108,35 @@ def _explain(span: GenerationSpan, later: Sequence[GenerationSpan]) -> tuple[str
     failures = sorted((one for one in events.of(FailureRow)), key=lambda one: _rank_of(one.row.exit_code))
     code = ends[0].exit_code if ends else failures[0].row.exit_code if failures else None
     if diverged := events.first(DivergedRow):
-        ranks = ", ".join(map(str, diverged.row.ranks))
-        return f"rank {ranks} on {', '.join(diverged.row.hosts)}", DIVERGED, code
+        numbers = ", ".join(map(str, diverged.row.ranks))
+        return f"rank {numbers} on {', '.join(diverged.row.hosts)}", DIVERGED, code
     if guilty := [name for one in events.of(HangRow) for name in one.row.guilty or one.row.hosts]:
         return ", ".join(dict.fromkeys(guilty)), HANG, code
     if ends:
         end = ends[0]
-        died = list(end.died)
-        if not died and later and (recovery := later[0].events.first(RecoveryRow)) is not None:
-            died = list(recovery.row.lost)
-        lost = end.kind == "lost" and not any(name.startswith("rank ") for name in died)
-        return ", ".join(died) or end.lost.rpartition("-")[0], LOST if lost else describe_code(end.exit_code), end.exit_code
+        named = [*end.died, *(lost for one in later[:1] for found in one.events.of(RecoveryRow) for lost in found.row.lost)]
+        ranks = [name for name in named if name.startswith("rank ")]
+        if not ranks and _rank_of(end.exit_code):
+            host = _lost_host(span, later)
+            return host, LOST if host else describe_code(end.exit_code), end.exit_code
+        return ", ".join(dict.fromkeys(ranks or named)), describe_code(end.exit_code), end.exit_code
     if failures:
         alone = _rank_of(failures[0].row.exit_code) < _rank_of(errors.EXIT_TRANSPORT)
         return failures[0].writer if alone else "", describe_code(failures[0].row.exit_code), code
     return "", SILENT, None
+
+
+def _lost_host(span: GenerationSpan, later: Sequence[GenerationSpan]) -> str:
+    """The host that fell silent: whom most others name, and who did not live to see the end of this generation; empty if there
+    is none."""
+    ends = span.events.by_launcher(GenerationEndedRow)
+    votes = Counter(one.row.lost for name, one in ends.items() if one.row.lost not in ("", name))
+    if later:
+        # In a partition of two hosts each names the other one.
+        following = later[0].events.by_launcher(GenerationRow)
+        votes.update(name for name in span.events.by_launcher(GenerationRow) if name not in (*ends, *following))
+        votes = Counter({name: 2 * number + (name not in following) for name, number in votes.items()})
+    return max(votes, key=votes.__getitem__, default="").rpartition("-")[0]
 
 
 def describe_code(code: int) -> str:
@@ -139,5 +155,5 @@ def _vagueness(end: GenerationEndedRow) -> tuple[bool, bool, int]:
 
 
 def _rank_of(code: int) -> int:
-    """A broken connection is often the effect of another failure, and being asked to stop is none."""
+    """More than 0 where another failure is the cause: a broken connection, or workers that have lost their launcher."""
     return {errors.EXIT_TRANSPORT: 1, errors.EXIT_STOPPED: 2}.get(code, 0)

@@ -30,6 +30,32 @@ def test_a_host_that_fell_silent_is_the_culprit() -> None:
     assert (one.culprit, one.cause, one.lost_steps, one.recover_s) == ("b", LOST, 0, 3.0)
 
 
+@pytest.mark.parametrize("code", [b"71", b"75"])
+def test_a_launcher_that_vanished_is_the_culprit_of_connections_that_broke_and_workers_that_ended(code: bytes) -> None:
+    run = lost_host()
+    changes = ((b'"lost", "exit_code": 71', b'"failed", "exit_code": ' + code), (b'"lost": "b-2"', b'"lost": ""'))
+    for before, after in (*changes, (b'"died": ["b"]', b'"died": ["a"]')):
+        key = "events/launcher-a-1.jsonl"
+        run.lines[key] = [line.replace(before, after) for line in run.lines[key]]
+    assert [(one.culprit, one.cause) for one in failures_of(run)] == [("b", LOST)]
+
+
+def test_of_two_hosts_that_name_each_other_the_one_that_was_left_out_is_the_culprit() -> None:
+    run = lost_host()
+    run.end(11.0, "b-2", 1, "lost", lost="a-1", died=["a"])
+    assert failures_of(run)[0].culprit == "b"
+
+
+def test_whom_most_hosts_name_is_the_culprit_though_it_names_another_one() -> None:
+    run = Written()
+    for host in ("a-1", "b-2", "c-3"):
+        run.begin(0.0, host, 1, 3, ("a", "b", "c"))
+    run.end(4.0, "c-3", 1, "lost", lost="b-2", died=["b"])
+    run.end(5.0, "a-1", 1, "lost", lost="c-3", died=["c"])
+    run.end(5.0, "b-2", 1, "lost", lost="c-3", died=["c"])
+    assert failures_of(run)[0].culprit == "c"
+
+
 def test_an_older_journal_names_who_died_in_the_recovery_after_it() -> None:
     run = killed()
     run.lines = {
