@@ -53,6 +53,7 @@ from elastictrain.launch.own_host import (
     why_unfit,
 )
 from elastictrain.launch.records import LauncherStarted, Recorder
+from elastictrain.launch.run_summary import print_summary
 from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.lease.chain import LAUNCHER, Chain
@@ -175,7 +176,10 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
                 # If another run took the folder first, this launcher waits for that run and begins anew.
                 suppress(errors.RunHeldError),
             ):
-                return supervisor.run()
+                code = supervisor.run()
+                break
+        print_summary(open_store(config.run.dir), listener.request, print_line=print_line)
+        return code
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def as_text(report: RunReport, *, price: float | None) -> list[str]:
             share = seconds / report.worker_s
             bar = "█" * round(share * _BAR) or "▏"
             lines.append(f"  {cause:<22}{show_s(seconds):>12}{share:>9.2%}  {bar}")
-    lines += ["", *(f"  {name:<22}{value}" for name, value in _figures(report, price))]
+    lines += ["", *(f"  {name:<24}{value}" for name, value in _figures(report, price))]
     if report.failures:
         lines += ["", f"  {'failure at':<20}{'culprit':<20}{'cause':<19}{'lost':>5}{'recovered':>12}"]
     hidden = len(report.failures) - _SHOWN_FAILURES
@@ -121,7 +121,7 @@ def as_text(report: RunReport, *, price: float | None) -> list[str]:
 def _figures(report: RunReport, price: float | None) -> Sequence[tuple[str, str]]:
     found = [("steps", f"{report.new_steps} new, {report.repeated_steps} repeated")]
     if report.rate is not None:
-        found.append(("speed, pauses included", f"{report.rate[0]:,.4g} {report.rate[1]}"))
+        found.append(("speed, pauses included", f"{show_number(report.rate[0])} {report.rate[1]}"))
     if report.step_s is not None:
         found.append(("usual step", show_s(report.step_s)))
     if report.mfu is not None:
@@ -152,6 +152,11 @@ def _failure_line(one: FailureRecord) -> str:
 def show_time(time_s: float) -> str:
     """Unix seconds as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def show_number(value: float) -> str:
+    """With about four digits, and no exponent where it is large."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def show_s(seconds: float) -> str:

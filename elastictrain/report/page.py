@@ -7,7 +7,7 @@ from pathlib import Path
 from elastictrain.report.charts import bands, color, curve, host_rows, legend, mark_rows, step_values, whole_bar
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.markup import Markup, join, table, tag
-from elastictrain.report.output import show_s, show_time
+from elastictrain.report.output import show_number, show_s, show_time
 from elastictrain.report.records import EvalRow, PreflightRow, ResumeRow, SavedRow, SnapshotRow
 from elastictrain.report.summary import RunReport
 
@@ -57,7 +57,7 @@ def _run(report: RunReport, price: float | None) -> Markup:
     )
 
 
-_HOSTS = "What each host spent most of a moment on, in the colors above. Pale: it was in no generation. Dark: its failures."
+_HOSTS = "What each host did most, in the colors above. Blank: it was in no generation. Upright marks: its failures."
 
 
 def _soft(text: str) -> Markup:
@@ -75,7 +75,7 @@ def _cards(report: RunReport, price: float | None) -> Markup:
     if report.mtbf_s is not None:
         cards.append(("between failures", show_s(report.mtbf_s)))
     if report.rate is not None:
-        cards.append((f"{report.rate[1]}, pauses included", f"{report.rate[0]:,.4g}"))
+        cards.append((f"{report.rate[1]}, pauses included", show_number(report.rate[0])))
     if report.mfu is not None:
         cards.append(("usual MFU", f"{report.mfu:.1%}"))
     if price is not None:
@@ -172,7 +172,7 @@ def _comparison(reports: Sequence[RunReport], price: float | None) -> Markup:
         row("new steps", [f"{one.new_steps:,}" for one in reports]),
         row("repeated steps", [f"{one.repeated_steps:,}" for one in reports]),
         row("failures", [str(len(one.failures)) for one in reports]),
-        row("speed, pauses included", [f"{one.rate[0]:,.4g} {one.rate[1]}" if one.rate else "" for one in reports]),
+        row("speed, pauses included", [f"{show_number(one.rate[0])} {one.rate[1]}" if one.rate else "" for one in reports]),
     ]
     if price is not None:
         rows.append(row("cost", [f"{one.costs(price).total:,.2f}" for one in reports]))
