@@ -6,8 +6,8 @@
 Starts `python -m elastictrain.launch recipe=...` on this machine. After each kill it prints the time until the next step that
 no process had done before, how many steps were repeated, and how many survivors kept their process; at the end the same by kind
 of recovery, the goodput, what grew, and whether losses and ledger (`-- data.ledger=true`) are those of a run that nothing
-happened to. Exit code 1 if they are not. The goodput is the time that the undisturbed run took for the same steps as a share of
-the time that this one took.
+happened to. Exit code 1 if they are not. The goodput is that of
+`python -m elastictrain.report`: the first start counts, too.
 
 On GPUs losses are equal with `run.deterministic=true` only. Both runs and their checkpoints are in TMPDIR until the end. Deaths
 without a newly committed step between them count as failures: with many in a row set `launch.max_failures`.
@@ -39,8 +39,6 @@ from recovery_report import (  # noqa: E402
     Sample,
     Strike,
     differences,
-    elapsed_s,
-    goodput,
     growth,
     growth_table,
     judge,
@@ -54,6 +52,8 @@ from recovery_report import (  # noqa: E402
 from recovery_run import Run, StuckError, reached, sample, started  # noqa: E402
 
 from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
+from elastictrain.report.history import EventReader  # noqa: E402
+from elastictrain.report.summary import summarize  # noqa: E402
 from elastictrain.storage.opening import open_store  # noqa: E402
 
 NEVER = "never"
@@ -176,8 +176,8 @@ def report(parsed: argparse.Namespace, bench: Bench, *, undisturbed: Sequence[Ro
     quiet = [row for row in rows if row["time"] < bench.strikes[0].time]
     usual_s = usual_step_s(undisturbed or quiet)
     last = last_step(rows)
-    ideal_s = elapsed_s(undisturbed, last=last) if undisturbed else (last - 1) * usual_s
-    share = goodput(rows, undisturbed_s=ideal_s)
+    store = open_store(str(bench.run.folder / "run"))
+    share = summarize(EventReader(store).update(), url=store.url).goodput
     versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
     print(f"\n{start['world_size']} workers, {start['device']}, {os.cpu_count()} CPU cores, {versions}\n")
     print("\n".join([*table(bench.outcomes), "", *growth_table(found), ""]))

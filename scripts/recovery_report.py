@@ -114,18 +114,6 @@ def usual_step_s(rows: Sequence[Row]) -> float:
     return float(statistics.median(later["time"] - earlier["time"] for earlier, later in pairwise(steps_of(rows))))
 
 
-def elapsed_s(rows: Sequence[Row], *, last: int) -> float:
-    """Seconds from the first step to step `last`, saves and evaluations included."""
-    steps = steps_of(rows)
-    return float(next(row["time"] for row in steps if row["step"] == last) - steps[0]["time"])
-
-
-def goodput(rows: Sequence[Row], *, undisturbed_s: float) -> float:
-    """The time in which an undisturbed run does the same steps, as a share of the time that this one took for them."""
-    steps = steps_of(rows)
-    return undisturbed_s / float(steps[-1]["time"] - steps[0]["time"])
-
-
 def differences(rows: Sequence[Row], right: Sequence[Row]) -> list[str]:
     """Steps whose loss is not that of the undisturbed run bit for bit, whose positions are others, or that are missing."""
     wanted = {row["step"]: row for row in steps_of(right)}

@@ -5,7 +5,7 @@
     sudo .venv/bin/python scripts/soak.py --minutes 5 --kinds worker lost swap --every 8 12 --clock-off 0 -- preflight=default
 
 The hosts are network namespaces on this machine; it needs root. Prints each fault with the time until the next step that nobody
-had done before was done, and how many steps were repeated; at the end a table by kind, the goodput, and whether losses and
+had done before was done, and how many steps were repeated; at the end a table by kind, the report, and whether losses and
 ledger are those of a run that nothing happened to. Exit code 1 if they are not.
 
 `swap` is not among the faults that are the default: a host is asked to leave, and a fourth one waits to take its place.
@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +37,9 @@ from recovery_run import Events  # noqa: E402
 from torchruns import TINY, events, kill, last_step, train, wait_until  # noqa: E402
 
 from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
+from elastictrain.report.history import EventReader  # noqa: E402
+from elastictrain.report.output import as_text  # noqa: E402
+from elastictrain.report.summary import summarize  # noqa: E402
 from elastictrain.storage.opening import open_store  # noqa: E402
 
 NAMES = "abc"
@@ -70,6 +72,7 @@ LAUNCH = (
     "launch.notices=false",
 )
 TOLERANCE = 1e-5
+ATTRIBUTED = 0.995
 
 
 @dataclass(slots=True)
@@ -203,20 +206,19 @@ def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
     plan = Soak(fleet, hosts, chance, Events(fleet.run_dir))
     fleet.wait_for_step(3, timeout_s=LIMIT_S)
     wait_until(lambda: len(fleet.members()) == len(NAMES), timeout_s=LIMIT_S, what=f"{len(NAMES)} hosts")
-    began_s, began_step = time.monotonic(), last_step(fleet.run_dir)
-    ends_s = began_s + 60 * parsed.minutes
+    ends_s = time.monotonic() + 60 * parsed.minutes
     kinds: list[str] = []
     while time.monotonic() < ends_s:
         # Every kind before any comes again.
         kinds = kinds or chance.sample(parsed.kinds, len(parsed.kinds))
         time.sleep(chance.uniform(*parsed.every))
         plan.strike(kinds.pop())
-    wall_s, steps = time.monotonic() - began_s, last_step(fleet.run_dir) - began_step
     for host in hosts.values():
         os.kill(launcher_of(host), signal.SIGTERM)
     codes = fleet.wait(timeout_s=LIMIT_S)
-    report(plan, wall_s=wall_s, steps=steps)
+    attributed = report(plan)
     problems = [] if set(codes.values()) == {75} else [f"exit codes {codes}"]
+    problems += [] if attributed >= ATTRIBUTED else [f"{attributed:.2%} of the time of workers is attributed"]
     problems += compare(fleet.run_dir, folder)
     if left := [pid for host in hosts.values() for pid in host.namespaces.inhabitants()]:
         problems.append(f"processes left: {left}")
@@ -226,17 +228,15 @@ def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def report(plan: Soak, *, wall_s: float, steps: int) -> None:
-    """The table by kind, and how much of the time was spent on steps that count."""
+def report(plan: Soak) -> float:
+    """The table by kind, and what the time was spent on. Returns how much of it is attributed."""
     print_line(f"{'kind':10} {'times':>5} {'median s':>9} {'longest s':>10} {'repeated, median':>17} {'most':>5}")
     for kind, seconds in sorted(plan.recovered_s.items()):
         middle, most = statistics.median(plan.repeated[kind]), max(plan.repeated[kind])
         print_line(f"{kind:10} {len(seconds):5d} {statistics.median(seconds):9.2f} {max(seconds):10.2f} {middle:17g} {most:5d}")
-    rows = events(plan.fleet.run_dir, "step")
-    times = [later["time"] - earlier["time"] for earlier, later in pairwise(rows)]
-    usual_s = statistics.median(times)
-    print_line(f"{steps} steps in {wall_s:.0f} s, usually {usual_s:.3f} s each: goodput {steps * usual_s / wall_s:.0%}")
-    print_line(f"{len(plan.fleet.generations())} generations")
+    found = summarize(EventReader(open_store(str(plan.fleet.run_dir))).update(), url=str(plan.fleet.run_dir))
+    print_line("\n".join(as_text(found, price=None)))
+    return found.attributed
 
 
 def compare(run_dir: Path, folder: Path) -> list[str]:

@@ -54,6 +54,11 @@ def launched(
         yield run
 
 
+def exit_line(output: str) -> str:
+    """The launcher's last line but the one with figures of the run."""
+    return output.splitlines()[-2]
+
+
 def launcher_of(pid: int) -> psutil.Process:
     """The launcher, which is a child where a namespace was made for it."""
     family = [psutil.Process(pid), *children_of(pid)]
@@ -96,7 +101,7 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     (failed, done) = events(run_dir, "generation_ended")
     assert (failed["kind"], failed["exit_code"], done["kind"]) == ("failed", 137, "done")
     assert "SIGKILL" in output
-    assert str(run_dir) in output.splitlines()[-1]
+    assert str(run_dir) in exit_line(output)
     (log,) = (tmp_path / "logs").iterdir()
     *printed, last = log.read_text().splitlines()
     assert sorted(printed) == sorted(output.splitlines())
@@ -114,6 +119,7 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     assert 0 <= recovery["steps_repeated"] <= STEPS
     assert 0 < recovery["seconds"]["first_step"] < recovery["seconds"]["total"]
     assert [row["event"] for row in events(run_dir) if row["rank"] == -1] == [
+        "launcher_started",
         *["generation", "generation_ended"] * 2,
         "launcher_ended",
     ]
@@ -202,7 +208,7 @@ def test_asked_to_stop_it_saves_and_the_same_command_goes_on(tmp_path: Path, und
         run.process.terminate()
         assert run.wait(60) == 75, run.output()
         stopped_at = last_step(run_dir)
-        assert f"step {stopped_at}" in run.output().splitlines()[-1]
+        assert f"step {stopped_at}" in exit_line(run.output())
         wait_until(lambda: all_gone(family), what="the end of all processes")
     with launched(PACED, folder=tmp_path, name="again") as run:
         assert run.wait(90) == 0, run.output()
@@ -233,7 +239,7 @@ def test_it_stays_until_storage_has_what_its_workers_left_in_memory(tmp_path: Pa
         finally:
             saver.resume()
         assert run.wait(30) == 75, run.output()
-    assert f"step {stop['step']}" in run.output().splitlines()[-1]
+    assert f"step {stop['step']}" in exit_line(run.output())
     wait_until(lambda: not savers(tmp_path), what="the end of the saver")
 
 
@@ -272,7 +278,7 @@ def test_a_stop_after_all_workers_were_killed_waits_for_the_saver(slow: bool, in
     # Unless new workers train again by then, and save when they are asked to stop.
     assert saved["reason"] in ("flush", "stop")
     assert saved["step"] >= max(row["step"] for row in events(run_dir, "snapshot"))
-    assert f"step {saved['step']}" in run.output().splitlines()[-1]
+    assert f"step {saved['step']}" in exit_line(run.output())
     wait_until(lambda: not savers(tmp_path), what="the end of the saver")
 
 

@@ -10,8 +10,6 @@ from scripts.recovery_report import (
     Strike,
     boundary,
     differences,
-    elapsed_s,
-    goodput,
     growth,
     growth_table,
     judge,
@@ -112,11 +110,9 @@ def test_a_recovery_that_ended_in_no_new_step_has_no_time() -> None:
     assert table([outcome])[1].endswith("1 never")
 
 
-def test_goodput_is_the_share_of_the_time_of_an_undisturbed_run() -> None:
+def test_the_usual_step_is_the_median() -> None:
     undisturbed = [step(number, 200.0 + 0.5 * number) for number in range(1, 6)]
-    assert elapsed_s(undisturbed, last=5) == pytest.approx(2.0)
     assert usual_step_s(undisturbed) == pytest.approx(0.5)
-    assert goodput(RESTARTED, undisturbed_s=2.0) == pytest.approx(2.0 / 5.5)
 
 
 def test_another_loss_other_positions_and_missing_steps_differ() -> None:
