@@ -47,15 +47,21 @@ def legend(causes: Iterable[TimeCause]) -> Markup:
     return tag("ul", *(tag("li", tag("i", style=color(one)), str(one)) for one in causes), class_="legend")
 
 
-def by_column(segments: Iterable[Segment], scale: TimeScale) -> list[dict[TimeCause, float]]:
-    """Worker-seconds by cause in each column."""
-    found: list[dict[TimeCause, float]] = [defaultdict(float) for _ in range(scale.columns)]
+Columns = Mapping[int, Mapping[TimeCause, float]]  # worker-seconds by cause; empty columns are left out
+
+
+def by_column(segments: Iterable[Segment], scale: TimeScale) -> Columns:
+    """What was done in each column."""
+    found: dict[int, dict[TimeCause, float]] = defaultdict(lambda: defaultdict(float))
     width = max(scale.end - scale.begin, 1e-9) / scale.columns
     for one in segments:
-        first, last = (min(scale.columns - 1, max(0, int((time - scale.begin) / width))) for time in (one.begin, one.end))
+        begin, end = one.begin - scale.begin, one.end - scale.begin
+        first, last = int(begin / width), min(scale.columns - 1, int(end / width))
+        if first == last:
+            found[first][one.cause] += one.worker_s
+            continue
         for column in range(first, last + 1):
-            begin = scale.begin + column * width
-            overlap = min(one.end, begin + width) - max(one.begin, begin)
+            overlap = min(end, (column + 1) * width) - max(begin, column * width)
             if overlap > 0:
                 found[column][one.cause] += overlap * one.workers
     return found
@@ -79,8 +85,8 @@ def bands(report: RunReport) -> Markup:
     floors, parts = [0.0] * _BANDS, []
     for cause in report.seconds:
         upper, lower = [], []
-        for index, column in enumerate(columns):
-            bottom = floors[index]
+        for index in range(_BANDS):
+            column, bottom = columns.get(index, {}), floors[index]
             floors[index] += column.get(cause, 0.0) / max(sum(column.values()), 1e-9) * _HEIGHT
             upper += [(index, floors[index]), (index + 1, floors[index])]
             lower += [(index, bottom), (index + 1, bottom)]
@@ -99,26 +105,36 @@ def host_rows(report: RunReport) -> Markup:
     for one in report.segments:
         if one.generation:
             by_generation[one.generation].append(one)
+    done = {number: by_column(found, scale) for number, found in by_generation.items()}
     rows = []
     for host in shown:
-        mine = [one for span in report.generations if host in span.hosts for one in by_generation[span.number]]
+        mine = _merged(done.get(span.number, {}) for span in report.generations if host in span.hosts)
         blamed = [one for one in report.failures if host in one.culprit.replace(",", " ").split()]
         marks = [(one.time, f"{show_time(one.time)}: {one.culprit}, {one.cause}") for one in blamed]
-        strip = svg(_runs(by_column(mine, scale)), _needles(marks, scale), width=COLUMNS, height=10, label=host, css="strip")
+        strip = svg(_runs(mine), _needles(marks, scale), width=COLUMNS, height=10, label=host, css="strip")
         rows.append(tag("div", tag("span", host, title=host), strip, class_="row"))
     hidden = len(hosts) - len(shown)
     more = [tag("p", f"and {hidden} more hosts", class_="soft indent")] if hidden else []
     return join(rows, scale.axis(), more)
 
 
-def _runs(columns: Sequence[Mapping[TimeCause, float]]) -> list[Markup]:
+def _merged(parts: Iterable[Columns]) -> Columns:
+    found: dict[int, dict[TimeCause, float]] = defaultdict(lambda: defaultdict(float))
+    for columns in parts:
+        for index, column in columns.items():
+            for cause, seconds in column.items():
+                found[index][cause] += seconds
+    return found
+
+
+def _runs(columns: Columns) -> list[Markup]:
     """Columns with the same main cause as one rectangle."""
     found: list[Markup] = []
     begin, main = 0, None
-    for index in range(len(columns) + 1):
-        column = columns[index] if index < len(columns) else {}
+    for index in range(COLUMNS + 1):
+        column = columns.get(index, {})
         now = max(column, key=column.__getitem__) if column else None
-        if now is not main or index == len(columns):
+        if now is not main:
             if main is not None:
                 title = tag("title", str(main))
                 found.append(tag("rect", title, x=begin, y=0, width=index - begin, height=10, style=color(main)))

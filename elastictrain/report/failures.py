@@ -84,10 +84,11 @@ def _record(span: GenerationSpan, later: Sequence[GenerationSpan], offsets: Mapp
     culprit, cause, code = _explain(span, later)
     hangs = [one.row.text or one.row.reason for one in events.of(HangRow)]
     sentences = [*hangs, *(one.row.reason for one in ends), *(f"{one.writer}: {one.row.error}" for one in failures)]
-    step = next((found.time + one.offset for one in later for found in one.events.of(StepRow)), None)
+    recovered = next((one for one in later if one.events.rows.get(StepRow)), None)
+    step = recovered.events.of(StepRow)[0].time + recovered.offset if recovered is not None else None
     resumed = next((found.row.step for one in later for found in one.events.of(ResumeRow)), None)
     newest = max((one.row.step for one in events.of(StepRow)), default=0)
-    rung = next((found.row.rung for one in later for found in one.events.of(RecoveryRow)), "restart")
+    rungs = [found.row.rung for found in recovered.events.of(RecoveryRow)] if recovered is not None else []
     return FailureRecord(
         time=time,
         generation=span.number,
@@ -97,7 +98,7 @@ def _record(span: GenerationSpan, later: Sequence[GenerationSpan], offsets: Mapp
         evidence=tuple(dict.fromkeys(one for one in sentences if one)),
         lost_steps=max(0, newest - resumed) if resumed is not None else None,
         recover_s=max(0.0, step - time) if step is not None else None,
-        rung=rung if step is not None else "",
+        rung="" if recovered is None else next(iter(rungs), "restart"),
     )
 
 

@@ -102,8 +102,8 @@ def test_without_a_price_the_page_has_no_cost() -> None:
 def test_columns_share_what_spans_several_of_them() -> None:
     scale = TimeScale(0.0, 10.0, 5)
     columns = by_column([Segment(1.0, 5.0, TimeCause.USEFUL, 2), Segment(5.0, 10.0, TimeCause.DRAIN, 1)], scale)
-    assert [one.get(TimeCause.USEFUL, 0.0) for one in columns] == pytest.approx([2.0, 4.0, 2.0, 0.0, 0.0])
-    assert sum(sum(one.values()) for one in columns) == pytest.approx(13.0)
+    assert [columns[index].get(TimeCause.USEFUL, 0.0) for index in range(5)] == pytest.approx([2.0, 4.0, 2.0, 0.0, 0.0])
+    assert sum(sum(one.values()) for one in columns.values()) == pytest.approx(13.0)
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
