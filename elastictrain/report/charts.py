@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from elastictrain.report.ledger import Segment, TimeCause
 from elastictrain.report.markup import Markup, join, svg, tag
-from elastictrain.report.output import show_s, show_time
+from elastictrain.report.output import show_number, show_s, show_time
 from elastictrain.report.records import StepRow
 from elastictrain.report.summary import RunReport
 
@@ -14,6 +15,7 @@ COLUMNS = 500  # of a drawing: more cannot be told apart
 _BANDS = 120
 _TICKS = 5
 _DAY_S = 86400.0
+_SPEED_STEPS = 8
 _HEIGHT = 100.0
 MAX_MARKS = 1000
 
@@ -47,6 +49,7 @@ def legend(causes: Iterable[TimeCause]) -> Markup:
     return tag("ul", *(tag("li", tag("i", style=color(one)), str(one)) for one in causes), class_="legend")
 
 
+CurvePoints = list[tuple[float, float]]  # times and values
 Columns = Mapping[int, Mapping[TimeCause, float]]  # worker-seconds by cause; empty columns are left out
 
 
@@ -162,7 +165,7 @@ def _mark_row(name: str, marks: Sequence[tuple[float, str]], scale: TimeScale) -
     return tag("div", tag("span", name, title=name), drawing, class_="row")
 
 
-def curve(report: RunReport, values: Mapping[int, Sequence[tuple[float, float]]], *, name: str, paint: str) -> Markup:
+def curve(report: RunReport, values: Mapping[int, CurvePoints], *, name: str, paint: str) -> Markup:
     """Values over time, one line for each generation, with a mark at each failure. `values`: (time, value) by generation."""
     scale = TimeScale(report.begin, report.end)
     everything = sorted(value for points in values.values() for _, value in points)
@@ -172,7 +175,7 @@ def curve(report: RunReport, values: Mapping[int, Sequence[tuple[float, float]]]
     low, high = everything[0], everything[min(len(everything) - 1, int(0.995 * len(everything)))]
     span = max(high - low, 1e-12)
     lines = []
-    for points in values.values():
+    for points in filter(None, values.values()):
         places: dict[float, float] = {}
         for time, value in points:
             places[round(scale.at(time))] = _HEIGHT - 2 - min(1.0, (value - low) / span) * (_HEIGHT - 4)
@@ -183,26 +186,26 @@ def curve(report: RunReport, values: Mapping[int, Sequence[tuple[float, float]]]
     for one in report.failures[-MAX_MARKS:]:
         x, title = scale.at(one.time), tag("title", f"{one.culprit}: {one.cause}")
         marks.append(tag("line", title, x1=x, x2=x, y1=0, y2=_HEIGHT, class_="restart"))
-    caption = tag("figcaption", f"{name}: {low:.4g} to {high:.4g}")
+    caption = tag("figcaption", f"{name}: {show_number(low)} to {show_number(high)}")
     return tag("figure", caption, svg(marks, lines, width=COLUMNS, height=_HEIGHT, label=name, css="curve"), scale.axis())
 
 
-def step_values(report: RunReport) -> tuple[dict[int, list[tuple[float, float]]], dict[int, list[tuple[float, float]]]]:
-    """Losses and speeds by generation: of the last step in each column."""
-    scale = TimeScale(report.begin, report.end)
-    losses: dict[int, list[tuple[float, float]]] = {}
-    speeds: dict[int, list[tuple[float, float]]] = {}
+def step_values(report: RunReport) -> tuple[dict[int, CurvePoints], dict[int, CurvePoints]]:
+    """Losses and speeds (tokens or samples a second) by generation. A speed is that of several steps: the figures of one may
+    be taken late, which makes it seem long and the next one short."""
+    losses: dict[int, CurvePoints] = {}
+    speeds: dict[int, CurvePoints] = {}
     for span in report.generations:
-        columns: dict[int, list[tuple[float, StepRow]]] = defaultdict(list)
-        for one in span.events.of(StepRow):
-            time = one.time + span.offset
-            columns[int(scale.at(time))].append((time, one.row))
-        for found in columns.values():
-            time, last = found[-1]
-            if last.loss is not None:
-                losses.setdefault(span.number, []).append((time, last.loss))
-            rates = sorted(rate for _, row in found if (rate := row.tokens_per_s or row.samples_per_s) is not None)
-            if rates:
-                # The median: a step whose figures were taken late seems short, and the one before it long.
-                speeds.setdefault(span.number, []).append((time, rates[len(rates) // 2]))
+        steps = span.events.of(StepRow)
+        sizes = (one.row.samples if report.tokens is None else one.row.tokens or 0.0 for one in steps)
+        done = list(accumulate(sizes))
+        found = [(one.time + span.offset, one.row.loss) for one in steps]
+        losses[span.number] = [(time, loss) for time, loss in found if loss is not None]
+        before = [max(0, index - _SPEED_STEPS) for index in range(len(steps))]
+        elapsed = [one.time - steps[index].time for one, index in zip(steps, before, strict=True)]
+        speeds[span.number] = [
+            (found[index][0], (done[index] - done[before[index]]) / elapsed[index])
+            for index in range(1, len(steps))
+            if elapsed[index] > 0
+        ]
     return losses, speeds

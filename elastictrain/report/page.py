@@ -120,7 +120,7 @@ def _failure(one: FailureRecord) -> tuple[str, str, str, str, str]:
 
 
 def _checkpoints(report: RunReport) -> Markup:
-    rows: dict[str, list[tuple[float, str]]] = {"storage": [], "host memory": [], "restored": [], "evaluation": []}
+    rows: dict[str, list[tuple[float, str]]] = {"storage": [], "host memory": [], "restored": [], "eval": []}
     tiers = Counter[str]()
     for span in report.generations:
         for saved in span.events.of(SavedRow):
@@ -133,7 +133,7 @@ def _checkpoints(report: RunReport) -> Markup:
             rows["restored"].append((resume.time + span.offset, f"step {resume.row.step} from {resume.row.tier}"))
             tiers[resume.row.tier] += resume.row.tier != "none"
         for found in span.events.of(EvalRow):
-            rows["evaluation"].append((found.time + span.offset, f"step {found.row.step}: {found.row.loss}"))
+            rows["eval"].append((found.time + span.offset, f"step {found.row.step}: {found.row.loss}"))
     sums = ", ".join(f"{count} from {tier}" for tier, count in sorted(tiers.items()) if count)
     counts = f"{len(rows['storage'])} saved, {len(rows['host memory'])} snapshots; restored: {sums or 'never'}."
     return join(_soft(counts), mark_rows(report, rows))

@@ -42,6 +42,17 @@ class StepRow:
     positions: tuple[int, int] = (0, 0)
     waits: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def samples(self) -> int:
+        return self.positions[1] - self.positions[0]
+
+    @property
+    def tokens(self) -> float | None:
+        """None where the task does not count them."""
+        if self.tokens_per_s is None or not self.samples_per_s:
+            return None
+        return self.samples * self.tokens_per_s / self.samples_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class EvalRow:

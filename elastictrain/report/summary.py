@@ -119,7 +119,7 @@ def summarize(history: History, *, url: str) -> RunReport:
         steps=newest[-1],
         new_steps=len(new),
         repeated_steps=len(steps) - len(new),
-        samples=float(sum(one.positions[1] - one.positions[0] for one in new)),
+        samples=float(sum(one.samples for one in new)),
         tokens=_tokens(new),
         mfu=median(mfus) if mfus else None,
         step_s=median(usual) if usual else None,
@@ -135,9 +135,6 @@ def _first_resumed(generations: Sequence[GenerationSpan]) -> int:
 
 def _tokens(steps: Sequence[StepRow]) -> float | None:
     """None unless all steps count tokens."""
-    total = 0.0
-    for one in steps:
-        if one.tokens_per_s is None or not one.samples_per_s:
-            return None
-        total += (one.positions[1] - one.positions[0]) * one.tokens_per_s / one.samples_per_s
-    return total if steps else None
+    counts = [one.tokens for one in steps]
+    known = [one for one in counts if one is not None]
+    return sum(known) if counts and len(known) == len(counts) else None

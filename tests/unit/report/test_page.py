@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.report.__main__ import main
-from elastictrain.report.charts import TimeScale, by_column
+from elastictrain.report.charts import TimeScale, by_column, step_values
 from elastictrain.report.ledger import Segment, TimeCause
 from elastictrain.report.markup import Markup, join, tag
 from elastictrain.report.page import page
@@ -104,6 +104,17 @@ def test_columns_share_what_spans_several_of_them() -> None:
     columns = by_column([Segment(1.0, 5.0, TimeCause.USEFUL, 2), Segment(5.0, 10.0, TimeCause.DRAIN, 1)], scale)
     assert [columns[index].get(TimeCause.USEFUL, 0.0) for index in range(5)] == pytest.approx([2.0, 4.0, 2.0, 0.0, 0.0])
     assert sum(sum(one.values()) for one in columns.values()) == pytest.approx(13.0)
+
+
+def test_a_speed_is_that_of_several_steps() -> None:
+    run = undisturbed()
+    # The figures of step 4 come late, just before those of step 5.
+    key = "events/000001-0a1b2c3d-r00000.jsonl"
+    run.lines[key] = [line.replace(b"1790000020.0", b"1790000022.999") for line in run.lines[key]]
+    losses, speeds = step_values(summarize(run.history(), url="run"))
+    assert [value for _, value in losses[1]] == [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    # 40 tokens a step: the last four took 8 s.
+    assert [round(value, 2) for _, value in speeds[1]] == [40.0, 40.0, 15.0, 20.0]
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
