@@ -10,6 +10,7 @@ from elastictrain.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from elastictrain.own_loop.loading import load as load
+    from elastictrain.own_loop.per_rank import PerRank as PerRank
     from elastictrain.own_loop.run import Run as Run
     from elastictrain.own_loop.run import attach as attach
     from elastictrain.own_loop.run import recoverable as recoverable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from elastictrain.own_loop.session import init_process_group as init_process_group
 
 _PLACES = {
+    "PerRank": "own_loop.per_rank",
     "Run": "own_loop.run",
     "SampleOrder": "own_loop.sample_order",
     "attach": "own_loop.run",
@@ -25,7 +27,7 @@ _PLACES = {
     "recoverable": "own_loop.run",
 }
 
-__all__ = ["Run", "SampleOrder", "__version__", "attach", "init_process_group", "load", "recoverable"]
+__all__ = ["PerRank", "Run", "SampleOrder", "__version__", "attach", "init_process_group", "load", "recoverable"]
 
 
 def __getattr__(name: str) -> Any:

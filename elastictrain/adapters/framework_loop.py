@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from elastictrain.data.samples import derive_seed
 from elastictrain.errors import ConfigError, Problem, UsageError
+from elastictrain.own_loop.per_rank import HasStateDict
 from elastictrain.own_loop.run import Run, attach
 from elastictrain.own_loop.session import Session, init_process_group, present_session
-from elastictrain.own_loop.state import HasStateDict
 from elastictrain.train.parameters import seed_everything
 
 

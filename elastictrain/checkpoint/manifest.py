@@ -11,6 +11,7 @@ import xxhash
 from elastictrain.bounded_json import as_record
 
 MANIFEST_NAME = "manifest.json"
+PER_RANK = ".per_rank"  # ends the names of tensors that have a row for each rank, which is of no use to another one
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 

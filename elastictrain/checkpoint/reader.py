@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from elastictrain.checkpoint.exchange import describe, gather_records
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest, TensorRecord
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, PER_RANK, ChunkRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.checkpoint.tensor_bytes import copy_bytes, dtype_name, dtype_named, tensor_over
 from elastictrain.checkpoint.verified_read import (
@@ -36,7 +36,14 @@ from elastictrain.checkpoint.verified_read import (
     retry_read,
     verify_headers,
 )
-from elastictrain.errors import ConfigError, ElasticTrainError, InvalidCheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.errors import (
+    ConfigError,
+    ElasticTrainError,
+    InvalidCheckpointError,
+    ObjectNotFoundError,
+    Problem,
+    StorageError,
+)
 from elastictrain.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
@@ -224,6 +231,13 @@ def load(
         # Each rank checks its share of the headers. This first: a manifest whose tensors are not those of its files is damaged,
         # and not of another model.
         verify_headers(folder, manifest, files=manifest.files[rank::world_size])
+        for name in sorted(one for one in tensors.keys() & manifest.tensors.keys() if one.endswith(PER_RANK)):
+            if (ranks := manifest.tensors[name].shape[0]) != world_size:
+                message = (
+                    f"has a place for each rank, and {folder.url('').rstrip('/')} has those of {ranks}, but there are "
+                    f"{world_size} ranks: start {ranks}, or read by `SampleOrder`, which goes on with any number"
+                )
+                raise ConfigError([Problem(name.removesuffix(PER_RANK), message)])
         if (mismatch := describe_mismatch(tensors, manifest.tensors)) is not None:
             raise ConfigError(
                 f"{folder.url('').rstrip('/')} is a checkpoint of another model or optimizer:{mismatch}\n"

@@ -91,6 +91,7 @@ class Run:
             self._session.join(finished_step=self._finished_step)
             exchange_groups(self._state.models.values(), fresh=not self._generations)
         context, state = self._session.context, self._state
+        state.join(context.group.control)
         if context.identity.is_log_rank:
             record_start(context)
         self._memory = connect_savers(context, self._session.part.link, arena=self._arena)
@@ -174,9 +175,8 @@ class Run:
 
     def close(self) -> int:
         """Save the last step unless a stop has done so, or an update has begun another one; wait until it is durable, and leave
-        the run; returns the exit code that
-        this process should end with: 0, or 75 if it was asked to stop, so that launchers start it again. Collective: yes.
-        Raises: SavesFailingError."""
+        the run; returns the exit code that this process should end with: 0, or 75 if it was asked to stop, so that launchers
+        start it again. Collective: yes. Raises: SavesFailingError."""
         if self._ended:
             return EXIT_STOPPED if self._stop_reason else EXIT_OK
         attachment, code = self._attachment, EXIT_OK
@@ -340,7 +340,7 @@ def attach(
     function, wraps its model (DDP, FSDP2, HSDP, or not at all), and then calls this, with the same arguments on all ranks.
 
     `extra`: what else the run's state consists of, by name: modules, tensors, and objects with `state_dict` and
-    `load_state_dict` (schedulers, averages of weights, loaders with a position); equal on all ranks, without pickle.
+    `load_state_dict` (schedulers, averages of weights); equal on all ranks but for a `PerRank`, without pickle.
     `options`: keys of the groups `checkpoint`, `fault`, `parallel` (backend, device), `preflight`, `run` and `telemetry` of
     docs/configuration.md, as in `checkpoint={"every_steps": 500}`.
 

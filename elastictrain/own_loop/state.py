@@ -2,19 +2,22 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elastictrain.bounded_json import encode_record, parse_json
-from elastictrain.checkpoint.manifest import JsonValue, StateCounters
+from elastictrain.checkpoint.manifest import PER_RANK, JsonValue, StateCounters
 from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.own_loop.nest import UnknownValueError, put_together, take_apart
+from elastictrain.own_loop.per_rank import HasStateDict, PerRank
 from elastictrain.train.state import JsonState
 
 JSON = "own.json"
@@ -25,15 +28,6 @@ _OF_MACHINES = frozenset(("params", "foreach", "fused", "capturable", "different
 
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class HasStateDict(Protocol):
-    """A scheduler, an average of weights, a data loader with a position: what torch calls stateful."""
-
-    def state_dict(self) -> Mapping[str, object]: ...
-
-    def load_state_dict(self, state: Mapping[str, object], /) -> object: ...
 
 
 @dataclass(slots=True)
@@ -49,6 +43,7 @@ class OwnState:
     _given: dict[str, Tensor] = field(default_factory=dict, init=False)  # what `tensors` has returned last
     _made_up: set[int] = field(default_factory=set, init=False)  # parameters whose optimizer has not updated them yet
     _shapes: dict[str, torch.Size] | None = field(default=None, init=False)  # by name, once snapshots have places for them
+    _mesh: DeviceMesh | None = field(default=None, init=False)  # of all ranks, where each of them has an extra for itself
 
     def __post_init__(self) -> None:
         for name, parameter in self._parameters():
@@ -95,8 +90,13 @@ class OwnState:
             name for name, tensor in self.tensors().items() if name not in fixed or (on_device and tensor.device.type == "cpu")
         )
 
+    def join(self, group: dist.ProcessGroup) -> None:
+        """Called in each generation, with all its ranks (on CPUs). Collective: no."""
+        if any(isinstance(value, PerRank) for value in self.extra.values()):
+            self._mesh = DeviceMesh.from_group(group, "cpu")
+
     def mesh_shape(self, world_size: int) -> MeshShape:
-        sharded = any(isinstance(tensor, DTensor) for tensor in self.tensors().values())
+        sharded = any(isinstance(one, DTensor) for name, one in self.tensors().items() if not name.endswith(PER_RANK))
         return MeshShape(1, world_size) if sharded else MeshShape(world_size, 1)
 
     def scalars(self, step: int, *, global_batch: int) -> JsonState:
@@ -171,7 +171,9 @@ class OwnState:
                 parameter = next(one for one in _trained(optimizer) if self._names[id(one)] == name)
                 optimizer.state[parameter].update(values)
         for key, value in self.extra.items():
-            if not isinstance(value, nn.Module | Tensor) and isinstance(value, HasStateDict):
+            if isinstance(value, PerRank):
+                value.load(tensors[f"extra.{key}{PER_RANK}"])
+            elif not isinstance(value, nn.Module | Tensor) and isinstance(value, HasStateDict):
                 if key not in document["extra"]:
                     raise _problem(
                         f"extra.{key}", "was no part of the run when it was saved: leave it out, or begin another run"
@@ -205,6 +207,8 @@ class OwnState:
                 named |= _tensors_of(value, f"extra.{key}")
             elif isinstance(value, Tensor):
                 named[f"extra.{key}"] = value
+            elif isinstance(value, PerRank):
+                named[f"extra.{key}{PER_RANK}"] = value.tensor(f"extra.{key}", self._mesh)
             else:
                 assert isinstance(value, HasStateDict)  # noqa: S101
                 extra[key] = _apart(value.state_dict(), f"extra.{key}", named, key=f"extra.{key}")
@@ -246,8 +250,9 @@ def own_state(model: object, optimizer: object, extra: Mapping[str, object] | No
     if extra is not None and not isinstance(extra, Mapping):
         raise _problem("extra", f"must be a mapping of names to objects, but is a {type(extra).__name__}")
     for key, value in (extra or {}).items():
-        if not isinstance(value, nn.Module | Tensor | HasStateDict):
-            message = f"must be a module, a tensor, or have `state_dict` and `load_state_dict`, but is a {type(value).__name__}"
+        if not isinstance(value, nn.Module | Tensor | HasStateDict | PerRank):
+            wanted = "must be a module, a tensor, a PerRank, or have `state_dict` and `load_state_dict`"
+            message = f"{wanted}, but is a {type(value).__name__}"
             raise _problem(f"extra.{key}", message)
     state = OwnState(models, {name: _inner(one) for name, one in optimizers.items()}, dict(extra or {}))
     for name, tensor in state.tensors().items():
