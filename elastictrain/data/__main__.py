@@ -1,7 +1,8 @@
-"""`python -m elastictrain.data`: prepare text for training, and inspect what was prepared."""
+"""`python -m elastictrain.data`: prepare text for training, index tar files, and inspect what was prepared."""
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from elastictrain.data.index import TokenIndex, read_index, stored_type
 from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, default_workers, plan_digest, prepare
 from elastictrain.data.progress import progress
 from elastictrain.data.sources import FORMATS, discover, format_of
+from elastictrain.data.tar_index import make_index
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, tokenizer_of
 from elastictrain.entry_point import run_command
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, UsageError
@@ -49,6 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N", help="tokens per file")
     making.add_argument("--pattern", action="append", metavar="GLOB", help="files to take from folders; repeatable")
     making.add_argument("--workers", type=int, metavar="N", help="processes; 0: this one; one per core if it is not given")
+    indexing = commands.add_parser(
+        "index",
+        help="index the tar files of webdataset",
+        description="Find the samples of tar files that webdataset has written, so that any of them can be read alone.",
+    )
+    indexing.set_defaults(act=_index)
+    indexing.add_argument("input", nargs="+", help="tar file, folder or quoted pattern ('web/*.tar'): a path or any fsspec URL")
+    indexing.add_argument("--out", required=True, metavar="URL", help="folder of the index: a path or any fsspec URL")
+    indexing.add_argument("--workers", type=int, metavar="N", help="processes; 0: this one; one per core if it is not given")
     showing = commands.add_parser("inspect", help="show token files", description="Show what a folder of token files holds.")
     showing.set_defaults(act=_inspect)
     showing.add_argument("url", help="folder of the token files: a path or any fsspec URL")
@@ -63,8 +74,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--shard-tokens must be >= 1, but is {parsed.shard_tokens}")
     if parsed.separator is not None and parsed.tokenizer == "bytes":
         raise UsageError("--separator must go with --tokenizer PATH.json; the byte tokenizer has a separator of its own")
-    if parsed.workers is not None and not 0 <= parsed.workers <= _MOST_WORKERS:
-        raise UsageError(f"--workers must be in [0, {_MOST_WORKERS}], but is {parsed.workers}")
+    _check_workers(parsed.workers)
     tokenizer: Tokenizer = ByteTokenizer()
     if parsed.tokenizer != "bytes":
         tokenizer = load_huggingface(parsed.tokenizer, separator=parsed.separator)
@@ -88,6 +98,22 @@ def _prepare(parsed: argparse.Namespace) -> int:
         print(f"{store.url} is complete already; nothing was done", file=sys.stderr)  # noqa: T201
     print(_summary(index, url=store.url))  # noqa: T201
     print(f"train on it with: data.path={store.url}", file=sys.stderr)  # noqa: T201
+    return EXIT_OK
+
+
+def _check_workers(given: int | None) -> None:
+    if given is not None and not 0 <= given <= _MOST_WORKERS:
+        raise UsageError(f"--workers must be in [0, {_MOST_WORKERS}], but is {given}")
+
+
+def _index(parsed: argparse.Namespace) -> int:
+    _check_workers(parsed.workers)
+    sources = discover(parsed.input, patterns=("*.tar",))
+    workers = min(os.cpu_count() or 1, len(sources)) if parsed.workers is None else parsed.workers
+    store = open_store(parsed.out)
+    with progress("indexing", sum(source.size_bytes for source in sources)) as on_bytes:
+        index = make_index(sources, store, workers=0 if workers == 1 else workers, on_bytes=on_bytes)
+    print(f"{store.url}: {index.num_samples:,} samples in {len(index.shards):,} tar files")  # noqa: T201
     return EXIT_OK
 
 
