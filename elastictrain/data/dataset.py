@@ -1,7 +1,7 @@
 """Map-style samples: the interface between the loader and the data that is trained on."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,6 +20,14 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int, /) -> Sample:
         """One sample, without a batch dimension. Samples of one micro-batch are stacked, or joined by the task's `collate`."""
+
+
+@runtime_checkable
+class FetchesSamples(Protocol):
+    """A data set that reads several samples at once faster than one after another."""
+
+    def fetch(self, indices: Sequence[int], /) -> None:
+        """Called with the samples of a micro-batch before they are asked for by index, in the same process."""
 
 
 def map_tensors(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:

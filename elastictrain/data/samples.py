@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.config.user_code import describe_value, locate_method, refuse
-from elastictrain.data.dataset import Batch, Dataset, Sample, rebuild
+from elastictrain.data.dataset import Batch, Dataset, FetchesSamples, Sample, rebuild
 
 Collate = Callable[[list[Sample]], Batch]
 
@@ -45,6 +45,8 @@ class SampleReader:
 
     def samples(self, sample_ids: Sequence[int], *, first: int) -> list[Sample]:
         """Raises: what the dataset raises, with a note that names the sample."""
+        if isinstance(self.dataset, FetchesSamples):
+            self.dataset.fetch(sample_ids)
         return [self.read_one(sample_id, position=position) for position, sample_id in enumerate(sample_ids, first)]
 
     def join(self, samples: list[Sample], *, first: int) -> Batch:

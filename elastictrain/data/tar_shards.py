@@ -3,13 +3,16 @@
 import io
 import tarfile
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from elastictrain.data.dataset import Sample
 from elastictrain.data.tar_index import end_of, members, read_index
 from elastictrain.errors import DataError, ObjectNotFoundError
+from elastictrain.storage.bounded_read import run_concurrently
+from elastictrain.storage.local import local_path
 from elastictrain.storage.opening import absolute_url, open_store
 from elastictrain.storage.store import Store
 
@@ -29,6 +32,7 @@ class TarShards:
         self._ends = tuple(accumulate(shard.num_samples for shard in self._index.shards))
         self._stores: dict[str, Store] = {}
         self._found: set[int] = set()  # shards of which this process has seen the size
+        self._fetched: dict[int, tuple[str, bytes]] = {}
 
     def __len__(self) -> int:
         return self._index.num_samples
@@ -36,7 +40,7 @@ class TarShards:
     def __getitem__(self, index: int, /) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in [0, {len(self)})")
-        url, data = self._read(index)
+        url, data = self._fetched.get(index) or self._read(index)
         sample: dict[str, Any] = {}
         end = 0
         try:
@@ -53,10 +57,19 @@ class TarShards:
             raise _changed(url, f"ends where sample {index} was")
         return sample if self._transform is None else self._transform(sample)
 
+    def fetch(self, indices: Sequence[int]) -> None:
+        """Read remote samples that are asked for next, all at once. Raises: as reading one of them."""
+        remote = [index for index in dict.fromkeys(indices) if local_path(self._url(bisect_right(self._ends, index))) is None]
+        found = run_concurrently([partial(self._read, index) for index in remote])
+        self._fetched = dict(zip(remote, found, strict=True))
+
+    def _url(self, number: int) -> str:
+        url = self._index.shards[number].url
+        return url if "://" in url or url.startswith("/") else f"{self._folder}/{url}"
+
     def _read(self, index: int) -> tuple[str, bytes]:
         number = bisect_right(self._ends, index)
-        shard = self._index.shards[number]
-        url = shard.url if "://" in shard.url or shard.url.startswith("/") else f"{self._folder}/{shard.url}"
+        shard, url = self._index.shards[number], self._url(number)
         folder, _, key = url.rpartition("/")
         if (store := self._stores.get(folder)) is None:
             store = self._stores[folder] = open_store(folder or "/", follow_links=True)
@@ -72,7 +85,7 @@ class TarShards:
 
     def __getstate__(self) -> dict[str, object]:
         # Connections are made anew where the data set is sent to.
-        return {**self.__dict__, "_stores": {}, "_found": set()}
+        return {**self.__dict__, "_stores": {}, "_found": set(), "_fetched": {}}
 
 
 def _changed(url: str, found: str) -> DataError:

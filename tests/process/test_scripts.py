@@ -77,6 +77,15 @@ def bench_checkpoint(folder: Path) -> None:
     assert rows["dcp.save"]["rounds"] == 1
 
 
+def bench_data(folder: Path) -> None:
+    rows = folder / "rows.json"
+    small = ("--ranks", "2", "--steps", "3", "--seq-len", "32", "--tokens-per-s", "3000", "--latency-ms", "2")
+    python("bench_data.py", *small, "--sources", "mixture,remote", "--json", str(rows), folder=folder)
+    found = {row["source"]: row for row in json.loads(rows.read_text())["rows"]}
+    assert found.keys() == {"memory", "mixture", "remote"}
+    assert all(row["steps"] == 3 and row["ratio"] > 0 and row["feeds_tokens_per_s"] > 0 for row in found.values())
+
+
 def bench_start(folder: Path) -> None:
     lines = python("bench_start.py", str(folder / "run"), "--objects", "5,200", folder=folder).splitlines()
     assert [line.split()[0] for line in lines] == ["5"] * 3 + ["200"] * 3
@@ -216,6 +225,7 @@ def gpu_shells(folder: Path) -> None:
 CHECKS: Mapping[str, Check] = {
     "bench_checkpoint.py": bench_checkpoint,
     "bench_compare.py": bench_compare,
+    "bench_data.py": bench_data,
     "bench_fleet.py": bench_fleet,
     "bench_planning.py": bench_planning,
     "bench_recovery.py": bench_recovery,

@@ -4,14 +4,17 @@ import io
 import pickle
 import shutil
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from elastictrain.data.__main__ import main
+from elastictrain.data.samples import SampleReader
 from elastictrain.data.sources import discover
 from elastictrain.data.tar_index import INDEX_FILE, SAMPLES_FILE, make_index
 from elastictrain.data.tar_shards import TarShards
@@ -79,6 +82,24 @@ def test_from_any_store(folder: Path) -> None:
     make_index(sources, open_store(str(folder.parent / "index")), workers=0)
     found = TarShards(str(folder.parent / "index"), transform=lambda sample: sample["__key__"])
     assert [found[index] for index in range(10)] == [one["__key__"] for one in SAMPLES]
+
+
+class Meeting(LocalFileSystem):  # type: ignore[misc]
+    """Not local to us. Reads of samples end when four of them are under way."""
+
+    protocol = "meeting"
+    barrier = threading.Barrier(4, timeout=10)
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if path.endswith(".tar") and options:
+            Meeting.barrier.wait()
+        return super().cat_file(path, *arguments, **options)
+
+
+def test_remote_samples_of_a_micro_batch_are_fetched_at_once(folder: Path) -> None:
+    fsspec.register_implementation("meeting", Meeting, clobber=True)
+    reader = SampleReader(TarShards(f"meeting://{folder}", transform=lambda sample: sample["__key__"]), seed=0)
+    assert reader.read([5, 2, 9, 2, 3], first=0) == [SAMPLES[index]["__key__"] for index in (5, 2, 9, 2, 3)]
 
 
 def test_members_that_are_no_part_of_a_sample(tmp_path: Path) -> None:
