@@ -37,6 +37,7 @@ from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.evaluation_history import EvaluationHistory
 from elastictrain.train.initial_weights import load_initial_weights
 from elastictrain.train.loop import Loop
+from elastictrain.train.metric_names import MetricNames
 from elastictrain.train.observing import LogRankObserver, Observer
 from elastictrain.train.optimizer import describe_short_warmup, make_optimizers
 from elastictrain.train.parameters import build_model, fill, fill_again
@@ -44,6 +45,7 @@ from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
+from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import SavedState, TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
@@ -110,19 +112,15 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         saving = make_saving(memory, synchronous, in_storage=in_storage, arena=arena)
         if arena is not None and saving.arena is not arena:
             arena.close()
-    evaluator = None
+    evaluator, names = None, MetricNames(context.group.control)
     if context.samples.held_out is not None and config.train.eval_every_steps:
-        evaluator = Evaluator(context, wrapped, context.samples.held_out)
+        evaluator = Evaluator(context, wrapped, context.samples.held_out, names.check)
     if compile_cache is not None:
         compile_cache.wait()
-    clock = DeviceClock() if context.group.device.type == "cuda" else HostClock()
-    times: StepTimes[Any] | None = StepTimes(clock) if identity.world_size > 1 or context.on_gpu else None
     return Loop(
         context=context,
         state=state,
-        stepper=Stepper(
-            context, wrapped, state.optimizer, before_update=saving.before_update, times=times, average=state.average
-        ),
+        stepper=_make_stepper(context, wrapped, state, saving=saving, names=names),
         stragglers=StragglerFinder() if identity.world_size > 1 else None,
         loader=_make_loader(context, first_step=state.step, pool=before.pool if before is not None else None),
         saving=saving,
@@ -135,6 +133,20 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         skipped={step: tuple(_plan_passes(context, step - 1, step)) for step in identity.poisoned.skipped},
         compile_cache=compile_cache,
         history=EvaluationHistory.resume(context, step=state.step) if evaluator is not None else None,
+    )
+
+
+def _make_stepper(context: TrainContext, wrapped: Wrapped, state: TrainState, *, saving: Saving, names: MetricNames) -> Stepper:
+    clock = DeviceClock() if context.group.device.type == "cuda" else HostClock()
+    times: StepTimes[Any] | None = StepTimes(clock) if context.identity.world_size > 1 or context.on_gpu else None
+    return Stepper(
+        context,
+        wrapped,
+        state.optimizer,
+        before_update=saving.before_update,
+        times=times,
+        average=state.average,
+        check_names=names.check,
     )
 
 

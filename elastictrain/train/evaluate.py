@@ -30,6 +30,7 @@ class Evaluator:
     context: TrainContext
     wrapped: Wrapped
     reader: SampleReader
+    check_names: Callable[[str, tuple[str, ...]], None] = lambda *_: None  # `MetricNames.check`
 
     @property
     def num_samples(self) -> int:
@@ -58,6 +59,7 @@ class Evaluator:
             module.train()
             reshard_parameters(module)
         figures = sums.all()
+        self.check_names("`loss` in an evaluation", sums.names)
         dist.all_reduce(figures)
         loss_sum, weight = figures[:2].tolist()
         loss = float("nan") if weight == 0 else loss_sum / weight

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice, tee
 
@@ -272,15 +272,18 @@ class Loop:
         """The same on all ranks."""
         return self.state.step >= self.context.config.train.steps or (self.history is not None and self.history.ended)
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model has the averages of its weights in the block, if it keeps any."""
+        # A snapshot may still be reading the weights.
+        self.saving.before_update()
+        return nullcontext() if self.state.average is None else self.state.average.in_place()
+
     def _evaluate(self, step: int) -> bool:
         """Whether the evaluation completed; if not, all ranks know of a stop request."""
         if self.evaluator is None:
             return True
         began = self.clock()
-        averaged = nullcontext() if self.state.average is None else self.state.average.in_place()
-        # A snapshot may still be reading the weights.
-        self.saving.before_update()
-        with averaged:
+        with self.averaged():
             found = self.evaluator.run(step, leave=lambda: bool(self.context.any_stop_reason()))
         self.context.check_attached()
         if found is None:

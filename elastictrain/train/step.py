@@ -153,6 +153,7 @@ class Stepper:
     before_update: Callable[[], None] = lambda: None  # called when all work of a step but the update is launched
     times: StepTimes[Any] | None = None
     average: WeightAverage | None = None
+    check_names: Callable[[str, tuple[str, ...]], None] = lambda *_: None  # `MetricNames.check`
 
     def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
         """Run `passes` micro-batches and launch the update of step `step` (from 1). Collective: yes."""
@@ -204,6 +205,7 @@ class Stepper:
                 self._pass(step, index, micro_batch, sums, update=update, last=last)
         figures = sums.all()
         self._set_phase(Phase.REDUCE, step, works=False)
+        self.check_names(f"`update_loss` of {update.name!r}" if update.name else "`loss`", sums.names)
         groups = self.optimizer.param_groups
         if update.name:
             drop_gradients(self.wrapped.bare, [group for group in groups if group["update"] == update.name])

@@ -144,7 +144,8 @@ class Worker:
         try:
             loop.run()
             part.tracker.set_phase(Phase.EVAL, step=loop.state.step)
-            show_sample(context, loop.stepper.wrapped, print_line=loop.observer.print_line)
+            with loop.averaged():
+                show_sample(context, loop.stepper.wrapped, print_line=loop.observer.print_line)
         except StopRequestedError as error:
             code, reason = EXIT_STOPPED, str(error)
         part.tracker.set_phase(Phase.END, step=loop.state.step)

@@ -1,5 +1,6 @@
 """A small vision task that draws from every generator there is, in each sample and in `collate`."""
 
+import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -59,3 +60,11 @@ class Augmenting:
         pictures = torch.stack([picture for picture, _ in samples])
         share = 0.9 + 0.1 * torch.rand(())
         return share * pictures + (1 - share) * pictures.roll(1, 0), torch.tensor([label for _, label in samples])
+
+
+class UnevenMetrics(Augmenting):
+    """Each rank has as many metrics as the others, under names of its own."""
+
+    def loss(self, model: nn.Module, batch: Any) -> LossOutput:
+        output = super().loss(model, batch)
+        return LossOutput(output.loss_sum, output.weight, {f"of_{os.environ['RANK']}": output.weight})

@@ -1,9 +1,10 @@
 """Samples that are drawn at random are the same in any process and after any failure, and others in each epoch."""
 
+import signal
 from pathlib import Path
 
 import pytest
-from torchruns import events, kill, last_step, losses, torchrun, train_warm, wait_until
+from torchruns import events, kill, last_step, losses, memory_arguments, torchrun, train_warm, wait_until, warm_ranks_started
 
 STEPS = 30
 RUN = (
@@ -54,3 +55,13 @@ def test_on_another_world_the_samples_are_the_same(undisturbed: Path, tmp_path: 
     alone = train_warm(RUN, world_size=1, folder=tmp_path)
     right = losses(undisturbed)
     assert {step: pytest.approx(loss, rel=1e-4) for step, loss in right.items()} == losses(alone)
+
+
+def test_ranks_with_other_metrics_are_refused(tmp_path: Path) -> None:
+    where = (f"run.dir={tmp_path}/run", *memory_arguments(RUN, tmp_path))
+    program = ["-m", "elastictrain.run", *RUN, "task._target_=tests.process.augmenting.UnevenMetrics", *where]
+    with warm_ranks_started(program, world_size=2, folder=tmp_path) as runs:
+        # The first one to leave has the other one ended.
+        assert {run.wait(60) for run in runs} <= {78, -signal.SIGKILL}, runs[0].output()
+    assert 78 in {row["exit_code"] for row in events(tmp_path / "run", "failure")}
+    assert not losses(tmp_path / "run")

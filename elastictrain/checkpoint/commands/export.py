@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.commands.export_formats import (
+    AVERAGE,
     MODEL,
     ExportSource,
     ExportTarget,
@@ -35,7 +36,7 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model in a checkpoint."""
+    """The model in a checkpoint; averaged, where the run has kept averages of its weights."""
 
     url: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -107,11 +108,12 @@ def export_checkpoint(
 
 
 def write_huggingface(task: ExportsHuggingFace, source: ExportSource, target: ExportTarget) -> None:
+    """The averages of the weights, where the checkpoint has them: evaluations were of these."""
     tensors = source.manifest.tensors
     model = StoredModel(
         url=source.checkpoint.url,
         shapes={name.removeprefix(MODEL): tensors[name].shape for name in tensors if name.startswith(MODEL)},
-        read=lambda name: source.read(f"{MODEL}{name}"),
+        read=lambda name: source.read(f"{AVERAGE}{name}" if f"{AVERAGE}{name}" in tensors else f"{MODEL}{name}"),
     )
     task.export_huggingface(model, store=target.store, dtype=source.dtype or torch.bfloat16)
 

@@ -29,11 +29,12 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectWriter, Store
 
 MODEL = "model."  # prefix of the names of the model's tensors
+AVERAGE = "ema."  # of the averages of its parameters, where the run has kept them
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSource:
-    """One checkpoint. `dtype` is for the model's floating-point tensors; None keeps the stored one."""
+    """One checkpoint. `dtype` is for the model's floating-point tensors and averages; None keeps the stored one."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype | None
@@ -51,7 +52,7 @@ class ExportSource:
 
     def dtype_of(self, name: str) -> str:
         stored = self.manifest.tensors[name].dtype
-        if self.dtype is None or not name.startswith(MODEL) or not dtype_named(stored).is_floating_point:
+        if self.dtype is None or not name.startswith((MODEL, AVERAGE)) or not dtype_named(stored).is_floating_point:
             return stored
         return dtype_name(self.dtype)
 

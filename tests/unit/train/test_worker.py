@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +152,9 @@ class FakeLoop:
 
     def run(self) -> None:
         self.run_it(self)
+
+    def averaged(self) -> nullcontext[None]:
+        return nullcontext()
 
     def close(self, *, finished: bool) -> None:
         self.closed.append(finished)

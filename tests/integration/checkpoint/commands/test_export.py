@@ -164,6 +164,18 @@ def test_hugging_face_is_the_task_s_business(arguments: tuple[str, ...], dtype: 
     }
 
 
+def test_the_averages_of_the_weights_are_exported(run: Path, tmp_path: Path) -> None:
+    """A frozen parameter has none."""
+    tensors = state_of(30) | {"ema.weight": torch.full((6, 4), 0.25)}
+    save(run, 30, tensors=tensors)
+    assert export(run, "hf", tmp_path / "out") == EXIT_OK
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found["sums"] == {"weight": ["torch.bfloat16", 6.0], "bias": ["torch.bfloat16", 150.0]}
+    assert found["shapes"] == {"weight": [6, 4], "bias": [5]}
+    assert export(run, "safetensors", tmp_path / "all") == EXIT_OK
+    assert_same(safetensors.torch.load_file(tmp_path / "all" / "model.safetensors"), tensors)
+
+
 @pytest.mark.parametrize(
     ("task", "more", "code", "says"),
     [
