@@ -83,7 +83,8 @@ def bench_data(folder: Path) -> None:
     python("bench_data.py", *small, "--sources", "mixture,remote", "--json", str(rows), folder=folder)
     found = {row["source"]: row for row in json.loads(rows.read_text())["rows"]}
     assert found.keys() == {"memory", "mixture", "remote"}
-    assert all(row["steps"] == 3 and row["ratio"] > 0 and row["feeds_tokens_per_s"] > 0 for row in found.values())
+    assert all(row["steps"] == 3 and row["ratio"] > 0 for row in found.values())
+    assert min(found[name]["feeds_tokens_per_s"] for name in ("mixture", "remote")) > 0
 
 
 def bench_start(folder: Path) -> None:

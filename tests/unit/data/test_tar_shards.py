@@ -163,11 +163,19 @@ def other_keys(path: Path) -> None:
     write(path, [SAMPLES[0], *three, *SAMPLES[2:4]])
 
 
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(10_240))
+
+
+def garbled(path: Path) -> None:
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
 def emptied(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("change", [replaced, other_order, other_keys, Path.unlink, emptied])
+@pytest.mark.parametrize("change", [replaced, other_order, other_keys, Path.unlink, longer, garbled, emptied])
 def test_a_shard_that_has_changed_is_refused(change: Any, folder: Path) -> None:
     change(folder / "web-0.tar")
     shards = TarShards(str(folder))
