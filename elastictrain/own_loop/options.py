@@ -81,7 +81,9 @@ def own_config(url: str, options: Mapping[str, object], *, line: CommandLineOpti
     fault = _mapping(tree["fault"])
     if isinstance(limit_s := fault.get("init_timeout_s"), int | float):
         # The ladder of limits: a shorter one has no effect here.
-        tree["fault"] = {**fault, "step_timeout_s": limit_s}
+        save_s = fault.get("save_timeout_s")
+        longer = {"save_timeout_s": limit_s + 1.0} if isinstance(save_s, int | float) and save_s <= limit_s else {}
+        tree["fault"] = {**fault, "step_timeout_s": limit_s, **longer}
     tree["task"], tree["model"] = {"_target_": "elastictrain.attach"}, {}
     if problems:
         raise ConfigError(problems)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import FrameType
 
 import submitit
 
@@ -23,15 +24,24 @@ CPUS = 64  # <- all of a host
 
 
 def launch(arguments: list[str]) -> int:
-    """One task for each host: its launcher, which gets this task's signals. After 75 the job is requeued."""
-    launcher = subprocess.Popen([sys.executable, "-m", "elastictrain.launch", *arguments])
+    """One task for each host: its launcher, which gets this task's signals. After one, and 75, the job is requeued: Slurm ends
+    it then. A host that stops by itself, for a notice of a cloud, leaves the job to the others."""
+    launcher, received = subprocess.Popen([sys.executable, "-m", "elastictrain.launch", *arguments]), []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        launcher.send_signal(number)
+
     for number in (signal.SIGTERM, signal.SIGUSR2):
         # submitit's own handlers would end this task at once.
-        signal.signal(number, lambda received, _: launcher.send_signal(received))
+        signal.signal(number, pass_on)
     code = launcher.wait()
-    if code == 75 and os.environ["SLURM_NODEID"] == "0":
-        # It fails where Slurm requeues the job already, and says so.
+    if code == 75 and received:
+        # It fails where another host, or Slurm, has requeued the job already, and says so.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+    if code:
+        # What a function returns is a success for submitit and Slurm.
+        sys.exit(code)
     return code
 
 

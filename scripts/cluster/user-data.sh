@@ -16,8 +16,15 @@ run=(
     run.dir=s3://bucket/llama       # <- gs:// and az:// as well
     data.path=s3://bucket/tokens    # <-
     launch.min_hosts=1
-    fault.notice_s=25               # for saving, after SIGTERM; the cloud's own notice is heard before
+    fault.notice_s=25               # for saving, after SIGTERM; the cloud's own notice comes before
 )
+
+# As words of a unit: in quotes, without what systemd would expand.
+words=("${run[@]//\\/\\\\}")
+words=("${words[@]//\"/\\\"}")
+words=("${words[@]//%/%%}")
+words=("${words[@]//\$/\$\$}")
+printf -v quoted '"%s" ' "${words[@]}"
 
 # The host's /dev/shm keeps snapshots when the container ends, its network reaches the metadata service and the other hosts.
 cat >/etc/systemd/system/elastictrain.service <<UNIT
@@ -32,7 +39,7 @@ StartLimitIntervalSec=0
 ExecStartPre=-/usr/bin/docker rm --force elastictrain
 ExecStartPre=/usr/bin/docker pull --quiet $image
 ExecStart=/usr/bin/docker run --rm --name elastictrain --gpus all --network host --ipc host \\
-    --ulimit memlock=-1 --ulimit nofile=1048576 $image python -m elastictrain.launch ${run[*]}
+    --ulimit memlock=-1 --ulimit nofile=1048576 $image python -m elastictrain.launch $quoted
 # The image may take long.
 TimeoutStartSec=infinity
 # From SIGTERM, which the launcher gets, to SIGKILL.

@@ -28,7 +28,7 @@ again="until python -m elastictrain.launch ${run[*]@Q}; do case \$? in 64|70|78)
 
 options=()
 if (($# > 1)); then
-    # The command has no word for it any more (1.9.1); its Python package has. It needs the same key of your account.
+    # The command cannot do this any more (1.9.1); its Python package can. It needs the same key of your account.
     python3 -c "import vastai; vastai.VastAI().create_overlay(cluster_id=$cluster, name='$overlay')"
     options=(-n "$overlay" -e "PET_NNODES=$#")
 fi

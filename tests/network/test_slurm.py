@@ -123,7 +123,7 @@ def test_whatever_slurm_does_the_run_goes_on(network: Network, tmp_path: Path) -
     cluster = SlurmCluster(network, tmp_path / "slurm")
     job = submit(cluster, "slurm.sbatch", tmp_path)
 
-    # A drained node keeps its job. Another job then takes the other node: the launchers are told, save and end.
+    # A drained node keeps its job. Another job then takes the other node: the launchers get a signal, save and end.
     job.go_on()
     cluster.set_node("n2", "DRAIN")
     job.go_on()
@@ -151,7 +151,7 @@ def test_whatever_slurm_does_the_run_goes_on(network: Network, tmp_path: Path) -
     assert job.resumed_at() >= committed
     assert job.num_hosts() == 2
 
-    # The time limit is near: the launchers are told by a signal, and the script requeues the job, which is then cancelled.
+    # The time limit is near: the launchers get a signal, and the script requeues the job, which is then cancelled.
     job.limit("5")
     job.wait_for("PENDING", restarts=3)
     saved = job.stopped_at()

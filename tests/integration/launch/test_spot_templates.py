@@ -113,6 +113,18 @@ def unit(tmp_path: Path) -> Path:
     return written
 
 
+def test_any_argument_reaches_the_launcher_of_the_unit(tmp_path: Path) -> None:
+    argument = r"""data.sources=[{path: "a%20b", weight: $HOME\n}]"""
+    text = (FOLDER / "user-data.sh").read_text().replace("/etc/systemd/system", str(tmp_path))
+    script = tmp_path / "user-data.sh"
+    script.write_text(text.replace("    launch.min_hosts=1\n", f"    {shlex.quote(argument)}\n"))
+    stand_in(tmp_path / "bin", "systemctl", "")
+    assert bash(str(script), bin_folder=tmp_path / "bin", folder=tmp_path).returncode == 0
+    line = read_unit(tmp_path / "elastictrain.service")["Service"]["ExecStart"]
+    unquoted = [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line)]
+    assert argument in unquoted
+
+
 def read_unit(path: Path) -> ConfigParser:
     parser = ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]

@@ -16,6 +16,11 @@ def test_options_reach_the_configuration() -> None:
     assert config.task.target == "elastictrain.attach"
 
 
+def test_an_evaluation_may_take_longer_than_a_save() -> None:
+    fault = own_config("runs/mine", {"fault": {"init_timeout_s": 1800}}).fault
+    assert fault.init_timeout_s == fault.step_timeout_s == 1800 < fault.save_timeout_s
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
