@@ -80,7 +80,7 @@ class Arena:
             same = (self._layout.digest, self.names[: len(names)]) == (layout.digest, tuple(names))
             if self.broken or self._stopped or not same or (surplus and not self._of_another) or self._begun > len(names):
                 return False
-            if not all(slot.is_current() for slot in self.slots if slot is not None):
+            if not all(slot.is_current() for slot in (*self.slots, *self._made) if slot is not None):
                 # Its file was removed meanwhile, and another one may have its name.
                 return False
             self.names, self._of_another = tuple(names), False
@@ -190,8 +190,8 @@ def slot_indices(
 ) -> tuple[list[int], list[int]]:
     """Indices of the slots to use, and those among them that exist with the right size.
 
-    Slots of another size stay until newer snapshots are complete: they may hold the only ones. `allocating`: another process
-    makes these slots now; the file of the one that it allocates is empty, and fits.
+    Slots of another size stay until newer snapshots are complete: they may hold the only ones. `allocating`: these slots
+    are being made now, by another process or an arena of this one; the file of the one that is allocated is empty, and fits.
     """
     there: dict[int, bool] = {}
     for index in range(10):

@@ -198,13 +198,15 @@ def make_saving(
     for rank, digest in enumerate(told):
         if digest != told[0]:
             raise CheckpointError(f"rank {rank} has other tensors than rank 0, so what they save would not fit together")
-    buffers = _agree_on_buffers(memory, layout, context)
+    buffers = _agree_on_buffers(memory, layout, context, allocating=arena is not None)
     if buffers.shortage and identity.is_log_rank:
         message = describe(buffers)
         context.journal.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
         synchronous.observer.print_line(message)
     restored_step = None if in_storage else state.step
-    indices = _choose_slots(memory, layout, context, wanted=buffers.per_rank, restored_step=restored_step)
+    indices = _choose_slots(
+        memory, layout, context, wanted=buffers.per_rank, restored_step=restored_step, allocating=arena is not None
+    )
     if not indices:
         return _without_memory(memory, synchronous, in_storage=in_storage)
     if memory.others is not None:
@@ -288,12 +290,15 @@ def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, i
     return synchronous
 
 
-def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: TrainContext) -> Buffers:
-    """The slots for which all hosts have room; existing slots are used again. Collective: yes."""
+def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: TrainContext, *, allocating: bool) -> Buffers:
+    """The slots for which all hosts have room; existing slots are used again. `allocating`: as in `slot_indices`. Collective:
+    yes."""
     options, identity, group = context.config.checkpoint, context.identity, context.group.control
     replicate = options.replicate and memory.others is not None
     most = most_buffers(options.buffers, replicate=replicate)
-    _, fitting = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=most)
+    _, fitting = slot_indices(
+        memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=most, allocating=allocating
+    )
     host = identity.host_ranks.start
     sizes: dict[int, int] = {}
     held = held_replicas = 0
@@ -316,13 +321,20 @@ def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: Train
 
 
 def _choose_slots(
-    memory: SnapshotMemory, layout: RankLayout, context: TrainContext, *, wanted: int, restored_step: int | None
+    memory: SnapshotMemory,
+    layout: RankLayout,
+    context: TrainContext,
+    *,
+    wanted: int,
+    restored_step: int | None,
+    allocating: bool,
 ) -> Sequence[int]:
-    """The numbers of this rank's slots, equally many on all ranks; ranks refer to slots by their index. Collective: yes."""
+    """The numbers of this rank's slots, equally many on all ranks; ranks refer to slots by their index. `allocating`: as in
+    `slot_indices`. Collective: yes."""
     rank, size_bytes = context.identity.rank, layout.file_bytes
     with suppress(OSError):
         free_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted, restored_step=restored_step)
-    indices, _ = slot_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted)
+    indices, _ = slot_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted, allocating=allocating)
     return indices[: min(as_record(gather_json(len(indices), group=context.group.control), list[int]))]
 
 

@@ -1,4 +1,5 @@
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +110,28 @@ def test_memory_is_allocated_before_slots_are_ready(tmp_path: Path) -> None:
     arena.start()
     wait_for(lambda: None not in arena.slots)
     assert [slot.path[-1] for slot in arena.slots if slot is not None] == ["1", "0"]
+    arena.close()
+
+
+def test_the_next_generation_takes_over_slots_that_are_being_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, really = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def slowly(descriptor: int, start: int, size: int) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        really(descriptor, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", slowly)
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0, 1], device=CPU)
+    arena.allocate()
+    assert begun.wait(10)
+    indices, held = slot_indices(str(tmp_path), rank=0, size_bytes=LAYOUT.file_bytes, wanted=2, allocating=True)
+    assert (indices, held) == ([0, 1], [0])
+    assert arena.take_over(LAYOUT, [SlotName("own", 0, index) for index in indices])
+    go_on.set()
+    wait_for(lambda: len(arena._made) == 2)
+    remove_slot(str(tmp_path), SlotName("own", 0, 1))
+    assert not arena.take_over(LAYOUT, [SlotName("own", 0, index) for index in indices])
     arena.close()
 
 

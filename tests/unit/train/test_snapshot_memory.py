@@ -221,7 +221,7 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
     recall = MemoryRestore(str(tmp_path), run=RUN, host=0, lists_host_memory=True, group=None, remote=None)
     memory = SnapshotMemory(None, recall, cast(OtherHosts, Scene()), kept=(1,))
     context = context_of(config=config(steps=100), identity=Identity(0, 3, 0, 1, "here", launched=True))
-    found = _agree_on_buffers(memory, layout, context)
+    found = _agree_on_buffers(memory, layout, context, allocating=False)
     assert (asked[0].held_bytes, asked[0].held_replica_bytes) == (3 * size_bytes, 2 * size_bytes)
     assert found == Buffers(3, True)
 
@@ -232,10 +232,10 @@ def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.Monkey
     for index in range(10):
         put(tmp_path, facts_of(STEP - index), index=index)
     layout = layout_of(rows=600)
-    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP) == [8, 9]
+    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP, allocating=False) == [8, 9]
     assert (tmp_path / "own-r00000-s0").exists()
     monkeypatch.setattr(module, "gather_json", lambda value, *, group: [value, 1])
-    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP) == [8]
+    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP, allocating=False) == [8]
 
 
 def test_a_standby_maps_the_slots_of_its_rank_also_while_one_is_being_allocated(tmp_path: Path) -> None:
