@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastictrain
 
-folder, steps = sys.argv[1], int(sys.argv[2])
+folder, steps, recoverable = sys.argv[1], int(sys.argv[2]), len(sys.argv) > 4
 device = elastictrain.init_process_group(
     folder,
+    recoverable=recoverable,
     checkpoint={"every_steps": 40, "memory_dir": sys.argv[3]},
     preflight={"level": "off"},
     run={"deterministic": True},
@@ -26,7 +27,9 @@ fully_shard(model)
 fully_shard(average.module)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 assert device.type == "cuda"
-with elastictrain.attach(folder, model=model, optimizer=optimizer, extra={"average": average}) as run:
+
+
+def train(run: elastictrain.Run) -> None:
     first = run.restore() + 1
     order = elastictrain.SampleOrder(len(dataset), global_batch=32, first_step=first)
     for step, (x, y) in zip(range(first, steps + 1), DataLoader(dataset, batch_sampler=order), strict=False):
@@ -39,4 +42,8 @@ with elastictrain.attach(folder, model=model, optimizer=optimizer, extra={"avera
         torch.cuda._sleep(40_000_000)  # about 20 ms
         if run.should_stop:
             break
+
+
+with elastictrain.attach(folder, model=model, optimizer=optimizer, extra={"average": average}) as run:
+    (elastictrain.recoverable(train) if recoverable else train)(run)
 assert optimizer.state[next(iter(model.parameters()))]["step"].device.type == "cpu"
