@@ -9,6 +9,7 @@ from statistics import median
 from elastictrain import errors
 from elastictrain.report.ledger import GenerationSpan
 from elastictrain.report.records import (
+    CollectiveFaultRow,
     DivergedRow,
     FailureRow,
     GenerationEndedRow,
@@ -42,6 +43,7 @@ class FailureRecord:
     cause: str  # one of a few words, or `killed by SIGNAL`
     exit_code: int | None
     evidence: tuple[str, ...]  # sentences of those who noticed, the clearest first
+    collective: CollectiveFaultRow | None  # the first collective that ranks did not call alike
     lost_steps: int | None  # steps that were done and are done again; None before the state is restored
     recover_s: float | None
     rung: str  # of the recovery ladder; empty before the next step
@@ -82,8 +84,11 @@ def _record(span: GenerationSpan, later: Sequence[GenerationSpan], offsets: Mapp
     noticed += [one.time + offsets.get(one.writer, 0.0) for one in ends]
     time = min((max(span.begin, min(one, span.end)) for one in noticed), default=span.end)
     culprit, cause, code = _explain(span, later)
-    hangs = [one.row.text or one.row.reason for one in events.of(HangRow)]
-    sentences = [*hangs, *(one.row.reason for one in ends), *(f"{one.writer}: {one.row.error}" for one in failures)]
+    faults = [one.row for one in events.of(CollectiveFaultRow)]
+    told = [one.text for one in faults]
+    # A hang's text ends with the sentence of its collective.
+    hangs = [one.row.text.removesuffix(f". {told[0]}" if told else "") or one.row.reason for one in events.of(HangRow)]
+    sentences = [*told, *hangs, *(one.row.reason for one in ends), *(f"{one.writer}: {one.row.error}" for one in failures)]
     recovered = next((one for one in later if one.events.rows.get(StepRow)), None)
     step = recovered.events.of(StepRow)[0].time + recovered.offset if recovered is not None else None
     resumed = next((found.row.step for one in later for found in one.events.of(ResumeRow)), None)
@@ -96,6 +101,7 @@ def _record(span: GenerationSpan, later: Sequence[GenerationSpan], offsets: Mapp
         cause=cause,
         exit_code=code,
         evidence=tuple(dict.fromkeys(one for one in sentences if one)),
+        collective=next(iter(faults), None),
         lost_steps=max(0, newest - resumed) if resumed is not None else None,
         recover_s=max(0.0, step - time) if step is not None else None,
         rung="" if recovered is None else next(iter(rungs), "restart"),
@@ -111,7 +117,9 @@ def _explain(span: GenerationSpan, later: Sequence[GenerationSpan]) -> tuple[str
     if diverged := events.first(DivergedRow):
         numbers = ", ".join(map(str, diverged.row.ranks))
         return f"rank {numbers} on {', '.join(diverged.row.hosts)}", DIVERGED, code
-    if guilty := [name for one in events.of(HangRow) for name in one.row.guilty or one.row.hosts]:
+    guilty = [name for one in events.of(HangRow) for name in one.row.guilty or one.row.hosts]
+    # Where none is in the minority, a fault accuses all.
+    if guilty := guilty or [name for one in events.of(CollectiveFaultRow) if one.row.others for name in one.row.culprits]:
         return ", ".join(dict.fromkeys(guilty)), HANG, code
     if ends:
         end = ends[0]

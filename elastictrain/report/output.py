@@ -1,7 +1,9 @@
 """A report as JSON, and as lines of at most 80 columns."""
 
+import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.ledger import TimeCause
@@ -10,6 +12,7 @@ from elastictrain.report.summary import RunReport
 WIDTH = 80
 _BAR = 24
 _SHOWN_FAILURES = 20
+_INDENT = "    "
 
 
 def as_json(report: RunReport, *, price: float | None) -> dict[str, object]:
@@ -75,6 +78,7 @@ def _failure(one: FailureRecord) -> dict[str, object]:
         "recover_s": one.recover_s,
         "rung": one.rung,
         "evidence": list(one.evidence),
+        "collective": asdict(one.collective) if one.collective is not None else None,
     }
 
 
@@ -112,7 +116,10 @@ def as_text(report: RunReport, *, price: float | None) -> list[str]:
     hidden = len(report.failures) - _SHOWN_FAILURES
     if hidden > 0:
         lines.append(f"  ({hidden} earlier ones: --json and --html have them)")
-    lines += [_failure_line(one) for one in report.failures[-_SHOWN_FAILURES:]]
+    for failure in report.failures[-_SHOWN_FAILURES:]:
+        lines.append(_failure_line(failure))
+        if failure.collective is not None:
+            lines += textwrap.wrap(failure.collective.text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
     if report.garbled:
         lines += ["", f"  {report.garbled} line(s) are torn or garbled, and left out"]
     return lines

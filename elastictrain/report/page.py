@@ -113,7 +113,8 @@ def _failures(report: RunReport) -> Markup:
 def _failure(one: FailureRecord) -> tuple[str, str, str, str, str]:
     code = "" if one.exit_code is None else f"exit code {one.exit_code}, "
     sentences = (tag("p", text[:2000]) for text in one.evidence)
-    evidence = tag("details", tag("summary", f"{code}generation {one.generation}"), sentences)
+    calls = table(("", "called"), one.collective.calls.items()) if one.collective is not None else ""
+    evidence = tag("details", tag("summary", f"{code}generation {one.generation}"), sentences, calls)
     lost = "" if one.lost_steps is None else str(one.lost_steps)
     recovered = "not yet" if one.recover_s is None else f"{show_s(one.recover_s)} ({one.rung.replace('_', ' ')})"
     return show_time(one.time), join(tag("b", one.culprit or "nobody named"), evidence), one.cause, lost, recovered

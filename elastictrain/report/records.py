@@ -107,6 +107,17 @@ class HangRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveFaultRow:
+    kind: str
+    group: str
+    sequence: int
+    culprits: Sequence[str]
+    others: Sequence[str]
+    calls: Mapping[str, str]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class DivergedRow:
     ranks: Sequence[int]
     hosts: Sequence[str]
@@ -169,6 +180,7 @@ Row = (
     | PreflightRow
     | FailureRow
     | HangRow
+    | CollectiveFaultRow
     | DivergedRow
     | StopRow
     | LauncherStartedRow
@@ -190,6 +202,7 @@ KINDS: Mapping[str, type[Row]] = {
     "preflight": PreflightRow,
     "failure": FailureRow,
     "hang": HangRow,
+    "collective_fault": CollectiveFaultRow,
     "replicas_diverged": DivergedRow,
     "stop": StopRow,
     "launcher_started": LauncherStartedRow,

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,4 +121,25 @@ def lost_host(*, clock_off: float = 0.0) -> Written:
         run.step(14.0 + step, 3, step)
     run.end(24.0, "a-1", 3, "done")
     run.end(24.0 + clock_off, "b-3", 3, "done")
+    return run
+
+
+COLLECTIVE: Mapping[str, object] = {
+    "kind": "size",
+    "group": "ddp",
+    "sequence": 7,
+    "culprits": ["rank 1 on a"],
+    "others": ["rank 0 on a"],
+    "calls": {"rank 0 on a": "all_reduce([4])", "rank 1 on a": "all_reduce([8])"},
+    "text": "rank 1 on a called all_reduce([8]) as no. 7 of group ddp, where rank 0 on a called all_reduce([4]): another size",
+}
+
+
+def mismatch(*guilty: str, **changes: object) -> Written:
+    """`killed`, with a hang before in which flight recorders differ; two ranks record it."""
+    run = killed()
+    for rank in range(2):
+        text = f"hang: it waits. {COLLECTIVE['text']}"
+        run.rank(13.25, 1, "hang", rank=rank, guilty=guilty, hosts=[], reason="mismatch", text=text)
+        run.rank(13.25, 1, "collective_fault", rank=rank, **{**COLLECTIVE, **changes})
     return run

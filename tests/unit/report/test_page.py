@@ -12,7 +12,7 @@ from elastictrain.report.ledger import Segment, TimeCause
 from elastictrain.report.markup import Markup, join, tag
 from elastictrain.report.page import page
 from elastictrain.report.summary import summarize
-from tests.unit.report.events import Written, killed, lost_host, undisturbed
+from tests.unit.report.events import COLLECTIVE, Written, killed, lost_host, mismatch, undisturbed
 
 EVIL = "<script>alert(1)</script>&\"'`</title><img src=http://evil/x>"
 VOID = {"meta"}
@@ -79,6 +79,12 @@ def test_the_page_names_each_culprit_and_its_evidence() -> None:
     assert "rank 1 on a" in reader.text
     assert "local rank 1 was ended by SIGKILL" in reader.text
     assert "killed by SIGKILL" in reader.text
+
+
+def test_the_page_shows_what_each_rank_called() -> None:
+    reader, _ = read(mismatch("rank 1 on a"))
+    assert COLLECTIVE["text"] in reader.text
+    assert "rank 0 on aall_reduce([4])" in reader.text
 
 
 def test_names_are_text() -> None:

@@ -8,9 +8,9 @@ import pytest
 from elastictrain.report.__main__ import main
 from elastictrain.report.failures import HANG, LOST, SILENT, FailureRecord, RungFigures
 from elastictrain.report.ledger import TimeCause
-from elastictrain.report.output import WIDTH, as_text
+from elastictrain.report.output import WIDTH, as_json, as_text
 from elastictrain.report.summary import summarize
-from tests.unit.report.events import Written, killed, lost_host, undisturbed
+from tests.unit.report.events import COLLECTIVE, Written, killed, lost_host, mismatch, undisturbed
 
 
 def failures_of(run: Written) -> list[FailureRecord]:
@@ -71,6 +71,25 @@ def test_a_hang_names_who_was_found_guilty() -> None:
     (one,) = failures_of(run)
     assert (one.culprit, one.cause, one.time) == ("rank 0 on a", HANG, run.zero + 13.25)
     assert one.evidence[0] == "it has been in data for 9 s"
+
+
+@pytest.mark.parametrize("guilty", [("rank 1 on a",), ()])
+def test_the_flight_recorders_are_the_first_evidence_of_a_hang(guilty: tuple[str, ...]) -> None:
+    run = mismatch(*guilty)
+    (one,) = failures_of(run)
+    assert (one.culprit, one.cause) == ("rank 1 on a", HANG)
+    assert one.evidence[:2] == (COLLECTIVE["text"], "hang: it waits")
+    report = summarize(run.history(), url="run")
+    assert json.loads(json.dumps(as_json(report, price=None)))["failures"][0]["collective"] == COLLECTIVE
+    lines = as_text(report, price=None)
+    assert max(map(len, lines)) <= WIDTH
+    assert str(COLLECTIVE["text"]) in " ".join(" ".join(lines).split())
+
+
+def test_a_collective_on_which_no_minority_differs_accuses_nobody() -> None:
+    run = mismatch(others=[])
+    run.lines["events/launcher-a-1.jsonl"] = []
+    assert failures_of(run)[0].culprit == ""
 
 
 def test_without_launchers_an_error_of_one_rank_explains_the_broken_connections_of_the_others() -> None:
