@@ -39,6 +39,7 @@ from torchruns import TINY, events, kill, last_step, train, wait_until  # noqa: 
 from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
 from elastictrain.report.history import EventReader  # noqa: E402
 from elastictrain.report.output import as_text  # noqa: E402
+from elastictrain.report.page import page  # noqa: E402
 from elastictrain.report.summary import summarize  # noqa: E402
 from elastictrain.storage.opening import open_store  # noqa: E402
 
@@ -189,6 +190,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=(*KINDS, SWAP), default=KINDS, help="faults (default: all but swap)")
     parser.add_argument("--every", type=float, nargs=2, default=EVERY_S, metavar="S", help="least and most time between faults")
     parser.add_argument("--clock-off", type=float, default=10.0, metavar="S", help="how wrong the clock of the last host is")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the report's page")
     parser.add_argument("overrides", nargs="*", metavar="-- KEY=VALUE")
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, Network(Path(name) / "network") as network:
@@ -216,7 +218,7 @@ def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
     for host in hosts.values():
         os.kill(launcher_of(host), signal.SIGTERM)
     codes = fleet.wait(timeout_s=LIMIT_S)
-    attributed = report(plan)
+    attributed = report(plan, html=parsed.html)
     problems = [] if set(codes.values()) == {75} else [f"exit codes {codes}"]
     problems += [] if attributed >= ATTRIBUTED else [f"{attributed:.2%} of the time of workers is attributed"]
     problems += compare(fleet.run_dir, folder)
@@ -228,13 +230,15 @@ def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def report(plan: Soak) -> float:
-    """The table by kind, and what the time was spent on. Returns how much of it is attributed."""
+def report(plan: Soak, *, html: Path | None) -> float:
+    """The table by kind, and what the time was spent on; the same as a page. Returns how much of it is attributed."""
     print_line(f"{'kind':10} {'times':>5} {'median s':>9} {'longest s':>10} {'repeated, median':>17} {'most':>5}")
     for kind, seconds in sorted(plan.recovered_s.items()):
         middle, most = statistics.median(plan.repeated[kind]), max(plan.repeated[kind])
         print_line(f"{kind:10} {len(seconds):5d} {statistics.median(seconds):9.2f} {max(seconds):10.2f} {middle:17g} {most:5d}")
-    found = summarize(EventReader(open_store(str(plan.fleet.run_dir))).update(), url=str(plan.fleet.run_dir))
+    found = summarize(EventReader(open_store(str(plan.fleet.run_dir))).update(), url="runs/soak")
+    if html is not None:
+        html.write_text(page([found], price=None), encoding="utf-8")
     print_line("\n".join(as_text(found, price=None)))
     return found.attributed
 
