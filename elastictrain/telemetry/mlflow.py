@@ -1,9 +1,8 @@
 """MLflow."""
 
 import os
-from collections.abc import Iterator, Mapping
 
-from elastictrain.telemetry.loggers import LoggedRun, MetricPoint
+from elastictrain.telemetry.loggers import LoggedRun, MetricPoint, flatten
 
 _TAG = "elastictrain.run_id"
 _MOST_PARAMS = 100  # in one request
@@ -35,7 +34,7 @@ class MlflowLogger:
         else:
             created = client.create_run(experiment_id, tags={_TAG: own_id}, run_name=self._name or run.name)
             self._run_id = created.info.run_id
-            params = [Param(key, value[:_LONGEST_PARAM]) for key, value in _flatten(run.config)]
+            params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in flatten(run.config)]
             for first in range(0, len(params), _MOST_PARAMS):
                 client.log_batch(self._run_id, params=params[first : first + _MOST_PARAMS])
         # A parameter cannot change, a tag can.
@@ -53,11 +52,3 @@ class MlflowLogger:
         # A run that is to be continued stays RUNNING.
         if complete:
             self._client.set_terminated(self._run_id)
-
-
-def _flatten(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", str(value)

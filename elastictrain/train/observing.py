@@ -13,6 +13,7 @@ from elastictrain.telemetry.flops import peak_flops
 from elastictrain.telemetry.host_metrics import host_scalars
 from elastictrain.telemetry.loggers import LoggedRun, LoggerThread, close_loggers, make_loggers
 from elastictrain.telemetry.progress import Progress
+from elastictrain.telemetry.run_totals import RunTotalsLogger
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluation
 
@@ -55,6 +56,8 @@ class Curves:
         )
         self._close_s = run.close_s
         self._threads = [LoggerThread(name, one, run) for name, one in make_loggers(config.telemetry.loggers)]
+        self._totals = RunTotalsLogger(began=context.began, newest_step=_newest_step(context))
+        self._totals_threads = [LoggerThread("run/goodput", self._totals, run)] if self._threads else []
         # Restarts and changes of the world can be seen beside the curves.
         self._world = {"run/world_size": float(run.world_size), "run/generation": float(number_of(run.generation))}
         if self._threads:
@@ -63,12 +66,21 @@ class Curves:
 
     def log(self, step: int, values: Mapping[str, float], *, with_host: bool = True) -> None:
         if self._threads and with_host:
-            values = {**values, **host_scalars(self._device), **self._world}
+            for totals in self._totals_threads:
+                totals.log(step, values)
+            values = {**values, **host_scalars(self._device), **self._world, **self._totals.scalars}
         for one in self._threads:
             one.log(step, values)
 
     def close(self) -> None:
-        close_loggers(self._threads, limit_s=self._close_s)
+        close_loggers([*self._threads, *self._totals_threads], limit_s=self._close_s)
+
+
+def _newest_step(context: TrainContext) -> int:
+    """The newest step that is known to have been done before this generation; 0 if none is."""
+    launcher = context.identity.launcher
+    plan = launcher.recovery if launcher is not None else None
+    return max(context.generation.newest_step, plan.step if plan is not None else 0)
 
 
 class LogRankObserver(Observer):

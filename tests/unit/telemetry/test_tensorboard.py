@@ -56,6 +56,32 @@ def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Pa
     assert read_scalar(tmp_path / "tensorboard", "loss/train") == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+def test_texts_tell_each_start_and_hparams_the_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found = []
+    for now, first_step in ((1.0, 1), (2.0, 21)):
+        writer = Writer(open_store(str(tmp_path)), first_step=first_step, now=now)
+        writer.write(first_step, 1.0)
+        writer.close()
+        curve = EventAccumulator(str(max((tmp_path / "tensorboard").iterdir())))
+        curve.Reload()
+        texts = {
+            tag: [(one.step, make_ndarray(one.tensor_proto).item().decode()) for one in curve.Tensors(tag)]
+            for tag in curve.PluginTagToContent("text")
+        }
+        assert texts["run/start"] == [(first_step, f"000001-abcdef01 begins with step {first_step}, with 1 worker")]
+        assert texts["run/configuration"] == [(first_step, "    run.seed=1\n    train.steps=100\n")]
+        try:
+            found += curve.PluginTagToContent("hparams").values()
+        except KeyError:
+            assert first_step > 1
+    (hparams,) = map(parse_session_start_info_plugin_data, found)
+    assert {name: value.number_value for name, value in hparams.hparams.items()} == {"run.seed": 1.0, "train.steps": 100.0}
+
+
 def test_parts_on_an_object_store_are_read_as_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appendlog, "SEGMENT_BYTES", 200)
     store = open_store(f"memory://{uuid4().hex}")
