@@ -17,8 +17,9 @@ class RunTotals:
 
     time: float = 0.0  # Unix seconds
     worker_s: float = 0.0
-    useful_s: float = 0.0  # of workers, in steps that were done for the first time
-    useful_steps: int = 0  # that made `useful_s`
+    new_steps: int = 0  # done for the first time
+    measured_steps: int = 0  # of them, those that made `measured_s`
+    measured_s: float = 0.0  # of workers
     largest_world: int = 0
     step: int = 0  # the newest that was done
     starts: int = 0
@@ -27,12 +28,10 @@ class RunTotals:
     def begin(self, *, time: float, world_size: int, first_step: int, newest_step: int) -> "RunTotals":
         """Another generation has begun, and continues with `first_step`. `newest_step`: done before it, as far as known."""
         newest = max(self.step, newest_step) if self.starts else first_step - 1
-        # What was done after the last record took as long as what was done before it.
-        missed = newest - self.step if self.starts and self.useful_steps else 0
         return replace(
             self._until(time) if self.starts else replace(self, time=time),
-            useful_s=self.useful_s + missed * self.useful_s / max(1, self.useful_steps),
-            useful_steps=self.useful_steps + missed,
+            # Some were done after the last record.
+            new_steps=self.new_steps + (newest - self.step if self.starts else 0),
             largest_world=max(self.largest_world, world_size),
             step=max(newest, first_step - 1),
             starts=self.starts + 1,
@@ -44,14 +43,18 @@ class RunTotals:
         new = max(0, step - self.step)
         return replace(
             self._until(time),
-            useful_s=self.useful_s + new * step_s * world_size,
-            useful_steps=self.useful_steps + (new if step_s else 0),
+            new_steps=self.new_steps + new,
+            measured_steps=self.measured_steps + (new if step_s else 0),
+            measured_s=self.measured_s + new * step_s * world_size,
             step=self.step + new,
         )
 
     def scalars(self) -> dict[str, float]:
-        goodput = {"run/goodput": min(1.0, self.useful_s / self.worker_s)} if self.worker_s else {}
-        return {**goodput, "run/restarts": float(self.starts - 1), "run/lost_steps": float(self.lost_steps)}
+        found = {}
+        if self.worker_s and self.measured_steps:
+            # Steps that were not measured took as long as the others.
+            found["run/goodput"] = min(1.0, self.measured_s / self.measured_steps * self.new_steps / self.worker_s)
+        return {**found, "run/restarts": float(self.starts - 1), "run/lost_steps": float(self.lost_steps)}
 
     def _until(self, time: float) -> "RunTotals":
         passed_s = max(0.0, time - self.time)

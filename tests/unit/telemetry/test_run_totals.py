@@ -18,15 +18,17 @@ def test_goodput_is_the_share_of_new_steps_in_the_time_of_the_largest_world() ->
     assert two.scalars() == {"run/goodput": 0.4, "run/restarts": 1.0, "run/lost_steps": 2.0}
     # Steps 3 and 4 are repeated.
     two = two.add(time=130.0, step=6, step_s=2.5, world_size=2)
-    assert two.scalars()["run/goodput"] == pytest.approx((8.0 + 2 * 2.5 * 2) / (20.0 + 10.0 * 2))
+    assert two.scalars()["run/goodput"] == pytest.approx((4 * 2.0 + 2 * 2.5 * 2) / (20.0 + 10.0 * 2))
 
 
 def test_steps_after_the_last_record_were_done_and_lost() -> None:
     one = RunTotals().begin(time=0.0, world_size=1, first_step=1, newest_step=0)
     one = one.add(time=10.0, step=10, step_s=1.0, world_size=1)
     two = one.begin(time=20.0, world_size=1, first_step=13, newest_step=15)
-    assert (two.useful_s, two.lost_steps) == (15.0, 3)
-    assert two.add(time=21.0, step=15, step_s=1.0, world_size=1).useful_s == 15.0
+    assert (two.new_steps, two.lost_steps) == (15, 3)
+    again = two.add(time=21.0, step=15, step_s=1.0, world_size=1)
+    assert again.new_steps == 15
+    assert again.scalars()["run/goodput"] == 15 / 21
 
 
 def test_a_run_that_is_older_than_its_record_has_lost_nothing() -> None:
@@ -54,17 +56,17 @@ def test_each_start_continues_the_record_even_if_the_one_before_was_killed(tmp_p
     last = log_one_generation(store, 110.0, 3, 4, 5, newest_step=4)
     assert last.scalars["run/restarts"] == 1.0
     assert last.scalars["run/lost_steps"] == 2.0
-    # The first step of a start warms up.
-    assert last.scalars["run/goodput"] == pytest.approx((3 * 0.5 + 1 * 0.5) / 15.0)
+    # The first step of a start, which warms up, counts as a usual one.
+    assert last.scalars["run/goodput"] == pytest.approx(5 * 0.5 / 15.0)
     last.close(complete=True)
     again = RunTotalsLogger(began=120.0, newest_step=0)
     again.open(run_of(store, first_step=6))
-    assert again.scalars["run/goodput"] == pytest.approx(2.0 / 20.0)
+    assert again.scalars["run/goodput"] == pytest.approx(2.5 / 20.0)
 
 
 def test_a_loop_that_measures_no_steps_has_a_goodput(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    assert log_one_generation(store, 100.0, 1, 4, 6, measured=False).scalars["run/goodput"] == pytest.approx(5 / 6)
+    assert log_one_generation(store, 100.0, 1, 4, 6, measured=False).scalars["run/goodput"] == 1.0
 
 
 def test_a_damaged_record_begins_anew(tmp_path: Path) -> None:
