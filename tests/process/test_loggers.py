@@ -88,6 +88,9 @@ def test_one_run_of_each_goes_on_after_a_kill_and_in_another_world(tmp_path: Pat
     history = {point.step: point.value for point in client.get_metric_history(found.info.run_id, "loss/train")}
     assert history == {step: pytest.approx(expected[step], rel=1e-3) for step in history}
     assert STEPS in history
+    totals = {name: client.get_metric_history(found.info.run_id, f"run/{name}")[-1].value for name in ("restarts", "goodput")}
+    assert totals["restarts"] == len({row["incarnation"] for row in events(run_dir, "start")}) - 1
+    assert 0 < totals["goodput"] < 1
 
 
 def test_a_logger_that_cannot_write_changes_nothing(tmp_path: Path) -> None:

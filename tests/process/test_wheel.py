@@ -69,6 +69,7 @@ def test_the_wheel_holds_every_config_and_every_recipe_and_nothing_else(wheel: P
     assert configs
     assert configs <= names
     assert recipes <= names
+    assert "elastictrain/report/page.css" in names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"elastictrain"}
 
 
