@@ -19,6 +19,9 @@ def test_goodput_is_the_share_of_new_steps_in_the_time_of_the_largest_world() ->
     # Steps 3 and 4 are repeated.
     two = two.add(time=130.0, step=6, step_s=2.5, world_size=2)
     assert two.scalars()["run/goodput"] == pytest.approx((4 * 2.0 + 2 * 2.5 * 2) / (20.0 + 10.0 * 2))
+    # The second worker is absent.
+    three = two.begin(time=130.0, world_size=1, first_step=7, newest_step=0)
+    assert three.add(time=140.0, step=7, step_s=1.0, world_size=1).worker_s == 60.0
 
 
 def test_steps_after_the_last_record_were_done_and_lost() -> None:
@@ -42,11 +45,11 @@ def test_a_clock_that_goes_back_takes_no_time_away() -> None:
 
 
 def log_one_generation(store: Store, began: float, *steps: int, newest_step: int = 0, measured: bool = True) -> RunTotalsLogger:
-    """Points are `step` seconds after the begin; each step takes half a second, if that is measured."""
+    """Points are `step` seconds after the begin; each step but the first takes half a second, if that is measured."""
     logger = RunTotalsLogger(began=began, newest_step=newest_step)
     logger.open(run_of(store, first_step=steps[0]))
     for step in steps:
-        logger.log(MetricPoint(step, began + step, {"speed/step_s": 0.5} if measured else {}))
+        logger.log(MetricPoint(step, began + step, {"speed/step_s": 9.0 if step == steps[0] else 0.5} if measured else {}))
     return logger
 
 
