@@ -46,9 +46,11 @@ class FrameworkLoop:
         self._run = attach(self._url, model=model, optimizer=optimizer, extra={**self._extra, "framework": position})
         return self._run.restore()
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Before the iterator of an epoch is made: what it draws is the same when the epoch is gone on with."""
-        seed_everything(derive_seed(self._session().context.config.run.seed, "epoch", epoch))
+    def begin_epoch(self, epoch: int) -> int:
+        """Before the iterator of an epoch is made: what it draws is the same when the epoch is gone on with. Returns the seed
+        of the epoch."""
+        seed_everything(seed := derive_seed(self._session().context.config.run.seed, "epoch", epoch))
+        return seed
 
     def begin_step(self) -> None:
         """Before the first forward pass of a step: the one before is done. Collective: yes."""

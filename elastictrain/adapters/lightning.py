@@ -1,20 +1,21 @@
 """Lightning's `Trainer.fit` as a run: snapshots, checkpoints, agreed stops and restarts at the same batch."""
 
-import signal
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from elastictrain.adapters.framework_loop import FrameworkLoop
 from elastictrain.errors import ConfigError, Problem
 
 try:
-    from lightning.fabric.utilities.data import _set_sampler_epoch
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as missing:
     message = f"elastictrain.adapters.lightning needs the package lightning ({missing}): pip install lightning"
@@ -34,7 +35,6 @@ class ElasticLightningCallback(Callback):
     def __init__(self, url: str, *, extra: Mapping[str, object] | None = None, **options: Mapping[str, Any]) -> None:
         self._loop = FrameworkLoop(url, extra, options)
         self._position: _FitPosition | None = None
-        self._handler: Any = None  # of SIGTERM
 
     def __enter__(self) -> Self:
         self._loop.open()
@@ -48,26 +48,27 @@ class ElasticLightningCallback(Callback):
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             message = "must have one optimizer, and automatic_optimization: for several write a loop with elastictrain.attach"
             raise ConfigError([Problem(type(pl_module).__name__, message)])
-        self._handler = signal.getsignal(signal.SIGTERM)
+        # Lightning's handler of SIGTERM broadcasts, in the middle of other collectives.
+        vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
         self._position = _FitPosition(trainer)
         self._loop.restore(pl_module, trainer.optimizers[0], self._position, world_size=trainer.world_size)
-        self._loop.begin_epoch(0)
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_signal_back()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises: ConfigError if a loader has no position, or a batch other samples than in the run so far."""
-        self._take_signal_back()
         assert self._position is not None  # noqa: S101
-        self._position.check_batches()
-        if self._position.resumed:
-            self._loop.begin_epoch(self._position.epoch)
-            self._position.place_loaders()
+        assert trainer.fit_loop._data_fetcher is not None  # noqa: S101
+        self._loop.begin_epoch(self._position.epoch)
+        self._position.place_loaders(self._loop.begin_epoch, within_epoch=self._position.within_epoch)
+        # Lightning made iterators before it called the first callback of training.
+        iter(trainer.fit_loop._data_fetcher)
+        # Schedulers that follow a metric would leave out their step at the end of this epoch.
+        trainer.fit_loop._restarting = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch > 0:
+        if trainer.current_epoch > 0 and self._position is not None:
             self._loop.begin_epoch(trainer.current_epoch)
+            # They may have been loaded again.
+            self._position.place_loaders(self._loop.begin_epoch, within_epoch=False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
@@ -87,23 +88,42 @@ class ElasticLightningCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loop.end_training()
 
-    def _take_signal_back(self) -> None:
-        """Lightning's handler broadcasts, in the middle of other collectives."""
-        signal.signal(signal.SIGTERM, self._handler)
 
+class _EpochOrder(Sampler[int]):
+    """A sampler whose order depends on the run's seed and the epoch alone, and whose next iterator leaves out its first
+    samples. `begin_epoch`: seeds everything for an epoch, and returns the seed."""
 
-class _Remainder(Sampler[int]):
-    """A sampler, whose next iterator leaves out its first samples."""
+    def __init__(self, sampler: Any, begin_epoch: Callable[[int], int], skipped: int) -> None:
+        self.sampler, self._begin_epoch, self._skipped = sampler, begin_epoch, skipped
+        self._epoch = 0
 
-    def __init__(self, sampler: Any, skipped: int) -> None:
-        self._sampler, self._skipped = sampler, skipped
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
+        # torch's samplers draw once they are asked for the first sample: until then others draw from the same generator.
+        seed = self._begin_epoch(self._epoch)
+        wrapped: Any = self.sampler.dataset if isinstance(self.sampler, DistributedSamplerWrapper) else None
+        drawing = wrapped._sampler if wrapped is not None else self.sampler
+        if isinstance(generator := getattr(drawing, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
         skipped, self._skipped = self._skipped, 0
-        return islice(iter(self._sampler), skipped, None)
+        return islice(iter(self.sampler), skipped, None)
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.sampler)
+
+
+def _as_on_several_ranks(sampler: Any) -> Any:
+    """In the place of a lone rank's sampler, that which Lightning takes on several ranks: of any number of ranks a step has the
+    same samples."""
+    shuffled = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source)
+    if not shuffled and type(sampler) is not SequentialSampler:
+        return sampler
+    seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    return DistributedSampler(sampler.data_source, num_replicas=1, rank=0, shuffle=shuffled, seed=seed)
 
 
 class _FitPosition:
@@ -116,10 +136,15 @@ class _FitPosition:
         self._loops: dict[str, Any] = {}
         self._between_epochs = False
         self._batches: list[int] | None = None  # samples of a batch over all ranks, and batches of a step
+        self._orders: list[str] | None = None  # what orders the samples of an epoch, and the batches of one
 
     @property
     def epoch(self) -> int:
         return int(self._trainer.fit_loop.epoch_progress.current.processed)
+
+    @property
+    def within_epoch(self) -> bool:
+        return self.resumed and not self._between_epochs
 
     def state_dict(self) -> dict[str, object]:
         trainer = self._trainer
@@ -128,6 +153,7 @@ class _FitPosition:
             "loops": self._loops,
             "between_epochs": self._between_epochs,
             "batches": self._batches,
+            "orders": self._orders,
             "stopped_early": trainer.should_stop,
             "precision": trainer.precision_plugin.state_dict(),
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -137,7 +163,7 @@ class _FitPosition:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer, self.resumed = self._trainer, True
         self.step, self._loops, self._batches = saved["step"], saved["loops"], saved["batches"]
-        self._between_epochs = saved["between_epochs"]
+        self._between_epochs, self._orders = saved["between_epochs"], saved["orders"]
         trainer.fit_loop.load_state_dict(self._loops)
         if self._between_epochs:
             trainer.fit_loop.restarting = False
@@ -163,31 +189,46 @@ class _FitPosition:
             for counts in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
                 counts["processed"] = counts["completed"] = counts["started"]
 
-    def check_batches(self) -> None:
-        sizes = []
-        for loader in self._trainer.fit_loop._combined_loader.flattened:
-            sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
-            # torch gives an iterable dataset a sampler that means nothing.
-            if not isinstance(sampler, BatchSampler) or isinstance(loader.dataset, IterableDataset):
-                message = "must be a DataLoader with a sampler over a dataset with a length: the sampler is the run's position"
-                raise ConfigError([Problem("train_dataloader", message)])
-            sizes.append(sampler.batch_size * self._trainer.world_size)
-        batches = [*sizes, self._trainer.accumulate_grad_batches]
-        if self._batches is not None and batches != self._batches:
+    def place_loaders(self, begin_epoch: Callable[[int], int], *, within_epoch: bool) -> None:
+        """Begin the epoch's data, or go on where it is: Lightning goes on with its counters, but begins the data anew.
+        `begin_epoch`: as for `_EpochOrder`. Raises: ConfigError if a loader has no position, or steps other samples than in the
+        run so far."""
+        trainer = self._trainer
+        loaders = trainer.fit_loop._combined_loader
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready if within_epoch else 0
+        batches, orders = [], []
+        for loader in loaders.flattened:
+            batch_sampler = _batch_sampler(loader)
+            order = batch_sampler.sampler
+            if not isinstance(order, _EpochOrder):
+                sampler = _as_on_several_ranks(order) if trainer.world_size == 1 else order
+                # The shorter loaders of several begin again meanwhile.
+                skipped = done if loaders._mode == "max_size" else done % max(1, len(batch_sampler))
+                order = batch_sampler.sampler = _EpochOrder(sampler, begin_epoch, skipped * batch_sampler.batch_size)
+            order.set_epoch(self.epoch)
+            batches.append(batch_sampler.batch_size * trainer.world_size)
+            orders.append(f"{type(order.sampler).__name__} with {len(batch_sampler)} batches")
+        batches.append(trainer.accumulate_grad_batches)
+        if self._batches not in (None, batches):
             message = "batch_size x ranks, and accumulate_grad_batches, must be {} as in the run so far, but are {}"
             raise ConfigError([Problem("train_dataloader", message.format(self._batches, batches))])
-        self._batches = batches
+        if within_epoch and orders != self._orders:
+            message = f"must be ordered by {self._orders} until this epoch is over, as in the run so far, but are by {orders}"
+            raise ConfigError([Problem("train_dataloader", message)])
+        self._batches, self._orders = batches, orders
 
-    def place_loaders(self) -> None:
-        """Where the run goes on: Lightning goes on with its counters, but begins an epoch's data anew."""
-        fit_loop = self._trainer.fit_loop
-        progress = fit_loop.epoch_loop.batch_progress
-        for loader in fit_loop._combined_loader.flattened:
-            _set_sampler_epoch(loader, self.epoch)
-            sampler = loader.batch_sampler
-            skipped = 0 if self._between_epochs else progress.current.ready * sampler.batch_size
-            sampler.sampler = _Remainder(sampler.sampler, skipped)
-        iter(fit_loop._data_fetcher)
+
+def _batch_sampler(loader: object) -> Any:
+    """Raises: ConfigError if the sampler of `loader` does not decide its samples."""
+    sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    # torch gives an iterable dataset a sampler that means nothing.
+    if not isinstance(sampler, BatchSampler) or isinstance(loader.dataset, IterableDataset):  # type: ignore[attr-defined]
+        message = "must be a DataLoader with a sampler over a dataset with a length: the sampler is the run's position"
+        raise ConfigError([Problem("train_dataloader", message)])
+    if type(sampler).__iter__ is not BatchSampler.__iter__:
+        message = f"must have torch's BatchSampler, which takes samples in turn, but has {type(sampler).__name__}"
+        raise ConfigError([Problem("train_dataloader", message)])
+    return sampler
 
 
 def _without_tensors(state: Any) -> Any:

@@ -110,7 +110,7 @@ def test_killed_and_stopped_it_is_the_same_run(name: str, tmp_path: Path) -> Non
     path, whole, broken = program(name, tmp_path), tmp_path / "whole", tmp_path / "broken"
     length = "2" if name in PLAIN else str(STEPS)
     # A stop after the last step of an epoch, and a kill within the next one.
-    faults = "SIGUSR1:0:12 SIGKILL:1:20"
+    faults = f"{'SIGTERM' if name == 'lightning_fit' else 'SIGUSR1'}:0:12 SIGKILL:1:20"
     for folder, variables in ((whole, {"PLAIN": "1"}), (broken, {"FAULTS": faults})):
         with torchrun(
             [str(folder), length],

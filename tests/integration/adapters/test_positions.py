@@ -108,7 +108,10 @@ def fit_of(*loaders: object, accumulate: int = 1) -> Any:
     return SimpleNamespace(
         world_size=2,
         accumulate_grad_batches=accumulate,
-        fit_loop=SimpleNamespace(_combined_loader=SimpleNamespace(flattened=list(loaders))),
+        fit_loop=SimpleNamespace(
+            _combined_loader=SimpleNamespace(flattened=list(loaders), _mode="max_size_cycle"),
+            epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0)),
+        ),
     )
 
 
@@ -119,12 +122,12 @@ def loader_of(batch_size: int) -> Any:
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(2, 1), (4, 2)])
 def test_lightning_goes_on_with_the_same_batches_alone(lightning: Any, batch_size: int, accumulate: int) -> None:
     position = lightning._FitPosition(fit_of(loader_of(4)))
-    position.check_batches()
+    position.place_loaders(int, within_epoch=False)
     position._trainer = fit_of(loader_of(4))
-    position.check_batches()
+    position.place_loaders(int, within_epoch=False)
     position._trainer = fit_of(loader_of(batch_size), accumulate=accumulate)
     with pytest.raises(ConfigError) as refused:
-        position.check_batches()
+        position.place_loaders(int, within_epoch=False)
     assert [problem.key for problem in refused.value.problems] == ["train_dataloader"]
 
 
@@ -143,7 +146,7 @@ class OwnBatches(Sampler[list[int]]):
 )
 def test_a_loader_without_a_sampler_is_refused(lightning: Any, loader: object) -> None:
     with pytest.raises(ConfigError) as refused:
-        lightning._FitPosition(fit_of(loader)).check_batches()
+        lightning._FitPosition(fit_of(loader)).place_loaders(int, within_epoch=False)
     assert [problem.key for problem in refused.value.problems] == ["train_dataloader"]
 
 
@@ -158,7 +161,7 @@ def test_several_optimizers_are_refused(lightning: Any, automatic: bool, optimiz
 
 def test_an_epoch_is_gone_on_with_once(lightning: Any) -> None:
     batches = BatchSampler(SequentialSampler(range(10)), batch_size=3, drop_last=False)
-    batches.sampler = lightning._Remainder(batches.sampler, 6)
+    batches.sampler = lightning._EpochOrder(batches.sampler, int, 6)
     assert list(batches) == [[6, 7, 8], [9]]
     assert list(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert len(batches) == 4
