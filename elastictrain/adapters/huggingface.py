@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import ceil
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from elastictrain.errors import ConfigError, Problem, UsageError
 try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState, TrainerControl
+    from transformers.trainer_utils import has_length
 except ImportError as missing:
     message = (
         f"elastictrain.adapters.huggingface needs transformers with accelerate ({missing}): pip install transformers accelerate"
@@ -67,10 +69,18 @@ class ElasticTrainerCallback(TrainerCallback):
             del vars(trainer)["_run_epoch"]
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        trainer, position = self._trainer, _TrainerPosition(self._trainer)
+        """Raises: ConfigError; as `elastictrain.attach`."""
+        trainer, loader = self._trainer, kwargs["train_dataloader"]
+        if not has_length(loader):
+            message = "must have a length, which tells where an epoch begins: for others write a loop with elastictrain.attach"
+            raise ConfigError([Problem("train_dataset", message)])
+        position = _TrainerPosition(trainer, steps_per_epoch=max(1, ceil(len(loader) / args.gradient_accumulation_steps)))
         self._resumed = self._loop.restore(kwargs["model"], kwargs["optimizer"], position, world_size=args.world_size)
         # Logged losses are averages since the last one.
         trainer._initial_global_step = trainer._globalstep_last_logged = self._resumed
+        if self._resumed:
+            # Another one would count for early stopping.
+            args.eval_on_start = False
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._loop.begin_step()
@@ -112,13 +122,14 @@ class ElasticTrainerCallback(TrainerCallback):
 class _TrainerPosition:
     """What a Trainer keeps beside its model and optimizer. Its log is not part of it: the run has curves."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, *, steps_per_epoch: int) -> None:
+        self._trainer, self._steps_per_epoch = trainer, steps_per_epoch
 
     def state_dict(self) -> dict[str, object]:
         trainer, state = self._trainer, self._trainer.state
         scaler = trainer.accelerator.scaler
         return {
+            "steps_per_epoch": self._steps_per_epoch,
             "samples_per_step": trainer.get_total_train_batch_size(trainer.args),
             "counters": {name: getattr(state, name) for name in _COUNTERS},
             "stopped_early": trainer.control.should_training_stop and state.global_step < state.max_steps,
@@ -128,7 +139,7 @@ class _TrainerPosition:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Raises: ConfigError if a step has other samples than in the run so far."""
+        """Raises: ConfigError if a step, or an epoch, has other samples than in the run so far."""
         trainer, samples = self._trainer, self._trainer.get_total_train_batch_size(self._trainer.args)
         if samples != saved["samples_per_step"]:
             factors = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
@@ -136,6 +147,11 @@ class _TrainerPosition:
                 f"must make {saved['samples_per_step']} samples per step, as in the run so far, but make {samples}: {factors}"
             )
             raise ConfigError([Problem("TrainingArguments", message)])
+        if self._steps_per_epoch != saved["steps_per_epoch"]:
+            message = (
+                f"must make {saved['steps_per_epoch']} steps per epoch, as in the run so far, but makes {self._steps_per_epoch}"
+            )
+            raise ConfigError([Problem("train_dataset", message)])
         for name, value in saved["counters"].items():
             setattr(trainer.state, name, value)
         trainer.control.should_training_stop = saved["stopped_early"]

@@ -83,18 +83,21 @@ def trainer_of(samples: int) -> Any:
 def test_a_trainer_goes_on_with_the_same_samples_per_step_alone(huggingface: Any) -> None:
     before, after, other = trainer_of(16), trainer_of(16), trainer_of(8)
     before.state.global_step, before.control.should_training_stop = 4, True
-    saved = huggingface._TrainerPosition(before).state_dict()
-    huggingface._TrainerPosition(after).load_state_dict(saved)
+    saved = huggingface._TrainerPosition(before, steps_per_epoch=5).state_dict()
+    huggingface._TrainerPosition(after, steps_per_epoch=5).load_state_dict(saved)
     assert (after.state.global_step, after.control.should_training_stop) == (4, True)
     with pytest.raises(ConfigError) as refused:
-        huggingface._TrainerPosition(other).load_state_dict(saved)
+        huggingface._TrainerPosition(other, steps_per_epoch=5).load_state_dict(saved)
     assert [problem.key for problem in refused.value.problems] == ["TrainingArguments"]
+    with pytest.raises(ConfigError) as refused:
+        huggingface._TrainerPosition(after, steps_per_epoch=6).load_state_dict(saved)
+    assert [problem.key for problem in refused.value.problems] == ["train_dataset"]
 
 
 def test_a_trainer_that_has_made_all_its_steps_has_not_stopped_early(huggingface: Any) -> None:
     trainer = trainer_of(16)
     trainer.state.global_step, trainer.control.should_training_stop = 10, True
-    assert huggingface._TrainerPosition(trainer).state_dict()["stopped_early"] is False
+    assert huggingface._TrainerPosition(trainer, steps_per_epoch=5).state_dict()["stopped_early"] is False
 
 
 def test_a_callback_that_is_not_entered_is_refused(huggingface: Any) -> None:

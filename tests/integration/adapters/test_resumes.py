@@ -1,15 +1,24 @@
-"""Fits of Lightning that are stopped after a step and gone on with by another Trainer, in one process."""
+"""Training that is stopped after a step and gone on with by another Trainer, in one process."""
 
 import contextlib
 import copy
 import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from elastictrain.adapters.framework_loop import FrameworkLoop
@@ -17,8 +26,11 @@ from elastictrain.errors import ConfigError
 from elastictrain.train.parameters import seed_everything
 
 pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+import transformers
 from lightning.pytorch import LightningModule, Trainer
 
+from elastictrain.adapters.huggingface import ElasticTrainerCallback
 from elastictrain.adapters.lightning import ElasticLightningCallback, _as_on_several_ranks
 
 SAMPLES = 44
@@ -30,7 +42,8 @@ class MemoryLoop(FrameworkLoop):
 
     def __init__(self, saved: Mapping[str, Any] | None, stop_after: int | None) -> None:
         super().__init__("", None, {})
-        self.saved, self._stop_after = saved, stop_after
+        self.saved: Any = saved
+        self._stop_after = stop_after
 
     def restore(self, model: Any, optimizer: Any, position: Any, *, world_size: int) -> int:
         self._parts = {"model": model, "optimizer": optimizer, "position": position}
@@ -38,7 +51,7 @@ class MemoryLoop(FrameworkLoop):
             return 0
         for name, part in self._parts.items():
             part.load_state_dict(copy.deepcopy(self.saved[name]))
-        return 1
+        return int(self.saved["step"])
 
     def begin_epoch(self, epoch: int) -> int:
         seed_everything(1000 + epoch)
@@ -51,6 +64,7 @@ class MemoryLoop(FrameworkLoop):
         step, self._updated = self._updated, None
         if step is not None and step == self._stop_after:
             self.saved = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+            self.saved["step"] = step
             raise SystemExit(75)
 
     def end_training(self) -> None:
@@ -198,3 +212,77 @@ def test_a_lone_rank_makes_the_batches_of_two(sampler: Any) -> None:
     first, second = (list(BatchSampler(one, 4, False)) for one in two)
     expected = [sorted(a + b) for a, b in zip(first, second, strict=True)]
     assert [sorted(batch) for batch in BatchSampler(lone, 8, False)] == expected
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(samples[:, None] / SAMPLES).mean()}
+
+
+class Tracing(transformers.Trainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.trace.append((self.state.global_step, inputs["samples"].tolist()))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self.trace.append((self.state.global_step, "evaluated"))
+        return {}
+
+
+class Passes(IterableDataset[dict[str, float]]):
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        return ({"samples": float(sample)} for sample in range(SAMPLES))
+
+
+def rows(samples: int = SAMPLES) -> list[dict[str, float]]:
+    return [{"samples": float(sample)} for sample in range(samples)]
+
+
+def train(
+    folder: Path, data: Any, *, saved: Any = None, stop_after: int | None = None, batch: int = 4, **options: Any
+) -> tuple[list[Any], Any]:
+    """As `fit`, with a Trainer of transformers."""
+    callback = ElasticTrainerCallback("runs/mine")
+    loop = callback._loop = MemoryLoop(saved, stop_after)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        per_device_train_batch_size=batch,
+        **options,
+    )
+    trainer = Tracing(Line(), arguments, train_dataset=data, eval_dataset=rows(4))
+    trainer.trace = []
+    with contextlib.suppress(SystemExit):
+        callback.train(trainer)
+    return trainer.trace, loop.saved
+
+
+@pytest.mark.parametrize("stop_after", [4, 11, 17])
+def test_a_trainer_goes_on_with_the_same_samples_and_evaluations(tmp_path: Path, stop_after: int) -> None:
+    options = {"num_train_epochs": 2, "eval_on_start": True}
+    whole, _ = train(tmp_path, rows(), **options)
+    before, saved = train(tmp_path, rows(), stop_after=stop_after, **options)
+    after, _ = train(tmp_path, rows(), saved=saved, **options)
+    assert len(whole) == 23
+    assert before + after == whole
+
+
+def test_a_dataset_without_a_length_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        train(tmp_path, Passes(), max_steps=15)
+    assert [problem.key for problem in refused.value.problems] == ["train_dataset"]
+
+
+def test_a_trainer_keeps_the_length_of_its_epochs(tmp_path: Path) -> None:
+    _, saved = train(tmp_path, rows(), stop_after=4)
+    with pytest.raises(ConfigError) as refused:
+        train(tmp_path, rows(2 * SAMPLES), saved=saved)
+    assert [problem.key for problem in refused.value.problems] == ["train_dataset"]
