@@ -20,8 +20,10 @@ class FrameworkLoop:
     """Ties a framework's loop to a run. A step is done once all is over that follows its update, as an evaluation that a
     scheduler or early stopping depends on: when the next step begins, or training ends."""
 
-    def __init__(self, url: str, extra: Mapping[str, object] | None, options: Mapping[str, Mapping[str, Any]]) -> None:
-        self._url, self._extra, self._options = url, dict(extra or {}), options
+    def __init__(
+        self, callback: object, url: str, extra: Mapping[str, object] | None, options: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._callback, self._url, self._extra, self._options = type(callback).__name__, url, dict(extra or {}), options
         self._run: Run | None = None
         self._updated: int | None = None  # the step whose update is made, and which is not done yet
         self._metrics: dict[str, float | Tensor] = {}
@@ -85,11 +87,15 @@ class FrameworkLoop:
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave the run. Raises: SystemExit as `Run.__exit__`."""
+        session = present_session()
+        if self._run is None and session is not None and not session.attached:
+            # Nothing was trained. The session ends as that of any run.
+            self._run = attach(self._url, model=nn.Identity(), optimizer=None)
         if self._run is not None:
             self._run.__exit__(kind, error, trace)
 
     def _session(self) -> Session:
         session = present_session()
         if session is None:
-            raise UsageError("the callback must be entered before it is used: `with ElasticCallback(...) as elastic:`")
+            raise UsageError(f"the callback must be entered before it is used: `with {self._callback}(...) as elastic:`")
         return session

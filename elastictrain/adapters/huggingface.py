@@ -42,7 +42,7 @@ class ElasticTrainerCallback(TrainerCallback):
     exits with 75 if it was asked to stop."""
 
     def __init__(self, url: str, *, extra: Mapping[str, object] | None = None, **options: Mapping[str, Any]) -> None:
-        self._loop = FrameworkLoop(url, extra, options)
+        self._loop = FrameworkLoop(self, url, extra, options)
         self._trainer: Any = None
         self._resumed = 0  # the step that this process has begun with
 

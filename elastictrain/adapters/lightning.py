@@ -33,7 +33,7 @@ class ElasticLightningCallback(Callback):
     Left, the run is closed, and its process group is gone."""
 
     def __init__(self, url: str, *, extra: Mapping[str, object] | None = None, **options: Mapping[str, Any]) -> None:
-        self._loop = FrameworkLoop(url, extra, options)
+        self._loop = FrameworkLoop(self, url, extra, options)
         self._position: _FitPosition | None = None
 
     def __enter__(self) -> Self:

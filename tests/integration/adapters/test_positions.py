@@ -39,7 +39,7 @@ def loop_in(world_size: int, monkeypatch: pytest.MonkeyPatch) -> FrameworkLoop:
     """A loop in a run of so many ranks."""
     session = SimpleNamespace(context=SimpleNamespace(identity=SimpleNamespace(world_size=world_size)))
     monkeypatch.setattr(framework_loop, "present_session", lambda: session)
-    return FrameworkLoop("runs/mine", None, {})
+    return FrameworkLoop(None, "runs/mine", None, {})
 
 
 def test_a_framework_that_does_not_see_the_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +56,18 @@ def test_a_model_of_fsdp_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as refused:
         loop.restore(model, torch.optim.SGD([model.weight]), part, world_size=1)
     assert [problem.key for problem in refused.value.problems] == ["model"]
+
+
+@pytest.mark.parametrize(("attached", "error", "left"), [(False, None, 1), (True, None, 0), (False, SystemExit(3), 1)])
+def test_a_session_without_training_is_left(
+    attached: bool, error: SystemExit | None, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits: list[object] = []
+    run = SimpleNamespace(__exit__=lambda kind, error, trace: exits.append(error))
+    monkeypatch.setattr(framework_loop, "present_session", lambda: SimpleNamespace(attached=attached))
+    monkeypatch.setattr(framework_loop, "attach", lambda url, **_: run)
+    FrameworkLoop(None, "runs/mine", None, {}).close(type(error) if error else None, error, None)
+    assert exits == [error] * left
 
 
 def trainer_of(samples: int) -> Any:
@@ -102,7 +114,7 @@ def test_a_trainer_that_has_made_all_its_steps_has_not_stopped_early(huggingface
 
 def test_a_callback_that_is_not_entered_is_refused(huggingface: Any) -> None:
     callback = huggingface.ElasticTrainerCallback("runs/mine")
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="ElasticTrainerCallback"):
         callback.on_step_begin(None, None, None)
 
 

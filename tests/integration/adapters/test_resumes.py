@@ -41,7 +41,7 @@ class MemoryLoop(FrameworkLoop):
     """A run that keeps the state after one step alone, and then stops."""
 
     def __init__(self, saved: Mapping[str, Any] | None, stop_after: int | None) -> None:
-        super().__init__("", None, {})
+        super().__init__(self, "", None, {})
         self.saved: Any = saved
         self._stop_after = stop_after
 
