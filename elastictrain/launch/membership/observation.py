@@ -6,7 +6,8 @@ to the last read of the records. Only heartbeats prove reachability: two hosts a
 the other in `hears`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf
@@ -159,12 +160,17 @@ def missing_member(cluster: ClusterState, running: Generation, options: LaunchGr
     return None
 
 
-def connections(cluster: ClusterState) -> Mapping[str, frozenset[str]]:
+def connections(cluster: ClusterState) -> Mapping[str, AbstractSet[str]]:
     """Whose heartbeats each host receives, as far as is known here."""
-    return {cluster.me.host: cluster.heard, **{host: frozenset(one.record.hears) for host, one in cluster.observed.items()}}
+    return {cluster.me.host: cluster.heard, **{host: _as_set(one.record.hears) for host, one in cluster.observed.items()}}
 
 
-def is_connected(one: str, other: str, heard: Mapping[str, frozenset[str]]) -> bool:
+def _as_set(hears: Collection[str]) -> AbstractSet[str]:
+    """A simulation of thousands of hosts hands in sets, which say in a few names whom a host does not hear."""
+    return hears if isinstance(hears, AbstractSet) else frozenset(hears)
+
+
+def is_connected(one: str, other: str, heard: Mapping[str, AbstractSet[str]]) -> bool:
     """Whether two hosts receive each other's heartbeats. Of a host without a record only the other direction is known."""
     return all(host not in heard or whom in heard[host] for host, whom in ((one, other), (other, one)))
 
@@ -176,39 +182,46 @@ def unconnected_members(cluster: ClusterState, generation: Generation) -> list[s
 
 
 def unconnected_pairs(ready: Sequence[HostRecord], cluster: ClusterState) -> list[tuple[str, str]]:
-    heard = connections(cluster)
+    apart = _apart(ready, connections(cluster))
     return [
         (one.name, other.name)
         for place, one in enumerate(ready)
+        if apart[one.host]
         for other in ready[place + 1 :]
-        if not is_connected(one.host, other.host, heard)
+        if other.host in apart[one.host]
     ]
+
+
+def _apart(ready: Sequence[HostRecord], heard: Mapping[str, AbstractSet[str]]) -> dict[str, set[str]]:
+    """Of each of `ready` those that it is not connected with. Sets, because it is asked about thousands of hosts."""
+    hosts = {one.host for one in ready}
+    apart = {host: hosts - heard.get(host, hosts) - {host} for host in hosts}
+    for host in hosts:
+        for other in tuple(apart[host]):
+            apart[other].add(host)
+    return apart
 
 
 def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[HostRecord]:
     """The largest set of `ready` hosts that are all connected, in their order; of equal ones that of the foremost host.
     The result is the same on every host that calls it."""
-    heard = connections(cluster)
-    hosts = {one.host for one in ready}
-    if all(hosts - {host} <= heard.get(host, frozenset()) for host in hosts):
+    apart = _apart(ready, connections(cluster))
+    if not any(apart.values()):
         return list(ready)
-    near = [
-        frozenset(place for place, other in enumerate(ready) if other is not one and is_connected(one.host, other.host, heard))
-        for one in ready
-    ]
-    places = range(len(ready))
     if len(ready) <= _MOST_EXACT:
-        sets = (chosen for size in range(len(ready), 0, -1) for chosen in combinations(places, size))
-        best = next(chosen for chosen in sets if all(other in near[one] for one, other in combinations(chosen, 2)))
-        return [ready[place] for place in best]
-    # Greedy, from the places with the most neighbours.
-    by_degree = sorted(places, key=lambda place: (-len(near[place]), place))
+        sets = (chosen for size in range(len(ready), 0, -1) for chosen in combinations(ready, size))
+        connected = (
+            chosen for chosen in sets if all(other.host not in apart[one.host] for one, other in combinations(chosen, 2))
+        )
+        return list(next(connected))
+    # Greedy, from the hosts that are connected with most others.
+    by_degree = sorted(range(len(ready)), key=lambda place: (len(apart[ready[place].host]), place))
     tries = []
     for first in by_degree[:_MOST_TRIES]:
-        tried, left = [first], near[first]
+        tried, left_out = [first], {ready[first].host} | apart[ready[first].host]
         for place in by_degree:
-            if place in left:
+            if ready[place].host not in left_out:
                 tried.append(place)
-                left &= near[place]
+                left_out |= apart[ready[place].host]
         tries.append(sorted(tried))
     return [ready[place] for place in min(tries, key=lambda tried: (-len(tried), tried))]

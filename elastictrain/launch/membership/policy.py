@@ -141,8 +141,9 @@ def to_blame(cause: End, ends: Mapping[str, End], *, members: Sequence[str]) -> 
     if cause.exit_code in _OTHER_HOST:
         # The host that more others accuse than any other host; none in a tie.
         accused: Counter[str] = Counter()
+        suspects = frozenset(members)
         for end in ends.values():
-            accused.update({*end.blames, end.lost}.intersection(members) - {end.host})
+            accused.update({*end.blames, end.lost} & suspects - {end.host})
         most = max(accused.values(), default=0)
         hosts = tuple(host for host in members if accused[host] == most > 0)
         return hosts if len(hosts) == 1 else ()

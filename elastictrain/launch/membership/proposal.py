@@ -1,6 +1,6 @@
 """Forms the next generation: which hosts are waited for, which take part in which order, and which one proposes it."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from elastictrain.config.composed import LaunchGroup
@@ -54,7 +54,7 @@ def _ended_since_s(cluster: ClusterState, newest: Generation, options: LaunchGro
     if cluster.ended_since_s is not None and cluster.ends:
         return cluster.ended_since_s
     # A host publishes the reason before its end; a late read may miss it, or it was lost.
-    ended = [one for one in cluster.observed.values() if newest.has(one.record.host) and one.record.ended >= newest.number]
+    ended = [one for one in cluster.observed.values() if one.record.ended >= newest.number and newest.has(one.record.host)]
     first_s = min((one.since_s for one in ended), default=cluster.read_s)
     if cluster.read_s - first_s > options.lost_s:
         return first_s
@@ -136,13 +136,14 @@ class _GenerationProposal:
         if self.previous is None:
             return None
         others = [member for member in self.previous.members if member.host != self.cluster.me.host]
-        limits_s = [self._waited_until_s(member.host, self.previous.number) for member in others]
+        lost = {end.lost for end in self.cluster.ends.values()}
+        limits_s = [self._waited_until_s(member.host, self.previous.number, lost=lost) for member in others]
         names = [member.name for member, limit_s in zip(others, limits_s, strict=True) if limit_s > self.cluster.now_s]
         if not names:
             return None
         return Wait(f"{messages.listed(names)} to end generation {self.previous.number}", max(limits_s))
 
-    def _waited_until_s(self, host: str, number: int) -> float:
+    def _waited_until_s(self, host: str, number: int, *, lost: Set[str]) -> float:
         """Until when one member is waited for; a time in the past if it is not."""
         cluster, options = self.cluster, self.options
         observed = cluster.observed.get(host)
@@ -153,7 +154,7 @@ class _GenerationProposal:
             # The same record has the reason, unless that host ended for another one's.
             return self.since_s
         # A host that published its end will be ready soon, even if its heartbeats are late.
-        silent = host not in cluster.ends and (host in cluster.silent or any(one.lost == host for one in cluster.ends.values()))
+        silent = host not in cluster.ends and (host in cluster.silent or host in lost)
         if silent or not is_alive(observed, cluster, options):
             return self.since_s + (0.0 if quiet_s(observed, cluster) > 2 * options.lost_s else options.lost_s)
         if state is not HostState.BUSY:
@@ -244,7 +245,7 @@ class _GenerationProposal:
         if previous is None:
             newest = cluster.newest or DRAFT
             return replace(DRAFT, number=newest.number + 1, reason="", poisoned=newest.poisoned)
-        hosts = frozenset(record.host for record in ready)
+        hosts, members = frozenset(record.host for record in ready), {member.host for member in previous.members}
         # Records of other launchers may be from an earlier run in the same folder.
         records = [cluster.me, *(one.record for one in cluster.observed.values())]
         following = judge(
@@ -254,13 +255,13 @@ class _GenerationProposal:
             ready=hosts,
             unheard=hosts.difference(record.host for record in group),
             unaware=self._unaware(),
-            committed_step=max((one.committed_step for one in records if previous.has(one.host)), default=0),
+            committed_step=max((one.committed_step for one in records if one.host in members), default=0),
             on_poisoned=cluster.on_poisoned,
         )
         slow = next((end for end in cluster.ends.values() if end.slow_rank >= 0), previous.slow)
         unchanged = following.poisoned == DRAFT.poisoned
         following = replace(following, slow=slow, poisoned=previous.poisoned if unchanged else following.poisoned)
-        witnessed = any(map(previous.has, hosts)) or self.since_s > cluster.began_s + self.options.lost_s
+        witnessed = not members.isdisjoint(hosts) or self.since_s > cluster.began_s + self.options.lost_s
         if following.outcome is GenerationOutcome.RUN or witnessed:
             return following
         # All members have left before they gave up the run, and this launcher was started to resume it.
@@ -304,15 +305,17 @@ def member_of(record: HostRecord) -> GenerationMember:
 def in_vacant_places(chosen: Sequence[HostRecord], before: Sequence[GenerationMember]) -> list[HostRecord]:
     """The chosen hosts in the order of their ranks. A newcomer takes the place of a member `before` that is gone and had as
     many workers, so that all other members keep their ranks."""
-    left, placed = list(chosen), []
-    hosts = [member.host for member in before]
+    hosts = {member.host for member in before}
+    stay = {one.host: one for one in chosen if one.host in hosts}
+    new, placed = [one for one in chosen if one.host not in hosts], []
     for member in before:
-        fits = [one for one in left if one.host == member.host]
-        if not any(one.host == member.host for one in chosen):
-            fits = [one for one in left if one.host not in hosts and one.processes == member.processes]
-        placed += fits[:1]
-        left = [one for one in left if one not in placed]
-    return [*placed, *left]
+        if (one := stay.get(member.host)) is None:
+            fits = (place for place, spare in enumerate(new) if spare.processes == member.processes)
+            if (place := next(fits, None)) is None:
+                continue
+            one = new.pop(place)
+        placed.append(one)
+    return [*placed, *new]
 
 
 def likely_generation(newest: Generation | None, me: HostRecord, options: LaunchGroup) -> Generation | None:
