@@ -14,6 +14,7 @@ COMMANDS = {  # command -> the module whose `main(argv) -> int` runs it, and its
     "launch": ("elastictrain.launch.__main__", "one per host: train, start again after failures, shrink and grow"),
     "data": ("elastictrain.data.__main__", "prepare text into token files, and inspect them"),
     "preflight": ("elastictrain.preflight.__main__", "check this host, or under torchrun all hosts and their links"),
+    "simulate": ("elastictrain.simulate.__main__", "what months on a fleet of machines that fail would cost a run"),
     "checkpoint": ("elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),
     "report": ("elastictrain.report.__main__", "what a run has spent its time on, and what its failures cost"),
 }

@@ -1,0 +1,233 @@
+"""What simulated groups train: steps, snapshots in host memory, checkpoints in storage, and what a failure costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastictrain.checkpoint.folders import FolderFacts
+from elastictrain.checkpoint.manifest import MANIFEST_NAME
+from elastictrain.checkpoint.retention import plan_retention
+from elastictrain.launch.membership.records import Generation, HostRecord
+from elastictrain.simulate.network import Network
+from elastictrain.simulate.queue import EventQueue
+from elastictrain.simulate.scenario import Scenario
+
+_FILES_OF_A_SAVE = 3  # beside the shards of the workers: manifest, layout, newest mark
+_STOPPED_WITHIN_S = 5.0
+
+
+class Joining(Protocol):
+    """A host that joins a generation."""
+
+    record: HostRecord
+    ready_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The workers of one generation, wherever they run."""
+
+    generation: Generation
+    at_work: set[str] = field(default_factory=set)
+    ready_s: float = 0.0  # when all its hosts have processes
+    begun: bool = False
+    running: bool = False
+    over: bool = False  # some of its workers have ended, or been asked to
+    first_step: float = 0.0
+    step: float = 0.0
+    stalled_until_s: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        return len(self.at_work) == len(self.generation.members)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(member.host for member in self.generation.members)
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    step: int
+    hosts: frozenset[str]
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of a run so far."""
+
+    steps: float = 0.0  # that were done; fractions of steps, for only what is saved is whole
+    progress_s: float = 0.0  # in which steps were done that nobody had done before
+    repeated_s: float = 0.0
+    lost_steps: float = 0.0  # that had to be repeated
+    starts: int = 0
+    from_memory: int = 0  # starts whose state was in host memory
+    from_storage: int = 0
+    saves: int = 0
+    writes: int = 0
+    deletes: int = 0
+
+
+class Training:
+    def __init__(self, queue: EventQueue, network: Network, scenario: Scenario) -> None:
+        self.queue, self.network, self.scenario = queue, network, scenario
+        self.costs = costs = scenario.costs
+        self.restart_cost_s = costs.stop_s + costs.recovery_s
+        self.new_processes_s = max(0.0, costs.restart_s - costs.recovery_s)
+        self.groups: dict[int, Group] = {}
+        self.totals = Totals()
+        self.overtaken: list[int] = []  # generations that trained on, and saved, after a newer one had begun
+        self._snapshot: tuple[int, tuple[str, ...]] = (0, ())  # its step, and the hosts that have it
+        self._handed_over: set[str] = set()  # hosts that left, and saved what they had
+        self._cut: set[str] = set()  # hosts that do not reach storage
+        self._reached_s = 0.0  # when hosts last reached it again
+        self._newest_begun = 0
+        self._saving: list[Save] = []
+        self._checkpoints: dict[str, FolderFacts] = {}
+        self._files: dict[str, int] = {}
+        self._counted_s = 0.0
+
+    def known_step(self) -> int:
+        return max(self._snapshot[0], self._stored_step())
+
+    def _stored_step(self) -> int:
+        return max((one.step for one in self._checkpoints.values()), default=0)
+
+    def join(self, generation: Generation, hosts: Sequence[Joining]) -> None:
+        """Once all members have joined they start."""
+        group = self.groups.setdefault(generation.number, Group(generation))
+        for host in hosts:
+            group.at_work.add(host.record.host)
+            group.ready_s = max(group.ready_s, host.ready_s)
+        if not group.whole or group.over:
+            return
+        step, from_memory = self._restored(set(group.hosts))
+        group.first_step = group.step = float(step)
+        takes_s = self.costs.recovery_s + (0.0 if from_memory or not step else self.costs.restore_s)
+        begins_s = max(group.ready_s, self.queue.now_s + generation.pause_s) + takes_s
+        self.queue.at(begins_s, lambda: self._begin(group, from_memory=from_memory))
+
+    def _restored(self, hosts: set[str]) -> tuple[int, bool]:
+        """The step that `hosts` go on from, and whether it is in their memory: each one's replicas are on the next ones."""
+        step, holders = self._snapshot
+        lost = [place for place, host in enumerate(holders) if host not in hosts and host not in self._handed_over]
+        copies = range(1, min(self.scenario.replicas, len(holders) - 1) + 1)
+        whole = all(any(holders[(place + copy) % len(holders)] in hosts for copy in copies) for place in lost)
+        return (step, True) if step and whole and step >= self._stored_step() else (self._stored_step(), False)
+
+    def _begin(self, group: Group, *, from_memory: bool) -> None:
+        if group.over or not group.whole:
+            return
+        totals, newest = self.totals, max(self.groups)
+        group.begun, self._newest_begun = True, max(self._newest_begun, group.generation.number)
+        totals.starts += 1
+        totals.from_memory += from_memory
+        totals.from_storage += not from_memory and group.step > 0
+        totals.lost_steps += max(0.0, totals.steps - group.step) if group.generation.number == newest else 0.0
+        self.groups = {number: one for number, one in self.groups.items() if number >= newest or one.at_work}
+        self.update()
+        self.queue.at(self.queue.now_s + self.scenario.every_s, lambda: self._save(group))
+
+    def update(self) -> None:
+        """The network has changed, or a group."""
+        self.count()
+        for group in self.groups.values():
+            group.running = group.begun and not group.over and group.whole and self.network.connected(group.at_work)
+
+    def count(self) -> None:
+        """What has been done since it was counted last."""
+        since_s, self._counted_s = self._counted_s, self.queue.now_s
+        totals = self.totals
+        for number, group in self.groups.items():
+            if not group.running:
+                continue
+            before, rate = group.step, self._rate(group)
+            group.step += rate * max(0.0, self.queue.now_s - max(since_s, group.stalled_until_s))
+            if number == max(self.groups):
+                new = max(0.0, group.step - max(before, totals.steps))
+                totals.progress_s += new / rate
+                totals.repeated_s += (group.step - before - new) / rate
+                totals.steps = max(totals.steps, group.step)
+
+    def _rate(self, group: Group) -> float:
+        """Steps a second, with the share of time that snapshots take."""
+        costs = self.costs
+        share = 1.0 + costs.snapshot_stall_s / costs.snapshot_every_s
+        fewer = self.scenario.full_hosts / len(group.generation.members)
+        return 1 / (share * (costs.step_fixed_s + (costs.step_s - costs.step_fixed_s) * fewer))
+
+    def _end(self, group: Group, *, orderly: bool) -> None:
+        """Nobody trains in the group any more; what is left of it are its snapshots."""
+        if group.over:
+            return
+        self.count()
+        steps = max(1, round(self.costs.snapshot_every_s * self._rate(group)))
+        done = group.step - group.first_step
+        step = int(group.first_step + (done if orderly else done // steps * steps))
+        if group.begun and step > group.first_step:
+            self._snapshot = step, group.hosts
+        group.over = True
+        self.update()
+
+    def stop(self, generation: Generation, *, orderly: bool) -> bool:
+        """The workers of a host are asked to end, or killed; returns whether they had begun."""
+        group = self.groups[generation.number]
+        self._end(group, orderly=orderly and group.running)
+        return group.begun
+
+    def host_over(self, generation: Generation, host: str) -> None:
+        group = self.groups.get(generation.number)
+        if group is not None:
+            self._end(group, orderly=False)
+            group.at_work.discard(host)
+
+    def host_gone(self, host: str, *, saved: bool = False) -> None:
+        """Its memory is gone, unless it left with all of it saved."""
+        if saved:
+            self._handed_over.add(host)
+            return
+        for save in self._saving:
+            save.lost |= host in save.hosts
+        for group in list(self.groups.values()):
+            if host in group.at_work:
+                self._end(group, orderly=False)
+                group.at_work.discard(host)
+
+    def reaches_storage(self, host: str, *, reaches: bool) -> None:
+        (self._cut.discard if reaches else self._cut.add)(host)
+        self._reached_s = self.queue.now_s
+
+    def _save(self, group: Group) -> None:
+        if group.over:
+            return
+        self.queue.at(self.queue.now_s + self.scenario.every_s, lambda: self._save(group))
+        self.count()
+        if not group.running or not self._cut.isdisjoint(group.at_work) or group.step <= self._stored_step():
+            return
+        if group.generation.number < self._newest_begun:
+            # Refused. Launchers that reach storage must have stopped it before.
+            if self.queue.now_s > self._reached_s + _STOPPED_WITHIN_S:
+                self.overtaken.append(group.generation.number)
+            return
+        group.stalled_until_s = self.queue.now_s + self.costs.save_stall_s
+        save = Save(int(group.step), frozenset(group.hosts))
+        self._saving.append(save)
+        self.queue.at(self.queue.now_s + self.costs.save_s, lambda: self._commit(save))
+
+    def _commit(self, save: Save) -> None:
+        """A checkpoint is durable; the ones that it supersedes are deleted."""
+        self._saving.remove(save)
+        name = f"step-{save.step:09d}"
+        if save.lost or name in self._checkpoints:
+            return
+        self._checkpoints[name] = FolderFacts(name, save.step, 0, {MANIFEST_NAME: 1})
+        self._files[name] = len(save.hosts) * self.scenario.processes + _FILES_OF_A_SAVE
+        self.totals.saves += 1
+        self.totals.writes += self._files[name]
+        folders = list(self._checkpoints.values())
+        keep_last, intact = self.scenario.keep_last, self._checkpoints.keys()
+        deletions = plan_retention(folders, newest=name, intact=intact, keep_last=keep_last, keep_every=0)
+        for deletion in deletions:
+            del self._checkpoints[deletion.folder]
+            self.totals.deletes += self._files.pop(deletion.folder)
