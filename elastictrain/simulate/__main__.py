@@ -61,11 +61,13 @@ def _simulate(parsed: argparse.Namespace) -> int:
     scenario = _scenario(parsed)
     if parsed.plot is not None and not parsed.sweep:
         raise UsageError("--plot must go with --sweep")
-    settings = parse_sweep(parsed.sweep or ())
-    scenarios = [_checked(with_setting(scenario, setting)) for setting in settings]
+    if not 0 <= parsed.noticed <= 1:
+        raise UsageError(f"--noticed must be from 0 to 1, but is {parsed.noticed:g}")
+    rates, settings = _given(parsed, Rates()), parse_sweep(parsed.sweep or ())
+    scenarios = [_checked(with_setting(scenario, setting), rates) for setting in settings]
     results = []
     for setting, one in zip(settings, scenarios, strict=True):
-        results.append(Simulation(one, _faults(parsed, one)).run())
+        results.append(Simulation(one, _faults(parsed, one, rates)).run())
         if parsed.json:
             _print(encode_record({"setting": setting, **asdict(results[-1])}).decode())
     if not parsed.json:
@@ -89,12 +91,12 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
     )
 
 
-def _checked(scenario: Scenario) -> Scenario:
+def _checked(scenario: Scenario, rates: Rates) -> Scenario:
     """Raises: UsageError."""
-    given = {**{name: getattr(scenario, name) for name in _LEAST}, **asdict(scenario.costs)}
+    given = {**{name: getattr(scenario, name) for name in _LEAST}, **asdict(scenario.costs), **asdict(rates)}
     for name, value in given.items():
         least, strict = _LEAST.get(name, 0), name in _POSITIVE
-        if value < least or (strict and value == 0):
+        if not value >= least or (strict and value == 0):
             option = name.replace("_", "-")
             raise UsageError(f"--{option} must be {'>' if strict else '>='} {least}, but is {value:g}")
     if scenario.launch.min_hosts > scenario.hosts:
@@ -136,8 +138,8 @@ def _prices(text: str) -> list[tuple[float, float]]:
         raise UsageError(f"--price must be a number or a file with lines `seconds,USD`, but {text} is not: {error}") from None
 
 
-def _faults(parsed: argparse.Namespace, scenario: Scenario) -> Iterator[Fault]:
-    rates, until_s = _given(parsed, Rates()), scenario.days * _DAY_S
+def _faults(parsed: argparse.Namespace, scenario: Scenario, rates: Rates) -> Iterator[Fault]:
+    until_s = scenario.days * _DAY_S
     if parsed.trace is None:
         return seeded(rates, machines=scenario.hosts, until_s=until_s, seed=scenario.seed)
     counts = read_trace(parsed.trace)
