@@ -12,8 +12,8 @@ from elastictrain.config.composed import LaunchGroup
 from elastictrain.config.validate import check_dataclass
 from elastictrain.entry_point import run_command
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ConfigError, UsageError
-from elastictrain.simulate.costs import Costs, read_costs
-from elastictrain.simulate.faults import Fault, Rates, read_trace, replay, seeded
+from elastictrain.simulate.costs import RunCosts, read_costs
+from elastictrain.simulate.faults import FleetFault, Rates, read_trace, replay, seeded
 from elastictrain.simulate.run import Result, Simulation
 from elastictrain.simulate.scenario import Scenario
 from elastictrain.simulate.sweep import parse_sweep, plot, table, with_setting
@@ -21,7 +21,7 @@ from elastictrain.simulate.sweep import parse_sweep, plot, table, with_setting
 _DAY_S = 86_400
 _LEAST = {"hosts": 1, "days": 0, "every_s": 0, "replicas": 0, "standbys": 0, "processes": 1, "keep_last": 1, "notice_s": 0}
 _POSITIVE = ("days", "every_s", "step_s", "snapshot_every_s")
-T = TypeVar("T", Costs, Rates)
+T = TypeVar("T", RunCosts, Rates)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace", type=Path, metavar="FILE", help="hosts that are there over time, instead of lost ones at a rate")
     add("--noticed", type=float, default=0.0, metavar="SHARE", help="of the hosts that a trace takes away: told before (0)")
     add("--run", metavar="URL", help="folder of a run whose events tell what things take")
-    for title, cls in (("hours of one host between two faults of a kind; 0: none", Rates), ("what things take", Costs)):
+    for title, cls in (("hours of one host between two faults of a kind; 0: none", Rates), ("what things take", RunCosts)):
         group = parser.add_argument_group(title)
         for field in fields(cls):
             group.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=f"({field.default:g})")
@@ -84,7 +84,7 @@ def _simulate(parsed: argparse.Namespace) -> int:
 
 
 def _scenario(parsed: argparse.Namespace) -> Scenario:
-    costs = Costs() if parsed.run is None else read_costs(parsed.run, Costs())
+    costs = RunCosts() if parsed.run is None else read_costs(parsed.run, RunCosts())
     options = {name: getattr(parsed, name) for name in _LEAST}
     return Scenario(
         **options, launch=_launch(parsed.launch), costs=_given(parsed, costs), prices=_prices(parsed.price), seed=parsed.seed
@@ -138,7 +138,7 @@ def _prices(text: str) -> list[tuple[float, float]]:
         raise UsageError(f"--price must be a number or a file with lines `seconds,USD`, but {text} is not: {error}") from None
 
 
-def _faults(parsed: argparse.Namespace, scenario: Scenario, rates: Rates) -> Iterator[Fault]:
+def _faults(parsed: argparse.Namespace, scenario: Scenario, rates: Rates) -> Iterator[FleetFault]:
     until_s = scenario.days * _DAY_S
     if parsed.trace is None:
         return seeded(rates, machines=scenario.hosts, until_s=until_s, seed=scenario.seed)

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class RunCosts:
     """Defaults: Llama 1b, FSDP2, 18 GB of state on 2 x H200."""
 
     step_s: float = 0.27  # an optimizer step on all hosts; with fewer it takes longer, for the global batch stays
@@ -28,7 +28,7 @@ class Costs:
     stop_s: float = 2.0  # for an orderly end of a host's workers, with a snapshot of the last step
 
 
-def read_costs(url: str, costs: Costs) -> Costs:
+def read_costs(url: str, costs: RunCosts) -> RunCosts:
     """`costs` with what the events of the run in the folder `url` tell. Raises: UsageError if it has no steps; StorageError."""
     store = open_store(url, follow_links=True)
     logs = sorted(info.key for info in store.list("events/") if info.key.endswith(".jsonl"))
@@ -52,7 +52,7 @@ def _parsed(data: bytes) -> Iterable[Row]:
 
 def _measured(rows: Sequence[Row]) -> dict[str, float]:
     """Medians, of what there are figures of. `rows` of all ranks and launchers, in the order of time."""
-    found: dict[str, list[float]] = {field.name: [] for field in fields(Costs)}
+    found: dict[str, list[float]] = {field.name: [] for field in fields(RunCosts)}
     last: dict[str, Row] = {}  # of each kind
     begun_s, number = None, 0  # of a generation that has not done a step
     for row in rows:

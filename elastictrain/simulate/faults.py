@@ -26,7 +26,7 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FleetFault:
     at_s: float
     kind: FaultKind
     machines: tuple[int, ...]
@@ -46,7 +46,7 @@ class Rates:
     down_s: float = 30.0  # seconds for which the network is out, in the mean; exponential
 
 
-def seeded(rates: Rates, *, machines: int, until_s: float, seed: int) -> Iterator[Fault]:
+def seeded(rates: Rates, *, machines: int, until_s: float, seed: int) -> Iterator[FleetFault]:
     """Faults of a fleet in the order of time: for each kind a Poisson process."""
     kinds = (
         (FaultKind.WORKER, rates.worker_h, 0.0),
@@ -62,10 +62,10 @@ def seeded(rates: Rates, *, machines: int, until_s: float, seed: int) -> Iterato
     return heapq.merge(*streams, key=lambda fault: fault.at_s)
 
 
-def _poisson(chance: Random, kind: FaultKind, *, every_s: float, mean_s: float, n: int, until_s: float) -> Iterator[Fault]:
+def _poisson(chance: Random, kind: FaultKind, *, every_s: float, mean_s: float, n: int, until_s: float) -> Iterator[FleetFault]:
     at_s = chance.expovariate(1 / every_s)
     while at_s < until_s:
-        yield Fault(at_s, kind, (chance.randrange(n),), chance.expovariate(1 / mean_s) if mean_s else 0.0)
+        yield FleetFault(at_s, kind, (chance.randrange(n),), chance.expovariate(1 / mean_s) if mean_s else 0.0)
         at_s += chance.expovariate(1 / every_s)
 
 
@@ -94,7 +94,7 @@ def read_trace(path: Path) -> list[tuple[float, int]]:
 
 def replay(
     counts: Sequence[tuple[float, int]], *, machines: int, until_s: float, seed: int, noticed: float = 0.0
-) -> Iterator[Fault]:
+) -> Iterator[FleetFault]:
     """The hosts of a trace, scaled so that its most are `machines`, again from its begin where it ends; all are there before
     it begins. Who goes is drawn; the share `noticed` of them is told before."""
     chance, there, begins_s = Random(seed), set(range(machines)), 0.0
@@ -106,8 +106,8 @@ def replay(
                 return
             for machine in chance.sample(sorted(there), max(0, len(there) - wanted)):
                 there.remove(machine)
-                yield Fault(at_s, FaultKind.NOTICE if chance.random() < noticed else FaultKind.HOST, (machine,))
+                yield FleetFault(at_s, FaultKind.NOTICE if chance.random() < noticed else FaultKind.HOST, (machine,))
             for machine in sorted(set(range(machines)) - there)[: max(0, wanted - len(there))]:
                 there.add(machine)
-                yield Fault(at_s, FaultKind.COME, (machine,))
+                yield FleetFault(at_s, FaultKind.COME, (machine,))
         begins_s += length_s

@@ -9,7 +9,7 @@ from random import Random
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import EndKind, GenerationOutcome, HostState
 from elastictrain.lease.chain import BEAT_S
-from elastictrain.simulate.faults import Fault, FaultKind
+from elastictrain.simulate.faults import FleetFault, FaultKind
 from elastictrain.simulate.fleet import TURN_S, Decide, Fleet, Host
 from elastictrain.simulate.network import Network, Outage
 from elastictrain.simulate.queue import EventQueue
@@ -49,7 +49,7 @@ class Simulation:
     def __init__(
         self,
         scenario: Scenario,
-        faults: Iterator[Fault],
+        faults: Iterator[FleetFault],
         *,
         turn_s: float = TURN_S,
         polled: bool = False,
@@ -89,7 +89,7 @@ class Simulation:
         if (fault := next(self._faults, None)) is not None:
             self.queue.at(fault.at_s, lambda: self._strike(fault))
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: FleetFault) -> None:
         self._next_fault()
         self._hosts_change()
         fleet, now_s = self.fleet, self.queue.now_s
@@ -136,7 +136,7 @@ class Simulation:
         self._hosts_change()
         self.fleet.start(machine)
 
-    def _part(self, fault: Fault, inside: frozenset[int]) -> None:
+    def _part(self, fault: FleetFault, inside: frozenset[int]) -> None:
         outage = Outage(inside, self.queue.now_s, fault.kind is FaultKind.ONE_WAY)
         self.network.outages.append(outage)
         self.network.change(delayed=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastictrain.config.composed import LaunchGroup
-from elastictrain.simulate.costs import Costs
+from elastictrain.simulate.costs import RunCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Scenario:
     hosts: int = 64
     days: float = 30.0
     launch: LaunchGroup = field(default_factory=lambda: LaunchGroup(wait_s=0.0))
-    costs: Costs = field(default_factory=Costs)
+    costs: RunCosts = field(default_factory=RunCosts)
     every_s: float = 600.0
     replicas: int = 1
     standbys: int = 1

@@ -24,7 +24,7 @@ class Joining(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class GenerationGroup:
     """The workers of one generation, wherever they run."""
 
     generation: Generation
@@ -75,7 +75,7 @@ class Training:
         self.costs = costs = scenario.costs
         self.restart_cost_s = costs.stop_s + costs.recovery_s
         self.new_processes_s = max(0.0, costs.restart_s - costs.recovery_s)
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, GenerationGroup] = {}
         self.totals = Totals()
         self.overtaken: list[int] = []  # generations that trained on, and saved, after a newer one had begun
         self._snapshot: tuple[int, tuple[str, ...]] = (0, ())  # its step, and the hosts that have it
@@ -96,7 +96,7 @@ class Training:
 
     def join(self, generation: Generation, hosts: Sequence[Joining]) -> None:
         """Once all members have joined they start."""
-        group = self.groups.setdefault(generation.number, Group(generation))
+        group = self.groups.setdefault(generation.number, GenerationGroup(generation))
         for host in hosts:
             group.at_work.add(host.record.host)
             group.ready_s = max(group.ready_s, host.ready_s)
@@ -116,7 +116,7 @@ class Training:
         whole = all(any(holders[(place + copy) % len(holders)] in hosts for copy in copies) for place in lost)
         return (step, True) if step and whole and step >= self._stored_step() else (self._stored_step(), False)
 
-    def _begin(self, group: Group, *, from_memory: bool) -> None:
+    def _begin(self, group: GenerationGroup, *, from_memory: bool) -> None:
         if group.over or not group.whole:
             return
         totals, newest = self.totals, max(self.groups)
@@ -150,14 +150,14 @@ class Training:
                 totals.repeated_s += (group.step - before - new) / rate
                 totals.steps = max(totals.steps, group.step)
 
-    def _rate(self, group: Group) -> float:
+    def _rate(self, group: GenerationGroup) -> float:
         """Steps a second, with the share of time that snapshots take."""
         costs = self.costs
         share = 1.0 + costs.snapshot_stall_s / costs.snapshot_every_s
         fewer = self.scenario.full_hosts / len(group.generation.members)
         return 1 / (share * (costs.step_fixed_s + (costs.step_s - costs.step_fixed_s) * fewer))
 
-    def _end(self, group: Group, *, orderly: bool) -> None:
+    def _end(self, group: GenerationGroup, *, orderly: bool) -> None:
         """Nobody trains in the group any more; what is left of it are its snapshots."""
         if group.over:
             return
@@ -198,7 +198,7 @@ class Training:
         (self._cut.discard if reaches else self._cut.add)(host)
         self._reached_s = self.queue.now_s
 
-    def _save(self, group: Group) -> None:
+    def _save(self, group: GenerationGroup) -> None:
         if group.over:
             return
         self.queue.at(self.queue.now_s + self.scenario.every_s, lambda: self._save(group))

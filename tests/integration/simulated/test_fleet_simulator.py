@@ -10,8 +10,8 @@ from elastictrain.launch.membership import observation, policy, proposal
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState
 from elastictrain.launch.membership.records import Decision, End, Generation, HostRecord, Wait
-from elastictrain.simulate.costs import Costs
-from elastictrain.simulate.faults import Fault, FaultKind
+from elastictrain.simulate.costs import RunCosts
+from elastictrain.simulate.faults import FleetFault, FaultKind
 from elastictrain.simulate.fleet import Decide
 from elastictrain.simulate.run import Result, Simulation
 from elastictrain.simulate.scenario import Scenario
@@ -20,19 +20,19 @@ from tests.integration.simulated.launcher import Clock
 from tests.integration.simulated.world import World
 
 NAMES = "abcd"
-QUICK = Costs(recovery_s=0.5, restart_s=1.0, restore_s=1.0, stop_s=0.5, snapshot_every_s=3.0)
+QUICK = RunCosts(recovery_s=0.5, restart_s=1.0, restore_s=1.0, stop_s=0.5, snapshot_every_s=3.0)
 
 
-def plan(seed: int) -> list[Fault]:
+def plan(seed: int) -> list[FleetFault]:
     """Faults far apart, each over before the next one."""
     chance, faults = Random(seed), []
     for number in range(6):
         kind = chance.choice((FaultKind.WORKER, FaultKind.HOST, FaultKind.NOTICE, FaultKind.NETWORK))
-        faults.append(Fault(100.0 + 100 * number, kind, (chance.randrange(4),), 40.0))
+        faults.append(FleetFault(100.0 + 100 * number, kind, (chance.randrange(4),), 40.0))
     return faults
 
 
-def groups_of_the_world(faults: list[Fault], launch: LaunchGroup) -> list[str]:
+def groups_of_the_world(faults: list[FleetFault], launch: LaunchGroup) -> list[str]:
     world = World(NAMES, seed=3, options=launch)
     world.clocks = dict.fromkeys(NAMES, Clock(0.0, 1.0))
     for launcher in world.all.values():
@@ -59,7 +59,7 @@ def groups_of_the_world(faults: list[Fault], launch: LaunchGroup) -> list[str]:
     return ["".join(sorted(member.name for member in one.members)) for one in newest]
 
 
-def groups_of_the_fleet(faults: list[Fault], launch: LaunchGroup) -> list[str]:
+def groups_of_the_fleet(faults: list[FleetFault], launch: LaunchGroup) -> list[str]:
     simulation = Simulation(Scenario(hosts=4, days=750 / 86_400, launch=launch, costs=QUICK), iter(faults), turn_s=1.0)
     simulation.run()
     return ["".join(sorted(NAMES[int(one.name[1:])] for one in each.members)) for each in simulation.fleet.generations]
@@ -73,18 +73,18 @@ def test_groups_are_those_of_the_exact_simulation(seed: int) -> None:
     assert [group for group, _ in groupby(fast)] == [group for group, _ in groupby(exact)]
 
 
-def partitions(seed: int, *, blips: bool) -> list[Fault]:
+def partitions(seed: int, *, blips: bool) -> list[FleetFault]:
     """Outages of the network and of storage, one after the other or several at once."""
     chance, at_s, faults = Random(seed), 60.0, []
     for _ in range(10):
         lasts_s = chance.choice((chance.uniform(0.3, 2.5) if blips else chance.uniform(50, 90), chance.uniform(2, 14)))
         kind = chance.choice((FaultKind.NETWORK, FaultKind.NETWORK, FaultKind.ONE_WAY, FaultKind.STORAGE))
-        faults.append(Fault(at_s, kind, tuple(chance.sample(range(4), chance.randint(1, 3))), lasts_s))
+        faults.append(FleetFault(at_s, kind, tuple(chance.sample(range(4), chance.randint(1, 3))), lasts_s))
         at_s += chance.choice((chance.uniform(1, 12), lasts_s + chance.uniform(0, 60)))
     return faults
 
 
-def simulated(faults: list[Fault], *, seed: int = 0, decide_by: Decide = decide) -> Result:
+def simulated(faults: list[FleetFault], *, seed: int = 0, decide_by: Decide = decide) -> Result:
     launch = LaunchGroup(min_hosts=1 + seed % 3, wait_s=0.0)
     scenario = Scenario(hosts=4, days=(faults[-1].at_s + 300) / 86_400, launch=launch, costs=QUICK, every_s=10.0, seed=seed)
     return Simulation(scenario, iter(faults), decide_by=decide_by).run()
@@ -147,7 +147,7 @@ def deaf(cluster: ClusterState, launch: LaunchGroup) -> Decision:
 @pytest.mark.parametrize(("decide_by", "problems"), [(decide, []), (deaf, ["two groups commit"])])
 def test_it_finds_two_groups_that_commit(decide_by: Decide, problems: list[str]) -> None:
     """While the group of three does not reach storage the fourth host, which waits beside them, takes over."""
-    apart = Fault(60.0, FaultKind.NETWORK, (3,), 200.0)
-    result = simulated([apart, Fault(90.0, FaultKind.STORAGE, (0, 1, 2), 60.0)], decide_by=decide_by)
+    apart = FleetFault(60.0, FaultKind.NETWORK, (3,), 200.0)
+    result = simulated([apart, FleetFault(90.0, FaultKind.STORAGE, (0, 1, 2), 60.0)], decide_by=decide_by)
     assert [problem for problem in problems if problem in " ".join(result.broken)] == problems
     assert bool(result.broken) == bool(problems)

@@ -7,7 +7,7 @@ import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, UsageError
 from elastictrain.simulate.__main__ import main
-from elastictrain.simulate.costs import Costs, read_costs
+from elastictrain.simulate.costs import RunCosts, read_costs
 
 SHORT = ("--hosts", "4", "--days", "0.2", "--host-h", "3")
 
@@ -105,8 +105,8 @@ def test_what_things_take_is_read_from_the_events_of_a_run(tmp_path: Path) -> No
     begins = [{"event": "generation", "time": time_s, "incarnation": f"generation-{n}"} for n, time_s in ((1, 3.0), (2, 16.0))]
     ends = [{"event": "generation_ended", "time": 15.0, "incarnation": "generation-1", "kind": "grow"}]
     log(tmp_path / "events" / "launcher-a.jsonl", *begins, *ends)
-    found = read_costs(str(tmp_path), Costs())
-    assert found == Costs(
+    found = read_costs(str(tmp_path), RunCosts())
+    assert found == RunCosts(
         step_s=1.0,
         restart_s=7.0,
         recovery_s=1.0,
@@ -121,4 +121,4 @@ def test_what_things_take_is_read_from_the_events_of_a_run(tmp_path: Path) -> No
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     with pytest.raises(UsageError, match="--run must be the folder of a run"):
-        read_costs(str(tmp_path), Costs())
+        read_costs(str(tmp_path), RunCosts())

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import UsageError
-from elastictrain.simulate.faults import Fault, FaultKind, Rates, read_trace, replay, seeded
+from elastictrain.simulate.faults import FleetFault, FaultKind, Rates, read_trace, replay, seeded
 
 MONTH_S = 30 * 86_400.0
 
@@ -59,5 +59,5 @@ def test_hosts_go_and_come_as_in_the_trace_again_and_again() -> None:
 
 @pytest.mark.parametrize(("noticed", "kind"), [(0.0, FaultKind.HOST), (1.0, FaultKind.NOTICE)])
 def test_hosts_of_a_trace_may_be_told_before(noticed: float, kind: FaultKind) -> None:
-    first: Fault = next(replay([(0.0, 2), (30.0, 1)], machines=2, until_s=50.0, seed=1, noticed=noticed))
+    first: FleetFault = next(replay([(0.0, 2), (30.0, 1)], machines=2, until_s=50.0, seed=1, noticed=noticed))
     assert first.kind is kind

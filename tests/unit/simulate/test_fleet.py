@@ -7,7 +7,7 @@ import pytest
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.records import GenerationOutcome
-from elastictrain.simulate.faults import Fault, FaultKind
+from elastictrain.simulate.faults import FleetFault, FaultKind
 from elastictrain.simulate.run import Simulation
 from elastictrain.simulate.scenario import Scenario
 
@@ -20,7 +20,7 @@ def history(seed: int, *, polled: bool) -> Simulation:
     for _ in range(8):
         kind = chance.choice([one for one in FaultKind if one is not FaultKind.COME])
         machines = chance.sample(range(5), chance.randint(1, 4) if kind in MANY else 1)
-        faults.append(Fault(at_s, kind, tuple(machines), chance.uniform(1, 60)))
+        faults.append(FleetFault(at_s, kind, tuple(machines), chance.uniform(1, 60)))
         at_s += chance.choice((chance.uniform(0.3, 12), chance.uniform(20, 90)))
     launch = LaunchGroup(
         min_hosts=chance.choice((1, 2, 3)),
@@ -52,7 +52,7 @@ def bare(generation: object) -> object:
     return replace(generation, reason="", failures=())  # type: ignore[type-var]
 
 
-def run(*faults: Fault, hosts: int = 4, hours: float = 1.0, **launch: object) -> Simulation:
+def run(*faults: FleetFault, hosts: int = 4, hours: float = 1.0, **launch: object) -> Simulation:
     options = LaunchGroup(wait_s=0.0, join_s=5.0, **launch)  # type: ignore[arg-type]
     simulation = Simulation(Scenario(hosts=hosts, days=hours / 24, launch=options), iter(faults))
     simulation.run()
@@ -64,31 +64,31 @@ def sizes(simulation: Simulation) -> list[int]:
 
 
 def test_a_lost_host_is_left_out_and_taken_in_again() -> None:
-    simulation = run(Fault(600.0, FaultKind.HOST, (1,), 600.0))
+    simulation = run(FleetFault(600.0, FaultKind.HOST, (1,), 600.0))
     assert sizes(simulation) == [4, 3, 4]
     lost_s = simulation.fleet.created_s[1] - 600.0
     assert 4.0 < lost_s < 12.0
 
 
 def test_spare_hosts_wait_beside_a_full_group_and_take_a_place_in_it() -> None:
-    simulation = run(Fault(600.0, FaultKind.HOST, (1,)), hosts=5, max_hosts=4)
+    simulation = run(FleetFault(600.0, FaultKind.HOST, (1,)), hosts=5, max_hosts=4)
     assert sizes(simulation) == [4, 4]
 
 
 def test_a_host_that_is_told_leaves_with_everything_saved() -> None:
-    simulation = run(Fault(600.0, FaultKind.NOTICE, (1,)), min_hosts=3)
+    simulation = run(FleetFault(600.0, FaultKind.NOTICE, (1,)), min_hosts=3)
     assert sizes(simulation) == [4, 3]
     assert simulation.training.totals.lost_steps < 1
 
 
 def test_below_its_least_number_of_hosts_a_run_stands_still() -> None:
-    simulation = run(Fault(600.0, FaultKind.HOST, (1,), 1800.0), min_hosts=4)
+    simulation = run(FleetFault(600.0, FaultKind.HOST, (1,), 1800.0), min_hosts=4)
     assert sizes(simulation) == [4, 4]
     assert 1800 < 3600 - simulation.training.totals.progress_s < 1900
 
 
 def test_a_run_that_fails_again_and_again_is_given_up() -> None:
-    deaths = [Fault(600.0 + 3 * number, FaultKind.WORKER, (0,)) for number in range(300)]
+    deaths = [FleetFault(600.0 + 3 * number, FaultKind.WORKER, (0,)) for number in range(300)]
     simulation = run(*deaths, hosts=1, max_failures=1)
     assert simulation.fleet.generations[-1].outcome is GenerationOutcome.GIVE_UP
     assert simulation.given_up_s is not None

@@ -4,13 +4,13 @@ import pytest
 
 from elastictrain.checkpoint.peers.placement import Peer, replica_target_of
 from elastictrain.launch.membership.records import DRAFT, Generation, GenerationMember, HostRecord, HostState
-from elastictrain.simulate.costs import Costs
+from elastictrain.simulate.costs import RunCosts
 from elastictrain.simulate.network import Network
 from elastictrain.simulate.queue import EventQueue
 from elastictrain.simulate.scenario import Scenario
 from elastictrain.simulate.training import Training
 
-COSTS = Costs(step_s=1.0, recovery_s=0.0, restore_s=50.0, save_stall_s=0.0, snapshot_every_s=10.0, snapshot_stall_s=0.0)
+COSTS = RunCosts(step_s=1.0, recovery_s=0.0, restore_s=50.0, save_stall_s=0.0, snapshot_every_s=10.0, snapshot_stall_s=0.0)
 
 
 @dataclass
