@@ -9,7 +9,7 @@ from random import Random
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import EndKind, GenerationOutcome, HostState
 from elastictrain.lease.chain import BEAT_S
-from elastictrain.simulate.faults import FleetFault, FaultKind
+from elastictrain.simulate.faults import FaultKind, FleetFault
 from elastictrain.simulate.fleet import TURN_S, Decide, Fleet, Host
 from elastictrain.simulate.network import Network, Outage
 from elastictrain.simulate.queue import EventQueue

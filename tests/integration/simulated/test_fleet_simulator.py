@@ -11,7 +11,7 @@ from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState
 from elastictrain.launch.membership.records import Decision, End, Generation, HostRecord, Wait
 from elastictrain.simulate.costs import RunCosts
-from elastictrain.simulate.faults import FleetFault, FaultKind
+from elastictrain.simulate.faults import FaultKind, FleetFault
 from elastictrain.simulate.fleet import Decide
 from elastictrain.simulate.run import Result, Simulation
 from elastictrain.simulate.scenario import Scenario

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import UsageError
-from elastictrain.simulate.faults import FleetFault, FaultKind, Rates, read_trace, replay, seeded
+from elastictrain.simulate.faults import FaultKind, FleetFault, Rates, read_trace, replay, seeded
 
 MONTH_S = 30 * 86_400.0
 

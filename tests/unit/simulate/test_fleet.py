@@ -7,7 +7,7 @@ import pytest
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.records import GenerationOutcome
-from elastictrain.simulate.faults import FleetFault, FaultKind
+from elastictrain.simulate.faults import FaultKind, FleetFault
 from elastictrain.simulate.run import Simulation
 from elastictrain.simulate.scenario import Scenario
 
