@@ -109,7 +109,7 @@ class Fleet:
         record = replace(record, hears=cast(tuple[str, ...], Heard(self.network, record.host)))
         host = Host(machine, record, now_s, ready_s=now_s + self.training.new_processes_s)
         self.on_machine[machine] = host
-        self.network.machine[record.host] = machine
+        self.network.add(record.host, machine)
 
         def show() -> None:
             if self.on_machine.get(machine) is host:
@@ -221,9 +221,8 @@ class Fleet:
         members = {member.host for member in newest.members}
         for host in [host for host in self.network.gone if host not in members]:
             if self.queue.now_s - self.network.gone[host] > takeover_s(self.options):
-                del self.network.gone[host]
+                self.network.remove(host)
                 self.known.observed.pop(host, None)
-                self.network.machine.pop(host, None)
 
     def _grouped(self) -> list[list[Host]]:
         """Hosts in groups that decide alike, in the order of ranks, members first."""

@@ -15,19 +15,25 @@ class Outage:
     since_s: float
     one_way: bool
 
-    def separates(self, receiver: int, sender: int) -> bool:
-        outside = receiver not in self.inside
-        return outside != (sender not in self.inside) and not (outside and self.one_way)
-
 
 class Network:
     def __init__(self, queue: EventQueue, lost_s: float) -> None:
         self._queue = queue
         self.machine: dict[str, int] = {}  # of each launcher
+        self.on_machine: dict[int, list[str]] = {}  # its launchers, one after the other
         self.gone: dict[str, float] = {}  # launchers that are no more, and since when
         self.outages: list[Outage] = []
         self._unheard_s = lost_s / 2
         self._changes_s = [0.0]
+
+    def add(self, host: str, machine: int) -> None:
+        self.machine[host] = machine
+        self.on_machine.setdefault(machine, []).append(host)
+
+    def remove(self, host: str) -> None:
+        """A launcher that has been gone for so long that nobody looks for it any more."""
+        del self.gone[host]
+        self.on_machine[self.machine.pop(host)].remove(host)
 
     def change(self, *, delayed: bool) -> None:
         """Note that hosts hear others from now on; `delayed`: others no longer, which shows after half of `lost_s`."""
@@ -47,9 +53,15 @@ class Network:
         found = {host for host in others & self.gone.keys() if self._queue.now_s - self.gone[host] > for_s}
         for outage in self.outages:
             if self._queue.now_s - outage.since_s > for_s:
-                own = self.machine[receiver]
-                found |= {host for host in others & self.machine.keys() if outage.separates(own, self.machine[host])}
+                # Few are inside: what each of thousands outside misses must not take a look at all others.
+                if self.machine[receiver] in outage.inside:
+                    found |= {host for host in others & self.machine.keys() if self.machine[host] not in outage.inside}
+                elif not outage.one_way:
+                    found |= {host for host in self._inside(outage) if host in others}
         return found
+
+    def _inside(self, outage: Outage) -> list[str]:
+        return [host for machine in outage.inside for host in self.on_machine.get(machine, ())]
 
     def unheard(self, receiver: str, others: AbstractSet[str]) -> set[str]:
         return self.missing(receiver, others, for_s=self._unheard_s) if self.gone or self.outages else set()
