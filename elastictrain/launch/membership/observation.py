@@ -182,13 +182,12 @@ def unconnected_members(cluster: ClusterState, generation: Generation) -> list[s
 
 
 def unconnected_pairs(ready: Sequence[HostRecord], cluster: ClusterState) -> list[tuple[str, str]]:
-    apart = _apart(ready, connections(cluster))
+    apart, places = _apart(ready, connections(cluster)), {one.host: place for place, one in enumerate(ready)}
     return [
-        (one.name, other.name)
+        (one.name, ready[other].name)
         for place, one in enumerate(ready)
-        if apart[one.host]
-        for other in ready[place + 1 :]
-        if other.host in apart[one.host]
+        for other in sorted(places[host] for host in apart[one.host])
+        if other > place
     ]
 
 

@@ -211,7 +211,8 @@ class _GenerationProposal:
             observed = [cluster.observed[one.host] for one in ready if one.host in cluster.observed]
             changes_s = [time_s for one in observed for time_s in (one.hears_since_s, one.since_s)]
             until_s = max([self.since_s, cluster.heard_since_s, *changes_s]) + options.lost_s / 2
-            missing = messages.listed(one.name for one in ready if one not in group)
+            connected = {one.host for one in group}
+            missing = messages.listed(one.name for one in ready if one.host not in connected)
             return Wait(f"all hosts to hear {missing}", until_s) if cluster.now_s < until_s else None
         if self.previous is None or not is_network_suspected(self.previous, cluster.ends):
             return None
