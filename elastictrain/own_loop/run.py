@@ -21,6 +21,7 @@ from elastictrain.liveness.progress import Phase
 from elastictrain.own_loop.agreement import StepAgreement
 from elastictrain.own_loop.figures import CurveObserver, Figures, take_figures
 from elastictrain.own_loop.loop_end import LoopEnd
+from elastictrain.own_loop.module_settings import ModuleSettings
 from elastictrain.own_loop.session import Session, init_process_group, present_session, report_exceptions
 from elastictrain.own_loop.state import OwnState, own_state, plain
 from elastictrain.train.attachment import Attachment
@@ -67,6 +68,7 @@ class Run:
     _hooked: bool = field(default=False, init=False)
     _generations: int = field(default=0, init=False)  # that this process has left
     _arena: Arena | None = field(default=None, init=False)  # slots of the generation before
+    _settings: ModuleSettings | None = field(default=None, init=False)  # those of a new process; recorded if it may stay
     _finished_step: int = field(default=0, init=False)  # the newest step that this process has finished
 
     @property
@@ -89,6 +91,9 @@ class Run:
             raise UsageError("run.restore() must be called once, but was called again")
         if not self._session.joined:
             self._session.join(finished_step=self._finished_step)
+            if self._settings is None:
+                self._settings = ModuleSettings.record(self._state.modules())
+            self._settings.restore()
             exchange_groups(self._state.models.values(), fresh=not self._generations)
         context, state = self._session.context, self._state
         state.join(context.group.control)

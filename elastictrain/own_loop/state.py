@@ -57,6 +57,10 @@ class OwnState:
                         )
                         raise _problem(f"optimizer{key}", message)
 
+    def modules(self) -> list[nn.Module]:
+        """Models with their wrappers, and extras that are modules."""
+        return [*self.models.values(), *(value for value in self.extra.values() if isinstance(value, nn.Module))]
+
     def tensors(self) -> dict[str, Tensor]:
         """Live tensors by their name; the state of an optimizer is there after its first step, or after `make_room`."""
         named, document = self._parts()
