@@ -5,6 +5,7 @@ torchrun swallows exit codes.
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,6 +40,9 @@ _TRANSPORT_WORDS = (
     "application timeout caused pair closure",
     "tcpstore",
 )
+_GLOO_TRANSPORT = re.compile(
+    r"\[\S*gloo/(transport|rendezvous)/\S*:\d+\]"
+)  # "[PATH:LINE]": where gloo found a connection broken
 
 T = TypeVar("T")
 
@@ -168,14 +172,15 @@ class ExitClassification:
 
 
 def classify_exit(
-    error: BaseException, *, where: str, in_collective: bool, last_heard: Mapping[str, str]
+    error: BaseException, *, where: str, in_collective: bool, last_heard: Mapping[str, str], in_own_loop: bool = False
 ) -> ExitClassification:
-    """Classify an exception that ends a worker. `last_heard`: where each other rank was, and how long ago."""
+    """Classify an exception that ends a worker. `last_heard`: where each other rank was, and how long ago. `in_own_loop`: a
+    user's loop runs, whose own connections may fail, too: what torch.distributed and gloo's transport do not raise is a bug."""
     if isinstance(error, ElasticTrainError) and not isinstance(error, TransportError):
         # All ranks find an error with a class of its own, or it ends the run for good; a data worker's death does neither.
         alone = type(error) is ElasticTrainError or getattr(error, "position", None) is not None
         return ExitClassification(error.exit_code, str(error), show_stack=False, alone=alone)
-    if isinstance(error, TransportError) or (in_collective and _is_transport(error)):
+    if isinstance(error, TransportError) or (in_collective and _is_transport(error, in_own_loop=in_own_loop)):
         sentence = f"a collective failed in {where}: {_first_line(error)}{describe_heard(last_heard)}"
         missing = error.missing if isinstance(error, TransportError) else ()
         return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True, missing=missing)
@@ -190,13 +195,15 @@ def describe_heard(last_heard: Mapping[str, str]) -> str:
     return f"\nlast heard of the other ranks:{lines}" if lines else ""
 
 
-def _is_transport(error: BaseException) -> bool:
+def _is_transport(error: BaseException, *, in_own_loop: bool) -> bool:
     seen: BaseException | None = error
     while seen is not None:
-        text = str(seen).lower()
+        text = str(seen)
         if type(seen).__name__ in _TRANSPORT_CLASSES:
             return True
-        if isinstance(seen, RuntimeError) and any(word in text for word in _TRANSPORT_WORDS):
+        if isinstance(seen, RuntimeError) and _GLOO_TRANSPORT.search(text):
+            return True
+        if isinstance(seen, RuntimeError) and not in_own_loop and any(word in text.lower() for word in _TRANSPORT_WORDS):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

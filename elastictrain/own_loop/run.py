@@ -1,7 +1,9 @@
 """`elastictrain.attach`: snapshots, checkpoints, agreed stops and verified restores for training loops that users write."""
 
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -24,6 +26,7 @@ from elastictrain.own_loop.loop_end import LoopEnd
 from elastictrain.own_loop.module_settings import ModuleSettings
 from elastictrain.own_loop.session import Session, init_process_group, present_session, report_exceptions
 from elastictrain.own_loop.state import OwnState, own_state, plain
+from elastictrain.telemetry.progress import write_above
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.build import make_checkpointer, record_start, restore
 from elastictrain.train.observing import Observer
@@ -276,6 +279,10 @@ class Run:
         part = self._session.part
         if not part.may_stay(error):
             return False
+        if not part.told_to_leave:
+            # What looks like a lost rank may be a mistake of the program's.
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            write_above(sys.stderr, f"elastictrain: rank {part.identity.rank} waits for a rank in the next generation\n{trace}")
         code = part.leave(error, self._session.context, free=self._free)
         self._reset()
         self._session.await_rank(code)

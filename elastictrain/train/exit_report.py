@@ -26,7 +26,7 @@ from elastictrain.fault.reasons import (
     leave_reason,
 )
 from elastictrain.identity import Identity
-from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Overdue
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
@@ -112,7 +112,8 @@ class ExitReport:
     def classify(self, error: BaseException, heard: Mapping[str, str] | None = None) -> ExitClassification:
         """What an error means for this process; `heard`: where the other ranks were last."""
         mark = self.tracker.mark
-        return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=heard or {})
+        own, heard = mark.phase is Phase.STEP, heard or {}
+        return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=heard, in_own_loop=own)
 
     def detached(self, error: Exception) -> Failure:
         """Tell the launcher that this process has left the generation; returns the record for `close_generation`."""

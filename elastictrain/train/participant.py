@@ -90,6 +90,11 @@ class Participant:
         """Whether this process may take part in several generations."""
         return self.channel is not None and self.stays
 
+    @property
+    def told_to_leave(self) -> bool:
+        """Whether the launcher has ended the generation."""
+        return self.channel is not None and self.channel.detach_reason is not None
+
     def check_attached(self) -> None:
         """Raises: DetachedError if the launcher has ended the generation."""
         if self.channel is not None:
@@ -142,9 +147,9 @@ class Participant:
 
     def may_stay(self, error: Exception) -> bool:
         """Whether this process can go on in the next generation, though the present one has failed."""
-        if self.channel is None or not self.keeps_process:
+        if not self.keeps_process:
             return False
-        return self.channel.detach_reason is not None or self.report.classify(error).exit_code == EXIT_TRANSPORT
+        return self.told_to_leave or self.report.classify(error).exit_code == EXIT_TRANSPORT
 
     def leave(self, error: Exception, context: TrainContext, *, free: Callable[[], None]) -> int:
         """Leave a generation that has failed; returns the exit code with which this process would have ended. `free` is called

@@ -270,6 +270,31 @@ def test_everything_else_is_a_bug_with_its_stack(error: Exception) -> None:
     assert what.show_stack
 
 
+GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo"
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (RuntimeError("feature server: connection refused by peer, timed out waiting"), errors.EXIT_BUG),
+        (RuntimeError("ProcessGroupGloo::allgather: invalid output tensor list at index 0"), errors.EXIT_BUG),
+        (RuntimeError(f"[enforce fail at {GLOO}/allreduce.cc:30] opts.elements > 0"), errors.EXIT_BUG),
+        (RuntimeError("no NCCL here"), errors.EXIT_BUG),
+        (BrokenPipeError("Broken pipe"), errors.EXIT_BUG),
+        (TRANSPORT[0], errors.EXIT_TRANSPORT),
+        (RuntimeError(f"[{GLOO}/transport/tcp/pair.cc:538] Read error [127.0.0.1]:1: Broken pipe"), errors.EXIT_TRANSPORT),
+        (RuntimeError(f"Gloo connectFullMesh failed with [{GLOO}/transport/tcp/pair.cc:144] no error"), errors.EXIT_TRANSPORT),
+        (TRANSPORT[-2], errors.EXIT_TRANSPORT),
+        (TRANSPORT[-1], errors.EXIT_TRANSPORT),
+        (TransportError("rank 1 has left"), errors.EXIT_TRANSPORT),
+    ],
+    ids=repr,
+)
+def test_in_a_loop_of_a_users_only_what_collectives_raise_is_a_transport_failure(error: Exception, exit_code: int) -> None:
+    what = classify_exit(error, where="step 7", in_collective=True, last_heard={}, in_own_loop=True)
+    assert (what.exit_code, what.show_stack) == (exit_code, exit_code == errors.EXIT_BUG)
+
+
 @pytest.mark.parametrize("explicit", [True, False])
 def test_the_cause_of_an_error_counts(explicit: bool) -> None:
     def fail() -> None:

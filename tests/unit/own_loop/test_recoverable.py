@@ -13,11 +13,12 @@ from elastictrain.own_loop.state import own_state
 
 
 class FakeSession:
-    def __init__(self, *, recovers: bool) -> None:
+    def __init__(self, *, recovers: bool, told: bool = False) -> None:
         self.recoverable, self.context, self.ended = recovers, None, False
         self.calls: list[str] = []
         self.part = SimpleNamespace(
-            identity=SimpleNamespace(launched=True),
+            identity=SimpleNamespace(launched=True, rank=1),
+            told_to_leave=told,
             keeps_process=recovers,
             may_stay=lambda error: isinstance(error, TransportError),
             leave=self._leave,
@@ -74,3 +75,17 @@ def test_it_is_refused_where_processes_are_not_kept() -> None:
     with pytest.raises(ConfigError) as caught:
         recoverable(lambda run: None)(run_of(FakeSession(recovers=False)))
     assert [problem.key for problem in caught.value.problems] == ["elastictrain.init_process_group"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_error_ahead_of_the_launchers_word_is_shown_with_its_stack(told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [TransportError("reset by peer")]
+
+    @recoverable
+    def train(run: Run) -> None:
+        if failures:
+            raise failures.pop()
+
+    train(run_of(FakeSession(recovers=True, told=told)))
+    shown = capsys.readouterr().err
+    assert ("Traceback" in shown, "failures.pop()" in shown) == (not told, not told)

@@ -175,3 +175,9 @@ class TestAProcessThatGoesOn:
         report.close_generation(context, report.detached(DetachedError("rank 0 is gone")))
         assert time.monotonic() - began < 5
         go_on.set()
+
+
+@pytest.mark.parametrize(("phase", "exit_code"), [(Phase.STEP, EXIT_BUG), (Phase.FORWARD, EXIT_TRANSPORT)])
+def test_a_users_loop_has_connections_of_its_own(phase: Phase, exit_code: int, report: ExitReport) -> None:
+    report.tracker.set_phase(phase, step=9)
+    assert report.classify(RuntimeError("feature server: connection refused")).exit_code == exit_code
