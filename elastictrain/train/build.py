@@ -110,8 +110,6 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     with context.timed("slots"):
         arena = before.arena if before is not None else None
         saving = make_saving(memory, synchronous, in_storage=in_storage, arena=arena)
-        if arena is not None and saving.arena is not arena:
-            arena.close()
     evaluator, names = None, MetricNames(context.group.control)
     if context.samples.held_out is not None and config.train.eval_every_steps:
         evaluator = Evaluator(context, wrapped, context.samples.held_out, names.check)

@@ -182,10 +182,15 @@ def make_saving(
 ) -> Saving:
     """Allocate snapshot slots where all hosts have room; else training waits for checkpoints. Collective: yes. `in_storage`:
     storage has the restored state, or there is none. A state that only memory holds stays there until it is durable. `arena`:
-    slots of the generation before, which are used again where they are the right ones. Raises: CheckpointError;
-    StorageError if that state has to be written first, and cannot be."""
-    if memory is None:
-        return synchronous
+    slots of the generation before, which are used again where they are the right ones, and closed otherwise. Raises:
+    CheckpointError; StorageError if that state has to be written first, and cannot be."""
+    saving = synchronous if memory is None else _choose_saving(memory, synchronous, in_storage=in_storage, arena=arena)
+    if arena is not None and saving.arena is not arena:
+        arena.close()
+    return saving
+
+
+def _choose_saving(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in_storage: bool, arena: Arena | None) -> Saving:
     context, state, link = synchronous.context, synchronous.state, memory.link
     identity, group = context.identity, context.group.control
     if link is None or memory.trouble:

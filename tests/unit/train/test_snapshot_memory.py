@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
 from elastictrain.checkpoint.memory.folder import SnapshotSet, run_folder
@@ -197,6 +198,14 @@ def test_without_a_saver_memory_stays_until_storage_has_what_was_in_it(tmp_path:
         scene = Scene()
         assert isinstance(saving_of(scene, tmp_path, in_storage=in_storage, trouble="no saver"), SynchronousSaving)
         assert scene.did == did
+
+
+def test_slots_of_a_generation_before_that_are_of_no_use_are_given_back(tmp_path: Path) -> None:
+    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, lists_host_memory=True, group=None, remote=None)
+    for memory in (None, SnapshotMemory(cast(SaverLink, Scene()), recall, None, trouble="no saver")):
+        scene = Scene()
+        make_saving(memory, synchronous(Scene()), in_storage=True, arena=cast(Arena, scene))
+        assert scene.did == ["close"]
 
 
 def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
