@@ -77,6 +77,7 @@ class SaveTuner:
     _slow: list[float] = field(default_factory=list, init=False)  # steps during the present save
     _costs: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_SAVES), init=False)
     _began: tuple[float, float] | None = field(default=None, init=False)  # when the present save began, and its stall
+    _writing: bool = field(default=False, init=False)
     _steps_since: int = field(default=0, init=False)
     _reported_s: float = field(default=0.0, init=False)
     _counts: FailureCounts = field(init=False)
@@ -98,26 +99,37 @@ class SaveTuner:
         before = self._counts
         return FailureCounts(before.losses, before.kept, before.trained_s + self.trained_s)
 
+    def is_due(self, since_save_s: float) -> bool:
+        """Whether a save is asked for, the last one having begun so long ago. It waits for that one to be written."""
+        return since_save_s >= self.interval.seconds and not self._writing
+
     def save_began(self, now_s: float, *, stall_s: float) -> None:
         """A save was begun, and training has waited for `stall_s` until `now_s`."""
+        if self._began is not None:
+            # The one before is not written yet: what it has cost so far is known, and is no less than that.
+            self._learn(*self._began, now_s=now_s - stall_s)
         self._began, self._slow, self._steps_since = (now_s - stall_s, stall_s), [], 0
 
-    def step_took(self, seconds: float, *, now_s: float, saving: bool) -> None:
-        """`saving`: a save was under way. Single stalls, such as evaluations, do not count: medians are compared."""
+    def step_took(self, seconds: float, *, now_s: float, saving: bool, failing: bool = False) -> None:
+        """`saving`: a save was under way, or the last one has failed (`failing`), which counts as under way until another one
+        is written. Single stalls, such as evaluations, do not count: medians are compared."""
         self.trained_s += seconds
+        self._writing = saving and not failing
         if saving:
             self._slow.append(seconds)
             return
         self._steps_since += 1
         if self._began is not None and (self._slow or self._steps_since > KNOWN_AFTER):
-            begun_s, stall_s = self._began
-            slower_s = median(self._slow) - median(self._plain) if self._slow and self._plain else 0.0
-            cost_s = stall_s + max(0.0, slower_s) * len(self._slow)
-            # A save that was written before any step ended has made training wait for all of it.
-            self._costs.append((cost_s, now_s - begun_s if self._slow else stall_s))
-            self._began = None
-            self.interval = decide_save_interval(self.costs, self.counts, max_lost_s=self.max_lost_s)
+            self._learn(*self._began, now_s=now_s)
         self._plain.append(seconds)
+
+    def _learn(self, begun_s: float, stall_s: float, *, now_s: float) -> None:
+        slower_s = median(self._slow) - median(self._plain) if self._slow and self._plain else 0.0
+        cost_s = stall_s + max(0.0, slower_s) * len(self._slow)
+        # A save that was written before any step ended has made training wait for all of it.
+        self._costs.append((cost_s, now_s - begun_s if self._slow else stall_s))
+        self._began = None
+        self.interval = decide_save_interval(self.costs, self.counts, max_lost_s=self.max_lost_s)
 
     def take_change(self) -> SaveInterval | None:
         """The interval, if it is clearly another one than at the last report."""

@@ -1,7 +1,6 @@
 """What ties a loop to its run: after each step, whoever has computed it, snapshots and saves, agreed stops and the records of a
 recovery. The trainer's loop and loops of users (`elastictrain.attach`) have one each."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -48,14 +47,15 @@ class Attachment:
 
     def flags(self, step: int) -> StepFlags:
         """This rank's requests and the status of its saves when it begins a step."""
-        overdue_s = 60 * self.context.config.checkpoint.every_minutes
+        since_save_s = self.clock() - self._last_save_s
+        due = 0 < 60 * self.context.config.checkpoint.every_minutes <= since_save_s
         if self._tuner is not None:
-            overdue_s = min(overdue_s or math.inf, self._tuner.interval.seconds)
+            due = due or self._tuner.is_due(since_save_s)
         return replace(
             self.saving.flags(step),
             stop=self.context.stop_request() is not None,
             # One rank's clock decides, and the reduction sends it to the others.
-            save=self.context.identity.rank == 0 and overdue_s > 0 and self.clock() - self._last_save_s >= overdue_s,
+            save=self.context.identity.rank == 0 and due,
         )
 
     def finish(self, step: int, flags: StepFlags) -> StepFlags:
@@ -69,7 +69,7 @@ class Attachment:
         took_s, self._last_finished_s = now_s - self._last_finished_s, now_s
         # The first step includes compilation and other one-time work.
         if self._tuner is not None and step > self.first_step:
-            self._tuner.step_took(took_s, now_s=now_s, saving=flags.unsaved)
+            self._tuner.step_took(took_s, now_s=now_s, saving=flags.unsaved, failing=flags.failed_saves > 0)
             self._report_interval(self._tuner, step)
         # The last save has served every request from before it began.
         return replace(flags, save=flags.save and step > self._last_save_step)

@@ -97,6 +97,33 @@ def test_a_save_that_makes_training_wait_costs_all_of_it() -> None:
     assert (tuner.costs.save_s, tuner.costs.write_s) == (8.0, 8.0)
 
 
+@pytest.mark.parametrize("write_s", [100.0, 200.0, 600.0])
+def test_a_save_waits_for_the_one_before_it_however_long_that_takes(write_s: float) -> None:
+    tuner = SaveTuner(FailureCounts(), max_lost_s=1e9)
+    last_s = free_s = 0.0
+    for now_s in map(float, range(4000)):
+        tuner.step_took(1.0, now_s=now_s, saving=now_s < free_s)
+        if tuner.is_due(now_s - last_s):
+            assert now_s >= free_s
+            tuner.save_began(now_s, stall_s=0.02)
+            last_s, free_s = now_s, now_s + write_s
+    assert tuner.costs.write_s == pytest.approx(write_s, rel=0.05)
+    assert tuner.interval.seconds >= write_s
+
+
+def test_it_learns_from_saves_that_overlap_and_asks_again_after_one_that_failed() -> None:
+    tuner = SaveTuner(FailureCounts(), max_lost_s=1e9)
+    for now_s in map(float, range(1000)):
+        tuner.step_took(1.0, now_s=now_s, saving=True)
+        if now_s % 300 == 0:
+            # As `checkpoint.every_minutes` asks for one.
+            tuner.save_began(now_s, stall_s=0.02)
+    assert tuner.costs.write_s == pytest.approx(300.0, rel=0.05)
+    assert not tuner.is_due(1000.0)
+    tuner.step_took(1.0, now_s=1000.0, saving=True, failing=True)
+    assert tuner.is_due(1000.0)
+
+
 def replay(failures_s: Sequence[float], total_s: float, *, costs: SaveCosts, interval_s: float | None) -> float:
     """The share of `total_s` that is training and is not lost; with `interval_s` None the interval is decided as it goes."""
     now_s = kept_s = 0.0
