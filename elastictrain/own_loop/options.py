@@ -85,6 +85,9 @@ def own_config(url: str, options: Mapping[str, object], *, line: CommandLineOpti
         longer = {"save_timeout_s": limit_s + 1.0} if isinstance(save_s, int | float) and save_s <= limit_s else {}
         tree["fault"] = {**fault, "step_timeout_s": limit_s, **longer}
     tree["task"], tree["model"] = {"_target_": "elastictrain.attach"}, {}
+    if _mapping(tree["fault"]).get("on_poisoned") == "skip":
+        message = '"skip" has no effect on a loop of one\'s own, which chooses its batches: set "stop" or "back"'
+        problems.append(Problem("fault.on_poisoned", message))
     if problems:
         raise ConfigError(problems)
     config, problems = check_tree(tree, with_task=False)

@@ -30,12 +30,20 @@ def test_an_evaluation_may_take_longer_than_a_save() -> None:
         ({"fault": 3}, "fault"),
         ({"run": {"dir": "x"}}, "run.dir"),
         ({"fault": {"step_timeout_s": 3}}, "fault.step_timeout_s"),
+        ({"fault": {"on_poisoned": "skip"}}, "fault.on_poisoned"),
     ],
 )
 def test_mistakes_name_the_key(options: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         own_config("runs/x", options)
     assert [problem.key for problem in caught.value.problems] == [key]
+
+
+def test_the_launcher_of_a_program_refuses_to_skip_steps_too() -> None:
+    assert launcher_config(("run.dir=x", "fault.on_poisoned=back")).fault.on_poisoned == "back"
+    with pytest.raises(ConfigError) as caught:
+        launcher_config(("run.dir=x", "fault.on_poisoned=skip"))
+    assert [problem.key for problem in caught.value.problems] == ["fault.on_poisoned"]
 
 
 @pytest.mark.parametrize("url", ["", 3])
