@@ -13,6 +13,7 @@ from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
 from elastictrain.events import Evaluated, Skip, Step, StepSkipped
 from elastictrain.fault.reasons import SlowRank, leave_straggler
+from elastictrain.liveness.progress import Phase
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.compile_cache import CompileCache
 from elastictrain.train.context import TrainContext
@@ -216,6 +217,8 @@ class Loop:
             )
         in_a_row, max_skipped = counters.skipped_in_a_row, config.train.max_skipped
         if in_a_row > max_skipped:
+            # The next step is under way, and the failure is not one of that.
+            self.context.tracker.set_phase(Phase.UPDATE, step=step.step)
             raise NonFiniteError(
                 f"{in_a_row} steps in a row were not finite, the last is step {step.step} (loss {step.loss}); "
                 f"`train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"

@@ -213,7 +213,7 @@ class World:
             average.averages["weight"].fill_(7.0)
         state = TrainState(model, make_optimizers(model, self.config.optim), step=self.first, average=average)
         evaluator = _Evaluator(self) if self.config.train.eval_every_steps else None
-        tracker = ProgressTracker()
+        self.tracker = tracker = ProgressTracker()
         observer = _Observer(self)
         comparison = cast(ReplicaComparison, self.comparison)
         context = context_of(
@@ -608,6 +608,8 @@ def test_one_more_in_a_row_than_allowed_ends_the_run_after_they_were_recorded(ma
     with pytest.raises(NonFiniteError, match=message):
         world.train()
     assert world.of(Step) == [*range(1, last + 1)]
+    # Not the one after it, which is under way: the launcher tells by the step whether it fails again and again.
+    assert world.tracker.mark.step == last
 
 
 def test_what_a_checkpoint_covers_is_flushed_before_it() -> None:
