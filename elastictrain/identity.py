@@ -43,7 +43,9 @@ class PoisonedSteps:
 
     skipped: tuple[int, ...] = ()  # their batches are never read
     went_back: tuple[int, ...] = ()  # from which the run went back to an earlier checkpoint
-    before_step: int = 0  # state of this step or a later one, made by a generation before `generation`, counts last; 0: none
+    before_step: int = 0
+    """0, or the step from which the failures began. Of all that a generation before `generation` has made these count last:
+    checkpoints from the newest one up to this step on, and what is in memory."""
     generation: int = 0
 
 

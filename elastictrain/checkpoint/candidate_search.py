@@ -22,7 +22,7 @@ from elastictrain.checkpoint.folders import (
     mark_committed,
     quarantine_reason,
 )
-from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.checkpoint.lineage import Lineage, number_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import Examined, examine
@@ -101,8 +101,10 @@ class CandidateSearch:
         self._off_lineage: frozenset[str] = frozenset()
 
     def off_lineage(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """The states (incarnation, step) that are not on the lineage of the run. Raises: StorageError."""
-        return [one for one in made if not self._lineage.has(*one)]
+        """The states in memory (incarnation, step) that are not on the lineage of the run, or were made before it went back:
+        these are newer than checkpoints, and may be poisoned, too. Raises: StorageError."""
+        back = self.poisoned.generation if self.poisoned.before_step else 0
+        return [one for one in made if 0 <= number_of(one[0]) < back or not self._lineage.has(*one)]
 
     def next_candidate(self, *, memory: tuple[bool, int] | None) -> bytes:
         """The next candidate in storage (folder, line feed, manifest), `IN_MEMORY` if that is better, or `FRESH_START`.

@@ -9,7 +9,7 @@ not on this lineage counts only if none on it is left.
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -65,7 +65,7 @@ def is_in_lineage(incarnation: str, step: int, *, newest: ResumeOrigin | None, l
 
 class Lineage:
     def __init__(self, store: Store, *, poisoned: PoisonedSteps = NOTHING_POISONED) -> None:
-        """`poisoned`: the run has gone back to before the state that it names, which is on no lineage from then on."""
+        """`poisoned`: checkpoints that the run has gone back from are on no lineage from then on."""
         self._store = store
         self._poisoned = poisoned
         self._known: dict[str, ResumeOrigin | None] = {}
@@ -76,25 +76,36 @@ class Lineage:
 
     def lineage_first(self, folders: Iterable[FolderFacts]) -> tuple[tuple[FolderFacts, ...], frozenset[str]]:
         """The folders in their order, those off the lineage last; and the names of these. Raises: StorageError."""
-        in_lineage: list[FolderFacts] = []
-        off_lineage: list[FolderFacts] = []
-        for folder in folders:
-            # Files of several incarnations, or of none, decide nothing.
-            made_by = {match[1] for file in folder.files if (match := _SHARD.fullmatch(file))}
-            there = len(made_by) != 1 or self.has(made_by.pop(), folder.step)
-            (in_lineage if there else off_lineage).append(folder)
-        return (*in_lineage, *off_lineage), frozenset(folder.name for folder in off_lineage)
+        folders = tuple(folders)
+        off_lineage = [one for one in folders if (maker := _maker(one)) and not self.has(maker, one.step)]
+        off_lineage += self._gone_back_from(folders)
+        ordered = (*(one for one in folders if one not in off_lineage), *(one for one in folders if one in off_lineage))
+        return ordered, frozenset(folder.name for folder in off_lineage)
+
+    def _gone_back_from(self, folders: Sequence[FolderFacts]) -> list[FolderFacts]:
+        """The newest checkpoint at or before the step from which the run goes back, and those after it."""
+        if not self._poisoned.before_step:
+            return []
+        generation, last_step = self._poisoned.generation, self._poisoned.before_step
+        older = [(one, maker) for one in folders if (maker := _maker(one)) and number_of(maker) < generation]
+        # The lineage as it was when the run went back: later origins are below the checkpoint that is to be found.
+        origin = self._newest(name for name in self._keys if number_of(name) < generation)
+        whole = [(one, maker) for one, maker in older if one.has_manifest and not one.quarantined and one.step <= last_step]
+        steps = (one.step for one, maker in whole if is_in_lineage(maker, one.step, newest=origin, lookup=self._lookup))
+        newest = max(steps, default=last_step)
+        return [one for one, _ in older if one.step >= newest]
 
     def has(self, incarnation: str, step: int) -> bool:
         """Whether the state of `step` that `incarnation` made is on the lineage. Raises: StorageError."""
-        if 0 < self._poisoned.before_step <= step and number_of(incarnation) < self._poisoned.generation:
-            return False
         return is_in_lineage(incarnation, step, newest=self.newest(), lookup=self._lookup)
 
     def newest(self) -> ResumeOrigin | None:
         """The newest record that can be read. Raises: StorageError."""
+        return self._newest(self._keys)
+
+    def _newest(self, names: Iterable[str]) -> ResumeOrigin | None:
         # Keys begin with the generation, so the last readable record is the newest.
-        return next((origin for name in reversed(self._keys) if (origin := self._lookup(name)) is not None), None)
+        return next((origin for name in reversed([*names]) if (origin := self._lookup(name)) is not None), None)
 
     @cached_property
     def _keys(self) -> dict[str, str]:
@@ -112,6 +123,12 @@ class Lineage:
                 logger.warning("%s/%s is damaged, and tells nothing", self._store.url, key)
             self._known[incarnation] = origin if origin is not None and origin.incarnation == incarnation else None
         return self._known[incarnation]
+
+
+def _maker(folder: FolderFacts) -> str:
+    """The incarnation that made a checkpoint; empty for files of several, or of none, which decide nothing."""
+    made_by = {match[1] for file in folder.files if (match := _SHARD.fullmatch(file))}
+    return made_by.pop() if len(made_by) == 1 else ""
 
 
 def number_of(incarnation: str) -> int:

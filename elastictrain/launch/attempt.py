@@ -134,8 +134,11 @@ class Attempt:
             logger.warning("the workers cannot be told why they are stopped: %s", error)
 
 
-def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Generation, host: str, committed_step: int) -> End:
-    """Return how the generation ended here, where no end was requested. `reasons`: what this host's workers left."""
+def judge_end(
+    ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Generation, host: str, committed_step: int, begun: int | None
+) -> End:
+    """Return how the generation ended here, where no end was requested. `reasons`: what this host's workers left; `begun`: the
+    step that they had restored, known once the next one is done."""
     number = generation.number
     if ended.code == errors.EXIT_OK:
         return End(number, host, EndKind.DONE, errors.EXIT_OK, "", 0, committed_step, "the last step is done")
@@ -169,6 +172,7 @@ def judge_end(ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Gener
         sentence,
         lost=lost,
         blames=(host,) if any(reason.guilty for reason in reasons) else tuple(missing),
+        restored_step=max(0, chosen.step - 1) if begun is None else begun,
     )
 
 

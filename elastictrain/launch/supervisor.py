@@ -23,6 +23,7 @@ from elastictrain.launch.final_save import (
 )
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
+from elastictrain.launch.known_step import KnownStep
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.messages import headline, listed
 from elastictrain.launch.membership.observation import ClusterState
@@ -89,7 +90,7 @@ class Supervisor:
         self._stop_cost_s: float | None = None  # duration of the last end; waiting for hosts after it is no restart cost
         self._reached_last_step = False
         self._restart_cost_s = 0.0
-        self._known_step = 0  # newest committed step seen; it never decreases, even if storage does not answer
+        self._known = KnownStep()
         self._stopped_step, self._unforked = 0, ""
         self._waiting = WaitingMessages(self.print_line)
         self._prepared_for = 0  # the newest generation beside which workers were prepared
@@ -168,19 +169,18 @@ class Supervisor:
                 pass
 
     def _join(self, generation: Generation) -> None:
-        now_s = self.clock()
         folder = self.folder / f"generation-{generation.number}"
-        self._attempt = Attempt(generation=generation, folder=folder, joined_s=now_s)
-        self.registry.update(HostState.BUSY)
+        self._attempt = Attempt(generation=generation, folder=folder, joined_s=self.clock())
+        self._known.join(generation.poisoned)
+        self.registry.update(HostState.BUSY, committed_step=self._known.step)
         self.registry.attentive = generation.members[0].host == self.registry.record.host
         self.heartbeat.follow(generation)
         self._waiting.forget()
         names = tuple(member.name for member in generation.members)
         because = f", because {headline(generation.reason)}" if generation.reason else ""
         self.print_line(f"generation {generation.number}: {generation.world_size} worker(s) on {listed(names)}{because}")
-        size, pause_s = generation.world_size, generation.pause_s
-        event = GenerationBegun(hosts=names, world_size=size, reason=generation.reason, pause_s=pause_s)
-        self.recorder.record(generation.number, event)
+        begun = GenerationBegun(names, generation.world_size, generation.reason, generation.pause_s)
+        self.recorder.record(generation.number, begun)
 
     def _start(self, attempt: Attempt) -> None:
         generation, folder, host = attempt.generation, attempt.folder, self.registry.record.host
@@ -248,12 +248,12 @@ class Supervisor:
 
     def _judge(self, attempt: Attempt, ended: WorkersEnd) -> End:
         # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.
-        known = (read_noted_step(str(self.folder)), self.remembered_step(), read_begun(str(attempt.folder)) or 0)
-        self._known_step = max(self._known_step, *known)
+        begun = read_begun(str(attempt.folder))
+        self._known.note(restored=begun or 0, saved=(read_noted_step(str(self.folder)), self.remembered_step()))
         attempt.codes, attempt.step, reasons = ended.codes, ended.step, read_reasons(str(attempt.folder))
         self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
-        host = self.registry.record.host
-        end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=self._known_step)
+        host, step = self.registry.record.host, self._known.step
+        end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=step, begun=begun)
         # An end that was requested explains how workers end, unless they had reached the last step already.
         return end if attempt.asked is None or end.kind is EndKind.DONE else attempt.asked
 
@@ -281,7 +281,7 @@ class Supervisor:
         if end.host == host and end.exit_code == EXIT_UNFIT:
             self._leave_out(end.reason, ended=number)
         else:
-            self.registry.update(HostState.READY, ended=number, master_port=free_port(), committed_step=self._known_step)
+            self.registry.update(HostState.READY, ended=number, master_port=free_port(), committed_step=self._known.step)
         self.heartbeat.send_end(self.registry.record)
 
     def _prepare_to_join(self) -> None:
@@ -312,7 +312,7 @@ class Supervisor:
         before = self.registry.record
         if before.state is not HostState.UNFIT:
             self._retry_s = self.clock() + (self.config.launch.retry_unfit_s or float("inf"))
-        self.registry.update(HostState.UNFIT, reason=reason, ended=max(ended, before.ended), committed_step=self._known_step)
+        self.registry.update(HostState.UNFIT, reason=reason, ended=max(ended, before.ended), committed_step=self._known.step)
 
     def _note_begin(self, attempt: Attempt) -> None:
         """After the first step: measure the restart cost, and report what makes restarts slow."""

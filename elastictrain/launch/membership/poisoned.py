@@ -11,6 +11,7 @@ from elastictrain.launch.membership.records import GenerationFailure
 from elastictrain.liveness.progress import STEP_PHASES, Phase
 
 TIMES = 3
+MOST_SKIPPED = 10  # in a run: damage of so many batches is no accident, and a person must look at the data
 _SIGNAL_BASE = 128
 _KILLED = _SIGNAL_BASE + SIGKILL  # by a person, a scheduler, or the kernel without memory: not by what the step computes
 _PHASES = STEP_PHASES - {Phase.EVAL}
@@ -31,19 +32,21 @@ def poisoned_step(failures: Sequence[GenerationFailure], *, max_failures: int) -
 
 
 def get_past(
-    step: int, before: PoisonedSteps, *, mode: OnPoisoned, committed_step: int, generation: int
+    step: int, before: PoisonedSteps, *, mode: OnPoisoned, restored_step: int, generation: int
 ) -> PoisonedSteps | None:
     """How the run gets past a poisoned `step` from `generation` on; None if it must not, or that was tried in vain.
+    `restored_step`: the one from which it failed.
 
-    What fails after a step that was skipped is no batch: else a mistake in the program would skip all of the run.
+    What fails beside a step that was skipped is no batch: else a mistake in the program would skip all of the run.
     """
-    if mode == "skip" and not {step, step - 1} & set(before.skipped):
+    beside = {step - 1, step, step + 1} & set(before.skipped)
+    if mode == "skip" and not beside and len(before.skipped) < MOST_SKIPPED:
         return replace(before, skipped=(*before.skipped, step))
-    if mode == "back" and step not in before.went_back and committed_step > 0:
-        return replace(before, went_back=(*before.went_back, step), before_step=committed_step, generation=generation)
+    if mode == "back" and step not in before.went_back and restored_step > 0:
+        return replace(before, went_back=(*before.went_back, step), before_step=restored_step, generation=generation)
     return None
 
 
-def describe(step: int, mode: OnPoisoned, *, committed_step: int) -> str:
-    what = "its batch is skipped" if mode == "skip" else f"the run goes back to before step {committed_step}"
+def describe(step: int, mode: OnPoisoned) -> str:
+    what = "its batch is skipped" if mode == "skip" else "the run goes back to the checkpoint before the newest one"
     return f"step {step} failed again and again, so {what} (`fault.on_poisoned={mode}`)"

@@ -69,10 +69,11 @@ def judge(
         # One failure is kept: if the next generation fails the same way without this host, it was not to blame.
         return replace(DRAFT, number=number, reason=reason, failures=(failure,), excluded=excluded)
     failures = (*failures, failure)
-    if step := poisoned.poisoned_step(failures, max_failures=options.max_failures):
-        past = poisoned.get_past(step, generation.poisoned, mode=on_poisoned, committed_step=committed_step, generation=number)
+    if cause is not None and (step := poisoned.poisoned_step(failures, max_failures=options.max_failures)):
+        restored, before = cause.restored_step, generation.poisoned
+        past = poisoned.get_past(step, before, mode=on_poisoned, restored_step=restored, generation=number)
         if past is not None:
-            reason = poisoned.describe(step, on_poisoned, committed_step=committed_step)
+            reason = poisoned.describe(step, on_poisoned)
             return replace(DRAFT, number=number, reason=reason, excluded=excluded, poisoned=past)
     return _try_again(number, failures, excluded, options)
 

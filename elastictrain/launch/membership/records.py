@@ -48,6 +48,7 @@ class End:
     lost: str = ""  # the silent host, if `kind` is LOST
     blames: tuple[str, ...] = ()  # hosts that its workers or launcher blame for a hang or a broken connection
     slow_rank: int = -1  # of this host, which leaves because this rank holds up the others; -1: it does not
+    restored_step: int = 0  # whose state its workers had restored; 0: none, or unknown
 
     @property
     def loses_state(self) -> bool:

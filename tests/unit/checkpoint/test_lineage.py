@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,11 +139,25 @@ def test_files_of_several_incarnations_or_none_put_no_folder_off_the_line(tmp_pa
         assert bool(found[1]) == off_lineage
 
 
-def test_state_that_the_run_has_gone_back_from_comes_last_and_that_of_later_generations_does_not(tmp_path: Path) -> None:
+def test_the_run_goes_back_to_the_checkpoint_before_the_newest_one(tmp_path: Path) -> None:
+    """It failed from a snapshot of step 33. A later generation repeats the steps."""
     store = open_store(str(tmp_path))
     Lineage(store).write(ResumeOrigin(1, FIRST, 0, ""))
-    poisoned = PoisonedSteps(went_back=(33,), before_step=30, generation=2)
-    ordered, off_lineage = Lineage(store, poisoned=poisoned).lineage_first([folder(30, FIRST), folder(20, FIRST)])
-    assert [one.step for one in ordered] == [20, 30]
-    assert off_lineage == {"step-000000030"}
-    assert Lineage(store, poisoned=poisoned).has(SECOND, 30)
+    poisoned = PoisonedSteps(went_back=(35,), before_step=33, generation=2)
+    uncommitted = replace(folder(33, FIRST), files={f"{FIRST}-r00000-0001.safetensors": 10})
+    folders = [folder(40, FIRST), uncommitted, folder(30, FIRST), folder(20, FIRST)]
+    ordered, off_lineage = Lineage(store, poisoned=poisoned).lineage_first(folders)
+    assert [one.step for one in ordered] == [20, 40, 33, 30]
+    assert off_lineage == {"step-000000030", "step-000000033", "step-000000040"}
+    Lineage(store).write(ResumeOrigin(2, SECOND, 20, FIRST))
+    ordered, _ = Lineage(store, poisoned=poisoned).lineage_first([folder(31, SECOND), *folders])
+    assert [one.step for one in ordered] == [31, 20, 40, 33, 30]
+
+
+def test_it_goes_back_a_second_time_to_before_a_step_below_the_first(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    Lineage(store).write(ResumeOrigin(1, FIRST, 0, ""))
+    Lineage(store).write(ResumeOrigin(2, SECOND, 20, FIRST))
+    poisoned = PoisonedSteps(went_back=(35, 22), before_step=20, generation=3)
+    folders = [folder(30, FIRST), folder(20, FIRST), folder(10, FIRST)]
+    assert [one.step for one in Lineage(store, poisoned=poisoned).lineage_first(folders)[0]] == [10, 30, 20]

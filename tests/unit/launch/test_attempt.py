@@ -47,9 +47,11 @@ def ended_by(local_rank: int, what: str) -> str:
     return f"local rank {local_rank} was ended by {what}"
 
 
-def judged(*reasons: Reason, codes: Mapping[int, int] | None = None, code: int = 1, before: int = 0) -> End:
+def judged(
+    *reasons: Reason, codes: Mapping[int, int] | None = None, code: int = 1, before: int = 0, begun: int | None = None
+) -> End:
     ended = WorkersEnd(code, codes or {})
-    return judge_end(ended, reasons, generation=three_hosts(before), host="a-1", committed_step=10)
+    return judge_end(ended, reasons, generation=three_hosts(before), host="a-1", committed_step=10, begun=begun)
 
 
 def test_all_workers_ended_well() -> None:
@@ -57,9 +59,17 @@ def test_all_workers_ended_well() -> None:
     assert replace(found, reason="") == End(7, "a-1", EndKind.DONE, 0, "", 0, 10, "")
 
 
+def test_the_step_from_which_a_generation_began_is_told() -> None:
+    failed = Reason(0, EXIT_BUG, "backward", 12, "it broke")
+    assert judged(failed, begun=9).restored_step == 9
+    # Before its first step is done it has not told it.
+    assert judged(failed).restored_step == 11
+    assert judged(replace(failed, step=0)).restored_step == 0
+
+
 def test_what_a_worker_says_is_passed_on() -> None:
     found = judged(reason(3, EXIT_BUG))
-    assert found == End(7, "a-1", EndKind.FAILED, EXIT_BUG, "reduce", 12, 10, "3:70")
+    assert found == End(7, "a-1", EndKind.FAILED, EXIT_BUG, "reduce", 12, 10, "3:70", restored_step=11)
 
 
 def test_hosts_whose_ranks_were_not_met_are_lost_and_nobody_failed() -> None:

@@ -79,8 +79,9 @@ def end(
     lost: str = "",
     blames: tuple[str, ...] = (),
     slow_rank: int = -1,
+    restored: int = 0,
 ) -> End:
-    return End(number, host, kind, code, phase, step, committed, f"{kind}-{host}", lost, blames, slow_rank)
+    return End(number, host, kind, code, phase, step, committed, f"{kind}-{host}", lost, blames, slow_rank, restored)
 
 
 def by_host(ends: Iterable[End]) -> Mapping[str, End]:

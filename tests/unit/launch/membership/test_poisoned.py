@@ -4,7 +4,7 @@ import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_STORAGE, EXIT_TRANSPORT
 from elastictrain.identity import NOTHING_POISONED, PoisonedSteps
-from elastictrain.launch.membership.poisoned import OnPoisoned, poisoned_step
+from elastictrain.launch.membership.poisoned import MOST_SKIPPED, OnPoisoned, poisoned_step
 from elastictrain.launch.membership.policy import judge
 from elastictrain.launch.membership.records import EndKind, Generation, GenerationFailure, GenerationOutcome
 from tests.unit.launch.membership.made import OPTIONS, by_host, end, generation
@@ -18,10 +18,10 @@ def failure(*, step: int = 412, code: int = EXIT_BUG, phase: str = "backward", c
 
 
 def after_the_third(
-    mode: OnPoisoned, *, step: int = 412, before: PoisonedSteps = NOTHING_POISONED, committed: int = 400
+    mode: OnPoisoned, *, step: int = 412, before: PoisonedSteps = NOTHING_POISONED, committed: int = 400, restored: int = 400
 ) -> Generation:
     ended = replace(generation(7, "a", failures=(failure(step=step, committed=committed),) * 2), poisoned=before)
-    last = end("a", EndKind.FAILED, EXIT_BUG, step=step, committed=committed, phase="backward")
+    last = end("a", EndKind.FAILED, EXIT_BUG, step=step, committed=committed, phase="backward", restored=restored)
     return judge(ended, by_host([last]), OPTIONS, ready=frozenset("a"), on_poisoned=mode)
 
 
@@ -63,9 +63,15 @@ def test_the_step_is_skipped_and_the_budget_of_failures_refilled() -> None:
     assert after_the_third("skip", before=PoisonedSteps(skipped=(9,))).poisoned.skipped == (9, 412)
 
 
-@pytest.mark.parametrize("skipped", [(412,), (411,)])
+@pytest.mark.parametrize("skipped", [(412,), (411,), (413,)])
 def test_a_mistake_in_the_program_does_not_skip_the_whole_run(skipped: tuple[int, ...]) -> None:
     assert after_the_third("skip", before=PoisonedSteps(skipped=skipped)).outcome is GIVE_UP
+
+
+def test_after_so_many_skipped_steps_the_run_is_given_up() -> None:
+    nine = tuple(range(0, 2 * MOST_SKIPPED - 2, 2))
+    assert len(after_the_third("skip", before=PoisonedSteps(skipped=nine)).poisoned.skipped) == MOST_SKIPPED
+    assert after_the_third("skip", before=PoisonedSteps(skipped=(*nine, 99))).outcome is GIVE_UP
 
 
 def test_the_run_goes_back_once_if_there_is_a_checkpoint() -> None:
@@ -73,4 +79,11 @@ def test_the_run_goes_back_once_if_there_is_a_checkpoint() -> None:
     assert (following.outcome, following.failures) == (RUN, ())
     assert following.poisoned == PoisonedSteps(went_back=(412,), before_step=400, generation=8)
     assert after_the_third("back", before=following.poisoned).outcome is GIVE_UP
-    assert after_the_third("back", committed=0).outcome is GIVE_UP
+    assert after_the_third("back", restored=0).outcome is GIVE_UP
+
+
+def test_from_a_step_below_the_first_one_the_run_goes_back_further() -> None:
+    """Though a newer step had been committed before it went back the first time."""
+    first = after_the_third("back", step=412, committed=400, restored=398).poisoned
+    second = after_the_third("back", step=397, committed=400, restored=390, before=first).poisoned
+    assert (second.went_back, second.before_step) == ((412, 397), 390)
