@@ -9,6 +9,7 @@ from functools import partial
 
 from elastictrain.bounded_json import encode_record
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
+from elastictrain.identity import NOTHING_POISONED, PoisonedSteps
 from elastictrain.launch.membership.records import DRAFT, Generation, GenerationOutcome, HostRecord, HostState, decode
 from elastictrain.lease.chain import HOSTS, create_record, generation_key, newest_record, parse_claim, write_newest_hint
 from elastictrain.storage.bounded_read import read_all, read_record, run_concurrently
@@ -21,6 +22,7 @@ ROOT = "launch"
 _TOKEN = f"{ROOT}/token"
 _TOKEN_BYTES = 32
 _MOST_TOKEN_BYTES = 4096
+_READ_AT_ONCE = 64
 
 
 class MembershipStore:
@@ -128,12 +130,25 @@ class MembershipStore:
         generation = decode(Generation, data)
         if generation is None and (claim := parse_claim(number, data)).owner:
             reason = f"another run trains here: {claim}"
-            elsewhere = GenerationOutcome.ELSEWHERE
-            return replace(DRAFT, number=number, reason=reason, outcome=elsewhere, exit_code=EXIT_STOPPED, owner=claim.owner)
+            taken = replace(DRAFT, number=number, reason=reason, outcome=GenerationOutcome.ELSEWHERE, exit_code=EXIT_STOPPED)
+            return replace(taken, owner=claim.owner, poisoned=self._poisoned_before(number))
         if generation is None or generation.number != number:
             logger.warning("%s/%s is damaged: it counts as a generation without hosts", self._store.url, generation_key(number))
-            return replace(DRAFT, number=number, reason="its record is damaged")
+            return replace(DRAFT, number=number, reason="its record is damaged", poisoned=self._poisoned_before(number))
         return generation
+
+    def _poisoned_before(self, number: int) -> PoisonedSteps:
+        """What the newest record of a launcher before `number` names: other runs know of no poisoned steps."""
+        if self._newest is not None and self._newest.number == number - 1:
+            return self._newest.poisoned
+        while number > 1:
+            numbers = range(number - 1, max(0, number - 1 - _READ_AT_ONCE), -1)
+            found = read_all(self._store, map(generation_key, numbers))
+            records = (decode(Generation, found.get(generation_key(one), b"")) for one in numbers)
+            if (newest := next((record for record in records if record is not None), None)) is not None:
+                return newest.poisoned
+            number = numbers[-1]
+        return NOTHING_POISONED
 
 
 def _host_key(host: str) -> str:

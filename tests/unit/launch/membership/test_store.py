@@ -9,6 +9,7 @@ import pytest
 
 from elastictrain.bounded_json import encode_record
 from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, StorageError, TransientStorageError
+from elastictrain.identity import PoisonedSteps
 from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain, LeaseClaim
@@ -322,6 +323,26 @@ def test_a_generation_that_no_launcher_made_is_over_for_launchers() -> None:
     assert newest is not None
     assert (newest.number, newest.outcome, newest.owner, newest.exit_code) == (1, GenerationOutcome.ELSEWHERE, "torchrun-x", 75)
     assert newest.terminal
+
+
+def test_what_is_poisoned_is_known_after_other_runs_trained_in_the_folder() -> None:
+    store, poisoned = FakeStore(), PoisonedSteps(skipped=(412,))
+    MembershipStore(store).create(replace(generation(1, "a"), poisoned=PoisonedSteps(skipped=(9,))))
+    MembershipStore(store).create(replace(generation(2, "a"), poisoned=poisoned))
+    running = MembershipStore(store)
+    assert running.newest() is not None
+    for number in range(3, 75):
+        Chain(store).create(LeaseClaim(number, "torchrun-x", "host1", 17, ("torchrun-x",)))
+    store.objects[key(75)] = b"torn"
+    for one in (running, MembershipStore(store)):
+        newest = one.newest()
+        assert newest is not None
+        assert (newest.number, newest.poisoned) == (75, poisoned)
+    alone = FakeStore()
+    Chain(alone).create(LeaseClaim(1, "torchrun-x", "host1", 17, ("torchrun-x",)))
+    found = MembershipStore(alone).newest()
+    assert found is not None
+    assert found.poisoned == PoisonedSteps()
 
 
 def test_records_of_releases_without_owners_are_read() -> None:
