@@ -21,6 +21,7 @@ Text = Annotated[str, msgspec.Meta(max_length=200)]
 _TEXT_LENGTH = 80
 _BEFORE, _KEPT = 4, 24  # calls of a group that are published: those before the oldest that is not done, and in all
 _MOST_GROUPS = 16
+COMPARED_WORLD = 64  # ranks: each reads the calls of all, so what the store sends grows with the square
 _NAMED_AT_MOST = 8
 # Where a rank may give its own size: the inputs, the outputs, or (with `_v` or `all_to_all`) both.
 _OWN_INPUT, _OWN_OUTPUT = ("scatter",), ("gather",)
@@ -60,8 +61,11 @@ class Entered:
     members: Mapping[Text, tuple[int, ...]] = field(default_factory=dict)  # of groups whose ranks the recorder tells
     last: Text = ""  # the newest of all, for messages
 
-    def shortened(self) -> "Entered":
-        """Only what others need: a few calls of each group, from shortly before the oldest that is not done."""
+    def shortened(self, world_size: int) -> "Entered":
+        """Only what others need: a few calls of each group, from shortly before the oldest that is not done. In a world of more
+        than `COMPARED_WORLD` ranks only the last call, as text."""
+        if world_size > COMPARED_WORLD:
+            return Entered(last=self.last)
         kept: list[CollectiveCall] = []
         for group in list(self.sequences)[-_MOST_GROUPS:]:
             calls = [call for call in self.calls if call.group == group]

@@ -14,6 +14,7 @@ from torch.distributed.flight_recorder.components.builder import build_db
 
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.liveness.flight_recorder import (
+    COMPARED_WORLD,
     CollectiveCall,
     CollectiveFault,
     Entered,
@@ -64,7 +65,7 @@ def dump(calls: Sequence[Call], *, done: int = 2, state: str = "scheduled", memb
 def fault_of(dumps: dict[int, dict[str, Any]]) -> CollectiveFault | None:
     # As other ranks get it, over the shared store.
     published = {
-        rank: parse_record(encode_record(parse_trace(json.dumps(one)).shortened()), Entered) for rank, one in dumps.items()
+        rank: parse_record(encode_record(parse_trace(json.dumps(one)).shortened(3)), Entered) for rank, one in dumps.items()
     }
     return find_collective_fault(published)
 
@@ -200,11 +201,20 @@ def test_little_of_a_long_trace_is_published_and_enough() -> None:
     own = dump([REDUCE] * 2000, done=900)
     other = deepcopy(own)
     other["entries"][900] |= {"input_sizes": [[7]], "output_sizes": [[7]]}
-    entered = parse_trace(json.dumps(own)).shortened()
+    entered = parse_trace(json.dumps(own)).shortened(3)
     assert len(encode_record(entered)) < 8192
     found = fault_of({0: own, 1: other, 2: own})
     assert found is not None
     assert (found.kind, found.sequence, found.culprits) == ("size", 901, (1,))
+
+
+def test_in_a_large_world_only_the_last_call_is_published() -> None:
+    """All ranks read what all publish."""
+    entered = parse_trace(json.dumps(dump([REDUCE] * 100, done=90, members=str([*range(1024)]))))
+    few, many = entered.shortened(COMPARED_WORLD), entered.shortened(COMPARED_WORLD + 1)
+    assert few.calls
+    assert many == Entered(last=entered.last)
+    assert len(encode_record(many)) < 512
 
 
 def test_hundreds_of_sizes_are_compared_in_little_room() -> None:
