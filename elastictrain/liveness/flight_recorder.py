@@ -209,7 +209,7 @@ def _compare(group: str, members: tuple[int, ...], traces: Mapping[int, Entered]
             first, second = culprits[0], others[0] if others else culprits[-1]
             kind = _difference(own[first], own[second], sequence)
             return CollectiveFault(kind, group, sequence, culprits, others, calls)
-        if absent := tuple(rank for rank in members if entered[rank] < sequence):
+        if absent := tuple(rank for rank in members if entered[rank] < sequence and rank not in calls):
             return CollectiveFault("missing", group, sequence, absent, waiting, calls)
         started = tuple(rank for rank, call in calls.items() if call.state == "started")
         held = tuple(rank for rank in waiting if rank not in started)

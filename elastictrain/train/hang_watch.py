@@ -182,10 +182,10 @@ class HangWatch:
     def entered(self) -> Entered:
         """The last collectives that this rank has entered; `trace` keeps them while the silence lasts."""
         mark, trace = self._tracker.mark, flight_recorder()
-        if trace is None or self._context is None:
+        if trace is None:
             return Entered()
         self._traced = mark, trace
-        return parse_trace(trace, since_ns=self._met_ns).shortened(self._context.identity.world_size)
+        return parse_trace(trace, since_ns=self._met_ns).shortened(self._identity.world_size)
 
     def _on_mark(self, mark: ProgressMark) -> None:
         if self._monitor_client is not None:

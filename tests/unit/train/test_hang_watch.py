@@ -48,8 +48,7 @@ def watch(
     tracker = ProgressTracker()
     made = HangWatch(config, identity, tracker)  # type: ignore[arg-type]
     generation = SimpleNamespace(name="000001-abc")
-    context = SimpleNamespace(identity=identity, generation=generation, journal=journal, heartbeats=None, store=None)
-    made.begin(context, tell=tell)  # type: ignore[arg-type]
+    made.begin(SimpleNamespace(generation=generation, journal=journal, heartbeats=None, store=None), tell=tell)  # type: ignore[arg-type]
     return made, tracker
 
 
