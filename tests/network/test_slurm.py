@@ -79,9 +79,10 @@ class Job:
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         try:
-            wait_until(condition, timeout_s=90, what=what)
+            wait_until(condition, timeout_s=180, what=what)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.cluster.job(self.number)}\n{self.log.read_text()[-8000:]}") from None
+            log = self.log.read_text()[-8000:] if self.log.exists() else "it has not begun"
+            raise AssertionError(f"{error}\n{self.cluster.job(self.number)}\n{log}") from None
 
     def limit(self, minutes: str) -> None:
         """Set the time limit. The lead of the template's signal is 5: then Slurm sends it when it looks next."""
