@@ -39,6 +39,8 @@ from elastictrain.train.step import StepFlags, after_step
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_TOLD_S, _LOOK_S = 0.5, 0.01  # the launcher soon says that a rank is lost; a mistake of the program's is told of after that
+
 
 @dataclass(slots=True)
 class Run:
@@ -279,11 +281,14 @@ class Run:
         part = self._session.part
         if not part.may_stay(error):
             return False
+        code = part.leave(error, self._session.context, free=self._free)
+        until_s = time.monotonic() + _TOLD_S
+        while not part.told_to_leave and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
         if not part.told_to_leave:
             # What looks like a lost rank may be a mistake of the program's.
             trace = "".join(traceback.format_exception(error)).rstrip()
             write_above(sys.stderr, f"elastictrain: rank {part.identity.rank} waits for a rank in the next generation\n{trace}")
-        code = part.leave(error, self._session.context, free=self._free)
         self._reset()
         self._session.await_rank(code)
         return True

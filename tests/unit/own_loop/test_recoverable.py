@@ -54,6 +54,20 @@ def test_it_is_called_again_with_what_it_was_given() -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_the_stack_is_shown_unless_the_launcher_has_lost_a_rank(told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    session, calls = FakeSession(recovers=True, told=told), list[None]()
+
+    @recoverable
+    def train(run: Run) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise TransportError("reset by peer")
+
+    train(run_of(session))
+    assert ("reset by peer" in capsys.readouterr().err) is not told
+
+
 def test_an_error_of_its_own_is_raised() -> None:
     session = FakeSession(recovers=True)
 
