@@ -1,7 +1,7 @@
 """The checkpoint engine on GPUs of one host, under real training: what snapshots cost, persisting and restoring against raw
 file access, and the time from SIGKILL of a worker to the next new step, under torchrun and under our launcher in turns.
 
-    python scripts/gpu/engine.py [snapshots] [persist] [kill]      (all by default; Llama 1b, FSDP, on every GPU)
+    python scripts/gpu/engine.py [snapshots] [safety] [persist] [kill]     (all by default; Llama 1b, FSDP, on every GPU)
 
 TURNS is how often runs with and without something take their turns, WORLD the number of GPUs, DISK the folder for checkpoints,
 SAVES how many of them are timed, HOW what restarts the killed workers: `launch`, `torchrun`, or both by default; KILLS how many
@@ -42,6 +42,13 @@ BASE = (
 )
 STREAMS = 3
 FIRST_STEP, LAST_STEP = 61, 110
+SAFE = (
+    "checkpoint.snapshot_every_steps=1",
+    "checkpoint.every_steps=25",
+    "fault.compare_every_steps=10",
+    "telemetry.loggers=[tensorboard]",
+)
+BARE = ("checkpoint.buffers=0", "fault.compare_every_steps=0")
 SAVES, SAVE_EVERY = int(os.environ.get("SAVES", "3")), 100
 AFTER = int(os.environ.get("AFTER", "5"))
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -70,19 +77,29 @@ def durations(run_dir: Path) -> dict[int, float]:
 
 
 def snapshots(folder: Path) -> None:
-    """Runs with and without snapshots every 10 steps, in turns: the steps after slots were made."""
-    means: dict[str, list[float]] = {"with": [], "without": []}
+    """Runs with and without snapshots every 10 steps, in turns."""
+    take_turns(folder, "throughput", {"with": ("checkpoint.snapshot_every_steps=10",), "without": ("checkpoint.buffers=0",)})
+
+
+def safety(folder: Path) -> None:
+    """Runs with a snapshot each step, a saver that writes to disk again and again, comparisons of replicas and TensorBoard,
+    and runs with nothing of it, in turns."""
+    take_turns(folder, "safety", {"with": SAFE, "without": BARE})
+
+
+def take_turns(folder: Path, what: str, kinds: dict[str, tuple[str, ...]]) -> None:
+    """The steps after slots were made, of runs `with` and `without`."""
+    means: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(int(os.environ.get("TURNS", "2"))):
-        for kind, arguments in (("with", ("checkpoint.snapshot_every_steps=10",)), ("without", ("checkpoint.buffers=0",))):
-            run_dir = folder / f"{kind}-{turn}"
+        for kind, arguments in kinds.items():
+            run_dir = folder / f"{what}-{kind}-{turn}"
             train(run_dir, *arguments, steps=LAST_STEP)
             took = {step: seconds for step, seconds in durations(run_dir).items() if FIRST_STEP <= step <= LAST_STEP}
-            window = list(took.values())
-            means[kind].append(statistics.fmean(window))
+            means[kind].append(statistics.fmean(took.values()))
             if kind == "with":
                 report_snapshots(run_dir, took)
     print_line(
-        what="throughput",
+        what=what,
         step_with_s=means["with"],
         step_without_s=means["without"],
         cost=statistics.fmean(means["with"]) / statistics.fmean(means["without"]) - 1,
@@ -93,7 +110,8 @@ def report_snapshots(run_dir: Path, took: dict[int, float]) -> None:
     taken = {row["step"]: row for row in events(run_dir, "snapshot")}
     steps = [step for step in taken if step in took and step + 2 in took]
     beside = {step + offset for step in steps for offset in (0, 1, 2)}
-    quiet = statistics.median(seconds for step, seconds in took.items() if step not in beside)
+    # With a snapshot in each step there is no step without one to compare with.
+    quiet = statistics.median([seconds for step, seconds in took.items() if step not in beside] or took.values())
     # A step is settled one step late, so what a snapshot costs may show in any of the three.
     extra = [sum(took[step + offset] - quiet for offset in (0, 1, 2)) for step in steps]
     during = statistics.median(took[step + 1] for step in steps)
@@ -298,10 +316,10 @@ def kill_one(run: Run, run_dir: Path, *, how: str) -> None:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["snapshots", "persist", "kill"]
+    wanted = sys.argv[1:] or ["snapshots", "safety", "persist", "kill"]
     with tempfile.TemporaryDirectory(dir=os.environ.get("DISK", "/tmp"), ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        for section, run in (("kill", kills), ("snapshots", snapshots), ("persist", persist)):
+        for section, run in (("kill", kills), ("snapshots", snapshots), ("safety", safety), ("persist", persist)):
             if section in wanted:
                 try:
                     run(folder)

@@ -134,7 +134,7 @@ def gpu_engine(folder: Path) -> None:
     said = python("gpu/engine.py", folder=folder, DISK=str(folder), EXTRA=options, **figures)
     told = [json.loads(line) for line in said.splitlines() if line.startswith('{"what"')]
     assert not any("error" in one for one in told), told
-    whats = {"kill", "losses of repeated steps", "snapshots", "throughput", "persist", "restore from disk"}
+    whats = {"kill", "losses of repeated steps", "snapshots", "throughput", "safety", "persist", "restore from disk"}
     assert {one["what"] for one in told} == whats
 
 
