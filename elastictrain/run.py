@@ -32,15 +32,22 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     identity: Identity | None = None
     try:
         identity = read_identity(os.environ)
-        from elastictrain.config.help import requested_help
+        from elastictrain.config.command_line import read_command_line
+        from elastictrain.config.help import RUN, requested_help
         from elastictrain.config.load import load
 
-        text = requested_help(arguments, program="python -m elastictrain.run", purpose="Train, or continue training.")
+        text = requested_help(arguments, program=RUN, purpose="Train, or continue training.")
         if text is not None:
             if identity.is_log_rank:
                 sys.stdout.write(f"{text}\n")
             return EXIT_OK
         config = load(arguments, composed=composed)
+        if (line := read_command_line(arguments)).action == "dry_run":
+            from elastictrain.train.dry_run import dry_run
+
+            if identity.is_log_rank:
+                sys.stdout.write(f"{dry_run(config, identity, gpus=line.topic)}\n")
+            return EXIT_OK
     except ElasticTrainError as error:
         return complain(error, identity)
     from elastictrain.distributed.device import start_device
