@@ -66,7 +66,7 @@ def dry_run(config: RunConfig, identity: Identity, *, gpus: str) -> str:
     task = cast(Task, build_task(config))
     rank = replace(identity, rank=0, world_size=found.number, local_rank=0, local_world_size=found.per_host)
     train = config.train
-    samples = open_samples(task, config) if isinstance(task, BringsDatasets) else _blank_samples(config)
+    samples = open_samples(task, config) if isinstance(task, BringsDatasets) else blank_samples(config)
     standbys = found.per_host if config.launch.standbys == "auto" else config.launch.standbys
     beside_bytes = _CONTEXT_BYTES + -(-standbys // found.per_host) * _STANDBY_BYTES
 
@@ -156,7 +156,8 @@ def describe_choice(chosen: tuple[Checkpointing, int, int] | None, *, num_bytes:
     return f"Suggested for {gpu}: {setting} ({(needed + beside_bytes) / 1e9:.1f} GB)"
 
 
-def _blank_samples(config: RunConfig) -> Samples:
+def blank_samples(config: RunConfig) -> Samples:
+    """What a task without datasets of its own would read from token files."""
     tokens = BlankTokens(config.train.seq_len, config.data.packing, config.train.global_batch)
     return Samples(SampleReader(tokens), None, "")
 
