@@ -24,8 +24,8 @@ _OPTIONS = {
     "-- PROGRAM [ARGS]": "last: a Python file, or -m MODULE, with a loop of its own, in the place of a recipe",
     "--config-dir DIR": "a folder of your own with recipe/*.yaml, model/*.yaml ...; may be given several times",
     "--cfg job": "print the resolved configuration and end",
-    "--dry-run [GPUS]": "print the memory that a GPU needs, what fits, and end; GPUS: 80 for one of 80 GB, 8x80, or 2x8x80 for two"
-    " hosts; without it this host's (only elastictrain.run)",
+    "--dry-run [GPUS]": "print the memory that a GPU needs, what fits, and end (elastictrain.run only); GPUS: 80 for one of"
+    " 80 GB, 8x80, or 2x8x80 for two hosts; without it those of this host",
     "--help [TOPIC]": "print this and end; TOPIC is a group or a key, e.g. --help train; with recipe=NAME also the keys of its"
     " task and model",
 }

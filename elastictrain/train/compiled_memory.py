@@ -111,7 +111,8 @@ def _storages(node: fx.Node) -> dict[int, int]:
 def _is_view(node: fx.Node, storages: dict[fx.Node, dict[int, int]]) -> bool:
     if node.op != "call_function":
         return False
-    return node.target is operator.getitem or any(one in storages[used] for used in node.all_input_nodes for one in storages[node])
+    shared = (one in storages[used] for used in node.all_input_nodes for one in storages[node])
+    return node.target is operator.getitem or any(shared)
 
 
 def _is_computed_inside(node: fx.Node) -> bool:

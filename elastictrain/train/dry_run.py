@@ -103,7 +103,7 @@ def read_gpu_set(text: str, identity: Identity) -> GpuSet:
         match = _GPUS.fullmatch(text)
         hosts, per_host, gigabytes = (int(part or 1) for part in match.groups()) if match else (0, 0, 0)
         if not hosts * per_host * gigabytes:
-            raise UsageError(f"--dry-run must be followed by [[HOSTSx]GPUSx]GB, as in 80, 8x80 or 2x8x80, but {text!r} is not that")
+            raise UsageError(f"--dry-run must be followed by [[HOSTSx]GPUSx]GB, as in 80, 8x80 or 2x8x80, but not by {text!r}")
         return GpuSet(hosts, per_host, gigabytes * 10**9)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_bytes = torch.cuda.get_device_properties(0).total_memory if there else None

@@ -105,9 +105,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
-    from torchruns import environment, last_wins
-
     import torch
+    from torchruns import environment, last_wins
 
     measures, worst = torch.cuda.is_available(), 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +132,8 @@ def main() -> int:
                 row["failed"], worst = log.read_text()[-3000:], 1.0
             row |= {"dry_run_s": predicted.pop("seconds"), "wall_s": time.monotonic() - began}
             row["uses_gb"] = {use: round(num_bytes / 1e9, 2) for use, num_bytes in predicted.items()}
-            print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}), flush=True)
+            rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+            print(json.dumps(rounded), flush=True)
     print(f"worst error: {worst:.1%}" if measures else "no GPU: nothing measured", flush=True)
     return int(worst > 0.1)
 
