@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +18,21 @@ class StartTimes:
 
     seconds: dict[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)  # what a launcher did before this process
-    compile_s: float = 0.0  # of compilers, within the parts
-    _since_s: float = field(default_factory=time.monotonic)
-    _compiles_since_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    compile_s: float = field(default=0.0, init=False)  # of compilers, within the parts
+    _since_s: float = field(init=False)
+    _compiles_since_s: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._since_s = self.clock()
 
     def end_part(self, name: str) -> None:
-        now_s = time.monotonic()
+        now_s = self.clock()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + now_s - self._since_s, 4)
         self._since_s = now_s
 
     def compiling(self, *, begins: bool) -> None:
-        now_s = time.monotonic()
+        now_s = self.clock()
         if self._compiles_since_s is not None:
             self.compile_s += now_s - self._compiles_since_s
         self._compiles_since_s = now_s if begins else None

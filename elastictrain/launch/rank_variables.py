@@ -1,6 +1,5 @@
 """The environment of workers, as torchrun would set it."""
 
-import time
 from contextlib import suppress
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
@@ -18,7 +17,6 @@ from elastictrain.identity import (
 )
 from elastictrain.launch.membership.records import Generation
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
-from elastictrain.start_times import ORDERED
 
 STOP_NAME = "stop.json"
 _LOOPBACK = "127.0.0.1"
@@ -50,7 +48,6 @@ def plan_workers(
         GENERATION: str(generation.number),
         RESTARTED: "1" if restarted else "0",
         FOLDER: folder,
-        ORDERED: str(time.clock_gettime(time.CLOCK_BOOTTIME)),
         STORE_HOST: members[0].name,
         STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
         RECOVERY: encode_record(recovery).decode() if recovery is not None else "",

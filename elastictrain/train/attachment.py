@@ -98,7 +98,7 @@ class Attachment:
             leave_begun(launcher.folder, resumed_step=self.first_step - 1)
         self._record_first_step()
         if self._tuner is not None:
-            self._tuner.recover_s = sum(context.seconds.values())
+            self._tuner.recover_s = sum(context.times.seconds.values())
         self._record_recovery(resumed_step=self.first_step - 1)
         self.saving.first_step_done()
 
@@ -115,7 +115,7 @@ class Attachment:
         if plan is None or context.identity.rank != context.generation.recovery_rank:
             return
         now = time.time()
-        seconds = {"launcher": context.began - plan.since, **context.seconds, "total": now - plan.since}
+        seconds = {"launcher": context.began - plan.since, **context.times.seconds, "total": now - plan.since}
         context.journal.record(
             Recovery(
                 rung="restart" if plan.rung == "in_place" and not context.generation.hosts_that_stayed else plan.rung,

@@ -279,7 +279,7 @@ def record_start(context: TrainContext) -> None:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         config_digest=config_digest(context.config),
         versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        seconds={**context.seconds},
+        seconds={**context.times.seconds},
         pids=context.generation.pids,
     )
     context.journal.record(start)

@@ -60,13 +60,13 @@ def make_results(graph: fx.Graph, arguments: Sequence[Any]) -> list[Any]:
             found.setdefault(node, value)
             continue
         ((key, num_bytes),) = _storages(node).items()
-        sizes, strides, like = value.shape, value.stride(), {"dtype": value.dtype, "device": value.device}
-        if key not in bases and num_bytes == torch.empty_strided(sizes, strides, **like).untyped_storage().nbytes():
-            # A view would be another kind of tensor to FSDP.
-            found[node] = bases[key] = torch.empty_strided(sizes, strides, **like)
+        # A view would be another kind of tensor to FSDP.
+        whole = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        if key not in bases and whole.untyped_storage().nbytes() == num_bytes:
+            found[node] = bases[key] = whole
             continue
-        base = bases.setdefault(key, torch.empty(num_bytes // value.itemsize, **like))
-        found[node] = base.as_strided(sizes, strides, value.storage_offset())
+        base = bases.setdefault(key, torch.empty(num_bytes // value.itemsize, dtype=value.dtype, device=value.device))
+        found[node] = base.as_strided(value.shape, value.stride(), value.storage_offset())
     return [found[one] if isinstance(one, fx.Node) else one for one in output.args[0]]
 
 

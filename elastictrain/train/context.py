@@ -1,7 +1,7 @@
 """What all parts of one generation share."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -75,11 +75,6 @@ class TrainContext:
     # why this rank's records cannot be stored; ends the rank, but only after the others know its host
     unwritable: StorageError | None = field(default=None, init=False)
     group: Group = field(init=False)
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Of each part of the start, by name."""
-        return self.times.seconds
 
     @property
     def on_gpu(self) -> bool:

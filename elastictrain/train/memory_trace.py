@@ -49,7 +49,7 @@ class Use(StrEnum):
 
 
 @dataclass(slots=True)
-class Span:
+class AllocationSpan:
     """Memory that exists from one moment to another one; None: to the end."""
 
     num_bytes: int
@@ -65,7 +65,7 @@ class Peak:
     phase: str
 
 
-def peak_of(spans: Sequence[Span], *, phases: Sequence[tuple[int, str]]) -> Peak:
+def peak_of(spans: Sequence[AllocationSpan], *, phases: Sequence[tuple[int, str]]) -> Peak:
     """The moment with the most memory. `phases`: the moments at which they begin, ascending. Pure."""
     changes: Counter[int] = Counter()
     for one in spans:
@@ -85,16 +85,16 @@ def peak_of(spans: Sequence[Span], *, phases: Sequence[tuple[int, str]]) -> Peak
 
 
 @dataclass(slots=True)
-class MemoryLog(TorchDispatchMode):
+class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each storage that torch makes while this mode is on, until it is gone."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[AllocationSpan] = field(default_factory=list)
     phases: list[tuple[int, str]] = field(default_factory=list)
     _now: int = 0
-    _held: dict[int, Span] = field(default_factory=dict)  # by storage
+    _held: dict[int, AllocationSpan] = field(default_factory=dict)  # by storage
 
     def __post_init__(self) -> None:
-        TorchDispatchMode.__init__(self)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
 
     @classmethod
@@ -115,7 +115,7 @@ class MemoryLog(TorchDispatchMode):
 
     def hold(self, num_bytes: int) -> None:
         """Memory of this moment."""
-        self.spans.append(Span(num_bytes, Use.TEMPORARY, self._now, self._now + 1))
+        self.spans.append(AllocationSpan(num_bytes, Use.TEMPORARY, self._now, self._now + 1))
         self._now += 1
 
     def use_for(self, use: Use, tensors: Sequence[Tensor]) -> None:
@@ -150,7 +150,7 @@ class MemoryLog(TorchDispatchMode):
             return
         else:
             before.end, before.use = self._now, use
-        self._held[key] = span = Span(num_bytes, use, self._now)
+        self._held[key] = span = AllocationSpan(num_bytes, use, self._now)
         self.spans.append(span)
 
     def _drop(self, key: int) -> None:
@@ -160,7 +160,7 @@ class MemoryLog(TorchDispatchMode):
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
         """FSDP gives memory back, and takes it again, by the size of a storage, which is no operator of torch's."""
-        resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
+        resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             found = resize(storage, size)
@@ -172,7 +172,7 @@ class MemoryLog(TorchDispatchMode):
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
 
 
 def trace_step(config: RunConfig, task: Task, identity: Identity, *, samples: Samples) -> Peak:
