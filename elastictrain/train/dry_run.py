@@ -2,7 +2,6 @@
 
 import logging
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -73,9 +72,7 @@ def dry_run(config: RunConfig, identity: Identity, *, gpus: str) -> str:
     @cache
     def measure(mode: Checkpointing, micro_batch: int) -> Peak:
         changed = replace(train, activation_checkpointing=mode, micro_batch=micro_batch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return trace_step(replace(config, train=changed), task, rank, samples=samples)
+        return trace_step(replace(config, train=changed), task, rank, samples=samples)
 
     logging.disable(logging.WARNING)  # what torch says of tensors that training never sees
     try:

@@ -1,9 +1,10 @@
 """What a rank holds in memory in a step, found without that memory: the run's own model, wrapping, optimizer and step, on
 tensors that have a size and no content, in a group that communicates with nobody."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, cast
@@ -28,7 +29,7 @@ from elastictrain.storage.store import Store
 from elastictrain.train.compiled_memory import sizing_backend
 from elastictrain.train.context import Samples, TrainContext
 from elastictrain.train.optimizer import make_optimizers
-from elastictrain.train.parameters import allocate, build_model, local
+from elastictrain.train.parameters import allocate, local
 from elastictrain.train.step import StepFlags, Stepper
 from elastictrain.train.task import HasBlocks, InitializesParameters, Task, UpdatesInTurn
 from elastictrain.train.weight_average import WeightAverage
@@ -182,6 +183,8 @@ def trace_step(config: RunConfig, task: Task, identity: Identity, *, samples: Sa
     tracker = ProgressTracker()
     context = TrainContext(config, identity, tracker, lambda: None, lambda: None, "gloo", task, samples, cast(Store, None))
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         context.group = lone_group(identity, backend="gloo", on_gpu=False)
         stack.callback(detach, _DETACH_S)
         stack.callback(torch.compiler.reset)
@@ -205,8 +208,8 @@ def _build(context: TrainContext, fake: FakeTensorMode, log: MemoryLog) -> Stepp
     shape = MeshShape(1, 1) if copied else shape
     wrapping = Wrapping(shape, config.parallel, config.train, device, in_part=isinstance(task, UpdatesInTurn))
     on_meta = isinstance(task, InitializesParameters)
-    with nullcontext() if on_meta else fake:
-        model = build_model(task, seed=config.run.seed, device=device)
+    with torch.device("meta") if on_meta else fake:
+        model = task.build_model()
     # Not in `fake`: a mesh has content, and so have the probes that show what state an optimizer makes.
     wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else ())
     if on_meta:

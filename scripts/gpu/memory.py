@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -90,9 +89,7 @@ def predict(arguments: list[str]) -> dict[str, float]:
 
     began, config = time.monotonic(), load(arguments)
     identity = Identity(0, 1, 0, 1, "localhost", launched=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peak = trace_step(config, cast(Task, build_task(config)), identity, samples=blank_samples(config))
+    peak = trace_step(config, cast(Task, build_task(config)), identity, samples=blank_samples(config))
     uses = {str(use): float(num_bytes) for use, num_bytes in peak.uses.items()}
     return {"peak": float(peak.num_bytes), **uses, "seconds": time.monotonic() - began}
 
