@@ -44,6 +44,13 @@ class Start(Event, tag="start", frozen=True):
     pids: Mapping[str, int] = {}  # the processes by rank
 
 
+class FirstStep(Event, tag="first_step", frozen=True):
+    """The first step of a start is done. `seconds` are all since the command, by part; a recovery has a record of its own."""
+
+    step: int
+    seconds: Mapping[str, float]
+
+
 class Recovery(Event, tag="recovery", frozen=True):
     """Training goes on after a failure: the first step of the next generation is done. `seconds` has the time since the
     launcher noticed the failure (`total`) and its parts."""

@@ -14,6 +14,7 @@ from elastictrain.fault.reasons import Reason, elect_reporter, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase
+from elastictrain.start_times import of_this_process
 
 if TYPE_CHECKING:
     from elastictrain.config.compose import Composed
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     """Run to the end; returns the exit code. A process that trained must end with `leave_process`. `composed`: see
     `config.load`."""
     # Imports take seconds, in which the agent that started this worker may die: its pid must be read before.
-    parent = os.getppid()
+    parent, times = os.getppid(), of_this_process(os.environ)
     arguments, program = split_program(sys.argv[1:] if arguments is None else arguments)
     if program:
         from elastictrain.own_loop.program import run_program
@@ -32,17 +33,25 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     identity: Identity | None = None
     try:
         identity = read_identity(os.environ)
-        from elastictrain.config.help import requested_help
+        from elastictrain.config.command_line import read_command_line
+        from elastictrain.config.help import RUN, requested_help
         from elastictrain.config.load import load
 
-        text = requested_help(arguments, program="python -m elastictrain.run", purpose="Train, or continue training.")
+        text = requested_help(arguments, program=RUN, purpose="Train, or continue training.")
         if text is not None:
             if identity.is_log_rank:
                 sys.stdout.write(f"{text}\n")
             return EXIT_OK
         config = load(arguments, composed=composed)
+        if (line := read_command_line(arguments)).action == "dry_run":
+            from elastictrain.train.dry_run import dry_run
+
+            if identity.is_log_rank:
+                sys.stdout.write(f"{dry_run(config, identity, gpus=line.topic)}\n")
+            return EXIT_OK
     except ElasticTrainError as error:
         return complain(error, identity)
+    times.end_part("configuration")
     from elastictrain.distributed.device import start_device
     from elastictrain.fault.exits import wait_for_previous_workers
     from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, open_channel
@@ -50,8 +59,9 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     start_device(config.parallel, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import run_worker
 
+    times.end_part("imports")
     channel, standby = open_channel(os.environ), os.environ.get(STANDBY_VARIABLE, "")
-    return run_worker(config, identity, parent=parent, channel=channel, standby=standby)
+    return run_worker(config, identity, parent=parent, channel=channel, standby=standby, times=times)
 
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:

@@ -13,7 +13,7 @@ from elastictrain.config.constraints import show
 from elastictrain.config.validate import suggest_choice
 from elastictrain.errors import Problem, UsageError
 
-OPTIONS = ("--config-dir", "--cfg", "--help")
+OPTIONS = ("--config-dir", "--cfg", "--dry-run", "--help")
 _MANY_RUNS = (
     "one command is one run, in a run.dir of its own; type a loop: "
     'for lr in 1e-3 3e-4; do COMMAND optim.lr="$lr" run.dir="runs/lr-$lr"; done'
@@ -36,15 +36,16 @@ _EXPLAINED = " (--help explains the command line)"
 class CommandLine:
     overrides: tuple[str, ...]  # `recipe=X`, `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`, unread
     config_dirs: tuple[str, ...]  # the user's folders with recipes, models and so on
-    action: Literal["run", "help", "show"]  # train; or print the keys (`--help`), or the configuration (`--cfg job`)
-    topic: str  # of `--help TOPIC`: a group or key, "" for all
+    # train; or print the keys (`--help`), the configuration (`--cfg job`), or the memory that it needs (`--dry-run`)
+    action: Literal["run", "help", "show", "dry_run"]
+    topic: str  # of `--help TOPIC`: a group or key, "" for all; of `--dry-run GPUS`: which ones, "" for this host's
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
     """Raises: UsageError that names every option that is unknown or lacks its value."""
     overrides: list[str] = []
     config_dirs: list[str] = []
-    action: Literal["run", "help", "show"] = "run"
+    action: Literal["run", "help", "show", "dry_run"] = "run"
     topic = ""
     wrong: list[str] = []
     rest = list(arguments)
@@ -53,8 +54,8 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         option, equals, value = argument.partition("=")
         if not argument.startswith("-"):
             overrides.append(argument)
-        elif option in ("--help", "-h"):
-            action = "help"
+        elif option in ("--help", "-h", "--dry-run"):
+            action = "dry_run" if option == "--dry-run" else "help"
             if rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
                 topic = rest.pop(0)
         elif option in _HYDRA_OPTIONS:

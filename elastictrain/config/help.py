@@ -16,6 +16,7 @@ from elastictrain.errors import ConfigError, UsageError
 
 Choices = Mapping[str, Mapping[str, Path]]
 
+RUN = "python -m elastictrain.run"
 _OPTIONS = {
     "recipe=NAME": "a whole run; everything else changes it",
     "GROUP=CHOICE": "another choice of one group, e.g. parallel=fsdp",
@@ -23,6 +24,8 @@ _OPTIONS = {
     "-- PROGRAM [ARGS]": "last: a Python file, or -m MODULE, with a loop of its own, in the place of a recipe",
     "--config-dir DIR": "a folder of your own with recipe/*.yaml, model/*.yaml ...; may be given several times",
     "--cfg job": "print the resolved configuration and end",
+    "--dry-run [GPUS]": "print the memory that a GPU needs, what fits, and end (elastictrain.run only); GPUS: 80 for one of"
+    " 80 GB, 8x80, or 2x8x80 for two hosts; without it those of this host",
     "--help [TOPIC]": "print this and end; TOPIC is a group or a key, e.g. --help train; with recipe=NAME also the keys of its"
     " task and model",
 }
@@ -41,7 +44,9 @@ def requested_help(arguments: Sequence[str], *, program: str, purpose: str) -> s
     line = read_command_line(arguments)
     if line.action == "show":
         return to_yaml(load(arguments)).rstrip()
-    if line.action == "run":
+    if line.action == "dry_run" and program != RUN:
+        raise UsageError(f"--dry-run must be given to `{RUN}`, but is given to `{program}`")
+    if line.action in ("run", "dry_run"):
         return None
     choices = read_choices(line.config_dirs)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)

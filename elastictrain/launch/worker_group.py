@@ -20,6 +20,7 @@ from elastictrain.identity import FOLDER, PREVIOUS_WORKERS
 from elastictrain.launch.fork_server_link import ForkServerLink
 from elastictrain.launch.rank_variables import transport_variables
 from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, outlives, with_children
+from elastictrain.start_times import ORDERED
 
 logger = logging.getLogger(__name__)
 
@@ -280,10 +281,11 @@ class WorkerGroup:
         assert self._server is not None  # noqa: S101
         self._order += 1
         pairs = [socket.socketpair() for _ in environments]
+        ordered = str(time.clock_gettime(time.CLOCK_BOOTTIME))
         message = {
             "order": self._order,
             "arguments": arguments,
-            "environments": environments,
+            "environments": [{**one, ORDERED: ordered} for one in environments],
             "store_port": store_port,
             "folder": folder,
         }

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from elastictrain.checkpoint.save_interval import SaveTuner
 from elastictrain.errors import StopRequestedError
-from elastictrain.events import Recovery, SaveIntervalChosen
+from elastictrain.events import FirstStep, Recovery, SaveIntervalChosen
 from elastictrain.fault.reasons import leave_begun
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
@@ -31,7 +31,6 @@ class Attachment:
     reached: Reached = field(init=False)  # what the next start can resume from
     finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
     first_step: int = field(init=False)
-    _began_s: float = field(init=False)
     _last_save_s: float = field(init=False)
     _last_save_step: int = field(default=0, init=False)
     _tuner: SaveTuner | None = field(default=None, init=False)  # of rank 0, with `checkpoint.every_steps=auto`
@@ -40,7 +39,7 @@ class Attachment:
     def __post_init__(self) -> None:
         self.reached = Reached(self.state.step, "storage" if self.state.step else "nothing")
         self.first_step = self.state.step + 1
-        self._last_save_s = self._began_s = self._last_finished_s = self.clock()
+        self._last_save_s = self._last_finished_s = self.clock()
         options = self.context.config.checkpoint
         if options.every_steps == "auto" and self.context.identity.rank == 0:
             self._tuner = SaveTuner(self.context.job.failures, max_lost_s=options.max_lost_s)
@@ -97,10 +96,17 @@ class Attachment:
         context.tracker.first_step_done()
         if launcher is not None and context.identity.local_rank == 0:
             leave_begun(launcher.folder, resumed_step=self.first_step - 1)
+        self._record_first_step()
         if self._tuner is not None:
-            self._tuner.recover_s = self.clock() - self._began_s + sum(context.seconds.values())
+            self._tuner.recover_s = sum(context.times.seconds.values())
         self._record_recovery(resumed_step=self.first_step - 1)
         self.saving.first_step_done()
+
+    def _record_first_step(self) -> None:
+        context, launcher = self.context, self.context.identity.launcher
+        context.times.end_part("first_step")
+        if context.identity.is_log_rank and (launcher is None or launcher.recovery is None):
+            context.journal.record(FirstStep(step=self.first_step, seconds=context.times.of_first_step()))
 
     def _record_recovery(self, *, resumed_step: int) -> None:
         """As one rank: after a failure, record how training has come to go on."""
@@ -108,8 +114,8 @@ class Attachment:
         plan = launcher.recovery if launcher is not None else None
         if plan is None or context.identity.rank != context.generation.recovery_rank:
             return
-        now, steps_s = time.time(), self.clock() - self._began_s
-        seconds = {"launcher": context.began - plan.since, **context.seconds, "first_step": steps_s, "total": now - plan.since}
+        now = time.time()
+        seconds = {"launcher": context.began - plan.since, **context.times.seconds, "total": now - plan.since}
         context.journal.record(
             Recovery(
                 rung="restart" if plan.rung == "in_place" and not context.generation.hosts_that_stayed else plan.rung,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from elastictrain.errors import ConfigError, DataError, Problem
 from elastictrain.events import Resume, Start
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.appendlog import open_append_log
+from elastictrain.torch_private import follow_compilations
 from elastictrain.train.checks import signing_key, store_config
 from elastictrain.train.compile_cache import begin_compile_cache
 from elastictrain.train.context import TrainContext
@@ -87,6 +87,9 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     compile_cache = begin_compile_cache(context) if before is None or not before.finished_step else None
     with context.timed("build", Phase.BUILD):
         wrapped, state = build_state(context, before)
+    times = context.times
+    # Where the optimizer has imported the compiler.
+    follow_compilations(begins=lambda: times.compiling(begins=True), ends=lambda: times.compiling(begins=False))
     with context.timed("keeper"):
         memory = connect_savers(context, link, arena=before.arena if before is not None else None)
     checkpointer = make_checkpointer(context)
@@ -100,6 +103,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     observer = LogRankObserver(context, resume, flops_per_token=flops_per_token) if identity.is_log_rank else Observer()
     if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
         observer.print_line(sentence)
+    context.times.end_part("loggers")
     ledger = None
     if config.data.ledger:
         key = f"ledger/{context.generation.name}-r{identity.rank:05d}.jsonl"
@@ -115,6 +119,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         evaluator = Evaluator(context, wrapped, context.samples.held_out, names.check)
     if compile_cache is not None:
         compile_cache.wait()
+    context.times.end_part("compile_cache")
     return Loop(
         context=context,
         state=state,
@@ -245,7 +250,7 @@ def restore(
         resume = Resume(
             step=state.step, tier=result.tier, checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds
         )
-    context.seconds["restore"] = round(time.monotonic() - began, 4)
+    context.times.end_part("restore")
     if identity.is_log_rank:
         context.journal.record(resume)
     if identity.local_rank == 0:
@@ -266,11 +271,7 @@ def _begin(context: TrainContext, state: TrainState) -> None:
 
 def record_start(context: TrainContext) -> None:
     store_config(context.store, context.config)
-    device, seconds = context.group.device, context.seconds
-    if context.identity.launcher is None:
-        # What came before the first part, such as imports; a launcher records when it begins a generation.
-        process_s = time.time() - psutil.Process().create_time() - sum(seconds.values())
-        seconds = {"process": round(max(0.0, process_s), 4), **seconds}
+    device = context.group.device
     start = Start(
         world_size=context.identity.world_size,
         hosts=tuple(dict.fromkeys(context.generation.hosts)),
@@ -278,7 +279,7 @@ def record_start(context: TrainContext) -> None:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         config_digest=config_digest(context.config),
         versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        seconds=seconds,
+        seconds={**context.times.seconds},
         pids=context.generation.pids,
     )
     context.journal.record(start)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from elastictrain.errors import (
 )
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.start_times import StartTimes
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.private import temporary_folder
@@ -67,26 +67,31 @@ def check_alone(
     tracker: ProgressTracker,
     stop_request: StopRequested,
     check_attached: Callable[[], None] = lambda: None,
+    times: StartTimes | None = None,
 ) -> TrainContext:
-    """Check what needs no other rank, and set torch's environment. Raises: ElasticTrainError."""
-    began = time.monotonic()
+    """Check what needs no other rank, and set torch's environment. `times` of the start, which go on here. Raises:
+    ElasticTrainError."""
+    times = times if times is not None else StartTimes()
     signing_key(config)
     make_loggers(config.telemetry.loggers)
+    times.end_part("loggers")
     backend = choose_backend(config, identity)
+    times.end_part("device")
     seed_everything(derive_seed(config.run.seed, "task"))
     task = cast(Task, build_task(config))
     if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
         message = "needs a task that names its blocks (method `blocks`); set it to none"
         raise ConfigError([Problem("train.activation_checkpointing", message)])
+    times.end_part("task")
     store = open_store(config.run.dir)
     if identity.local_rank == 0:
         # With several hosts the preflight names the one that cannot write; a rank that left earlier would only be missing.
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
+    times.end_part("run_folder")
     samples = open_samples(task, config)
-    context = TrainContext(config, identity, tracker, stop_request, check_attached, backend, task, samples, store)
-    context.seconds["checks"] = round(time.monotonic() - began, 4)
-    return context
+    times.end_part("data")
+    return TrainContext(config, identity, tracker, stop_request, check_attached, backend, task, samples, store, times)
 
 
 def choose_backend(config: RunConfig, identity: Identity) -> Backend:

@@ -22,6 +22,7 @@ from elastictrain.identity import Identity
 from elastictrain.lease.holder import Lease
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.start_times import StartTimes
 from elastictrain.storage.store import Store
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.task import Task
@@ -62,8 +63,8 @@ class TrainContext:
     task: Task
     samples: Samples
     store: Store
+    times: StartTimes = field(default_factory=StartTimes)
     began: float = field(default_factory=time.time, init=False)  # unix time
-    seconds: dict[str, float] = field(default_factory=dict, init=False)  # of each part of the start, by name
     rendezvous: BoundedStore = field(init=False)  # the store that the ranks meet through
     job: JobNotes = field(init=False)
     lease: Lease | None = field(default=None, init=False)  # rank 0's, where no launcher runs: launchers hold their own
@@ -96,12 +97,11 @@ class TrainContext:
 
     @contextmanager
     def timed(self, name: str, phase: Phase | None = None) -> Iterator[None]:
-        """Enter `phase`, and note in `seconds` how long the block takes."""
+        """Enter `phase`; the block, and what came since the part before it, is this part of the start."""
         if phase is not None:
             self.tracker.set_phase(phase)
-        began = time.monotonic()
         yield
-        self.seconds[name] = round(time.monotonic() - began, 4)
+        self.times.end_part(name)
 
     def leave_if_asked(self) -> None:
         """Raises: StopRequestedError, DetachedError."""

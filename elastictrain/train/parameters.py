@@ -33,6 +33,12 @@ def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> No
     order, and only one whole parameter exists at a time."""
     if not isinstance(task, InitializesParameters):
         return
+    allocate(model, device=device)
+    _initialize(model, task, seed=seed, device=device)
+
+
+def allocate(model: nn.Module, *, device: torch.device) -> None:
+    """Give a model from the meta device memory, of any content."""
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
@@ -42,7 +48,6 @@ def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> No
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-    _initialize(model, task, seed=seed, device=device)
 
 
 @torch.no_grad()

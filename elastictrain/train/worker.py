@@ -16,6 +16,7 @@ from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Watchdog
+from elastictrain.start_times import StartTimes
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import claim_memory
 from elastictrain.train.build import BuiltState, build, detached
@@ -30,10 +31,13 @@ from elastictrain.train.trial import try_task
 logger = logging.getLogger(__name__)
 
 
-def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: LauncherChannel | None, standby: str) -> int:
+def run_worker(
+    config: RunConfig, identity: Identity, *, parent: int, channel: LauncherChannel | None, standby: str, times: StartTimes
+) -> int:
     """Train to the end in this process; returns the exit code. Only this function and run.py touch process-wide settings.
     `parent` is the process that started this one, read before anything else was done. `standby`: the kind of standby, one of
-    `fault.launcher_channel`; it waits for its rank, and `identity` is a likely one. Empty: it is none."""
+    `fault.launcher_channel`; it waits for its rank, and `identity` is a likely one. Empty: it is none. `times`: those of the
+    start so far."""
     tracker = ProgressTracker()
     prefix = LogPrefix(identity.rank, step=lambda: tracker.mark.step)
     set_up_logging(prefix)
@@ -46,7 +50,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, channel: L
     if identity.launched and not follow_parent(parent):
         return EXIT_STOPPED
     part = Participant(config, identity, tracker, prefix, stop, parent, channel)
-    worker = Worker(part)
+    worker = Worker(part, times)
     watchdog = Watchdog(
         config.fault,
         mark=lambda: tracker.mark,
@@ -75,6 +79,7 @@ class Worker:
     """This process trains a task in the generations that `part` joins. The main thread calls `run`."""
 
     part: Participant
+    times: StartTimes = field(default_factory=StartTimes)
     checked: TrainContext | None = field(default=None, init=False)  # of the generation before, or of a standby
     built: BuiltState | None = field(default=None, init=False)
     loop: Loop | None = field(default=None, init=False)  # of the present generation
@@ -122,6 +127,7 @@ class Worker:
             tracker=part.tracker,
             stop_request=lambda: part.stop.request,
             check_attached=part.check_attached,
+            times=self.times,
         )
         recovers = identity.launcher is not None and identity.launcher.recovery is not None
         if tried and identity.local_rank == 0 and not recovers:

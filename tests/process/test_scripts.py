@@ -223,6 +223,20 @@ def gpu_shells(folder: Path) -> None:
         assert load(words[script + 1 :], with_task=False).parallel.kind == "fsdp"
 
 
+def first_step(folder: Path) -> None:
+    said = python("first_step.py", "--turns", "1", "--ways", "run", "--", "recipe=llama_tiny", *SMALL, folder=folder)
+    kinds = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert [one.pop("kind") for one in kinds] == ["run, cold", "run, warm"]
+    for one in kinds:
+        assert abs(2 * one["wall"] - sum(one.values())) < 0.2, "a part of the start has no name"
+
+
+def gpu_memory(folder: Path) -> None:
+    arguments = ("--only", "1b, compiled", "--", "model=tiny", "train.seq_len=32")
+    row = json.loads(python("gpu/memory.py", *arguments, folder=folder, CUDA_VISIBLE_DEVICES="").splitlines()[0])
+    assert row["predicted_gb"] > 0
+
+
 CHECKS: Mapping[str, Check] = {
     "bench_checkpoint.py": bench_checkpoint,
     "bench_compare.py": bench_compare,
@@ -233,8 +247,10 @@ CHECKS: Mapping[str, Check] = {
     "bench_start.py": bench_start,
     "bench_step.py": bench_step,
     "demo.sh": demo,
+    "first_step.py": first_step,
     "fuzz_run_folder.py": fuzz_run_folder,
     "gpu/engine.py": gpu_engine,
+    "gpu/memory.py": gpu_memory,
     "gpu/preflight.py": gpu_preflight,
     "gpu/variants.sh": gpu_shells,
     "setup.sh": setup,

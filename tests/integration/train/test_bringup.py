@@ -89,8 +89,9 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         started.journal.record(stop)
         form_group(started)
         assert life.tracker.mark.phase == Phase.PREFLIGHT
-        assert [*started.seconds] == [
-            "checks", "predecessors", "memory", "rendezvous", "preflight", "group", "preflight_group",
+        assert [*started.times.seconds] == [
+            "loggers", "device", "task", "run_folder", "data", "predecessors", "memory", "rendezvous", "preflight", "group",
+            "preflight_group",
         ]  # fmt: skip
         assert len(started.samples.train) == 64
         (introduction,) = started.generation.ranks
@@ -138,7 +139,7 @@ def test_who_does_not_let_go_of_what_this_start_needs_is_named(
     monkeypatch.setattr("elastictrain.fault.exits.PREVIOUS_EXIT_TIMEOUT_S", 0.3)
     life = Life(of(tmp_path / "run"), identity=after_this_process())
     started = life.begin()
-    assert started.seconds["predecessors"] >= 0.3
+    assert started.times.seconds["predecessors"] >= 0.3
     (warning,) = [record for record in caplog.records if record.name == "elastictrain.train.bringup"]
     assert warning.args == (str(os.getpid()),)
     leave(started.group)

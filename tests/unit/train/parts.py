@@ -16,6 +16,7 @@ from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape
 from elastictrain.errors import ReplicasDivergedError
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.start_times import StartTimes
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
 from elastictrain.train.task import LossOutput
@@ -48,6 +49,7 @@ def context_of(**parts: object) -> TrainContext:
     usual: dict[str, object] = {
         "identity": Identity(0, 1, 0, 1, "here", launched=False),
         "tracker": ProgressTracker(),
+        "times": StartTimes(),
         "group": SimpleNamespace(control=None, device=CPU),
         "journal": SimpleNamespace(record=lambda event: None, flush=lambda: None),
         "job": SimpleNamespace(

@@ -55,6 +55,7 @@ from elastictrain.fault.reasons import read_straggler
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher, RecoveryPlan
 from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.start_times import StartTimes
 from elastictrain.train.evaluate import Evaluation, Evaluator
 from elastictrain.train.evaluation_history import EvaluationHistory
 from elastictrain.train.loop import Loop
@@ -223,7 +224,7 @@ class World:
                 self.rank, 2, self.rank % self.local_ranks, self.local_ranks, "here", launched=True, launcher=self.launcher
             ),
             check_attached=self.check_attached,
-            seconds={"build": 1.5},
+            times=StartTimes({"build": 1.5}, clock=lambda: self.now_s),
             began=WALL_S + 2.0,
             generation=AgreedGeneration("000002-bb", RANKS),
             tracker=tracker,
