@@ -146,8 +146,7 @@ class HostPreflight:
     _began: float = field(default=0.0, init=False)
 
     def check(self) -> Report:
-        """Collective: yes, through the exchange. Raises: PreflightError if a host that the others need does not report;
-        TransportError if the exchange does not answer."""
+        """Collective: yes. Raises: PreflightError if a host does not report; TransportError if the exchange does not answer."""
         self._began = self.clock()
         plan = result = None
         if self.layout.leads_host:

@@ -51,8 +51,7 @@ class ExpectedResult:
 
 
 def table(dtype: torch.dtype, *, world_size: int) -> Tensor:
-    """`[world_size, ROW]` whole numbers, a row for each rank; the same on all ranks. They are as large as the dtype allows: each
-    partial sum of a column is exact, in any order."""
+    """`[world_size, ROW]`, a row for each rank: the largest whole numbers whose partial sums are all exact, in any order."""
     exact = round(2 / torch.finfo(dtype).eps)
     most = max(_LEAST_MOST, exact // world_size)
     rows = torch.randint(-most, most + 1, (world_size, ROW), generator=torch.Generator().manual_seed(_SEED))

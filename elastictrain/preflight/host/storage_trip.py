@@ -175,7 +175,7 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
     if (failure := facts.failure) is not None:
         measured, expected = f"{facts.doing or 'start'}: {failure.message}", f"create, read, list and delete in {facts.url}"
         remedy, may_pass = _remedy(facts, failure, host, environment), failure.fault in ("TRANSIENT", "STALLED")
-        return report.failed(measured, expected=expected, remedy=remedy, may_pass=may_pass)
+        return replace(report.failed(measured, expected=expected, remedy=remedy), may_pass=may_pass)
     total_ms = round(sum(ms for _, ms in facts.steps), 1)
     if total_ms > SLOW_MS:
         slowest, ms = max(facts.steps, key=lambda step: step[1])

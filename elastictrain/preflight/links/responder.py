@@ -63,28 +63,23 @@ LEAST_SLICE_S = 0.08  # long enough to smooth a burst allowance or a buffer; a s
 
 @dataclass(slots=True)
 class Meter:
+    """Bytes of a stream, and their rate in its best slice: a busy processor makes one slower, never faster."""
+
     num_bytes: int = 0
-    _marks: list[tuple[float, int]] = field(default_factory=list, init=False)
+    _slice: tuple[float, int] | None = field(default=None, init=False)  # when it began, and the bytes by then
+    _rate: float = field(default=0.0, init=False)
+    _best: float = field(default=0.0, init=False)
 
     def add(self, count: int, *, now_s: float) -> None:
         self.num_bytes += count
-        if len(self._marks) > 1 and now_s - self._marks[-2][0] < LEAST_SLICE_S / 8:
-            # Memory stays bounded on a long stream.
-            self._marks.pop()
-        self._marks.append((now_s, self.num_bytes))
+        began_s, before = self._slice = self._slice or (now_s, self.num_bytes)
+        if now_s > began_s:
+            self._rate = (self.num_bytes - before) / (now_s - began_s)
+        if now_s - began_s >= LEAST_SLICE_S:
+            self._best, self._slice = max(self._best, self._rate), (now_s, self.num_bytes)
 
     def best_bytes_per_s(self) -> float:
-        """Rate of the best stretch of at least `LEAST_SLICE_S`: a busy processor makes one slower, never faster."""
-        marks, best, left = self._marks, 0.0, 0
-        for right in range(1, len(marks)):
-            while left + 1 < right and marks[right][0] - marks[left + 1][0] >= LEAST_SLICE_S:
-                left += 1
-            length_s = marks[right][0] - marks[left][0]
-            if length_s >= LEAST_SLICE_S:
-                best = max(best, (marks[right][1] - marks[left][1]) / length_s)
-        if best == 0.0 and marks and (seconds := marks[-1][0] - marks[0][0]) > 0:
-            best = (self.num_bytes - marks[0][1]) / seconds
-        return best
+        return self._best or self._rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +114,7 @@ def ask_to_give(channel: Channel, *, seconds: float, answer_s: float) -> StreamR
 
 
 def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:
-    """Send zeros for that long, or that many bytes; returns the part of the time without a processor. Raises: ChannelError,
-    also if the connection takes nothing for `_STALL_S`."""
+    """Send zeros for that long, or that many bytes; returns the part of the time without a processor. Raises: ChannelError."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     sent, deadline, before = 0, time.monotonic() + seconds, read_waiting()
     while (left_s := deadline - time.monotonic()) > 0 and (not max_bytes or sent < max_bytes):
@@ -134,8 +128,7 @@ def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:
 
 
 def drain(channel: Channel, *, seconds: float, idle_s: float) -> tuple[StreamResult, bytes]:
-    """Read until the other side ends or breaks off, the time is over, or nothing arrives for `idle_s`. Also returns the last
-    bytes, as many as a trailer has."""
+    """Read until the other side ends, the time is over, or nothing comes for `idle_s`. Also returns the bytes of a trailer."""
     buffer, meter, tail = memoryview(bytearray(_CHUNK_BYTES)), Meter(), b""
     deadline, before = time.monotonic() + seconds + _LATE_S, read_waiting()
     with suppress(ChannelError):
