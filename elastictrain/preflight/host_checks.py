@@ -122,7 +122,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | No
         Check("name", lambda: names.judge_name(at.names(), several_hosts=asked.several_hosts), names_s),
         Check("lookup", lambda: names.judge_lookups(at.names(), host=host), names_s),
         Check("ports", lambda: [names.check_port(port, host=host) for port in ports]),
-        Check("storage", at.check_storage, storage_s + _MARGIN_S),
+        Check("storage", at.check_storage, 2 * storage_s + _MARGIN_S),
         Check("disk", at.check_disk),
         Check("shared_memory", at.check_shared_memory),
         Check("memory", at.check_memory),

@@ -158,8 +158,6 @@ def try_port(port: int) -> int | None:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             probe.bind(("", port))
-    except OverflowError:
-        return errno.EINVAL
     except OSError as error:
         return error.errno or errno.EINVAL
     return None
