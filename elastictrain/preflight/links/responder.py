@@ -63,23 +63,28 @@ LEAST_SLICE_S = 0.08  # long enough to smooth a burst allowance or a buffer; a s
 
 @dataclass(slots=True)
 class Meter:
-    """Bytes of a stream, and their rate in its best slice: a busy processor makes one slower, never faster."""
-
     num_bytes: int = 0
-    _slice: tuple[float, int] | None = field(default=None, init=False)  # when it began, and the bytes by then
-    _rate: float = field(default=0.0, init=False)
-    _best: float = field(default=0.0, init=False)
+    _marks: list[tuple[float, int]] = field(default_factory=list, init=False)
 
     def add(self, count: int, *, now_s: float) -> None:
         self.num_bytes += count
-        began_s, before = self._slice = self._slice or (now_s, self.num_bytes)
-        if now_s > began_s:
-            self._rate = (self.num_bytes - before) / (now_s - began_s)
-        if now_s - began_s >= LEAST_SLICE_S:
-            self._best, self._slice = max(self._best, self._rate), (now_s, self.num_bytes)
+        if len(self._marks) > 1 and now_s - self._marks[-2][0] < LEAST_SLICE_S / 8:
+            # Memory stays bounded on a long stream.
+            self._marks.pop()
+        self._marks.append((now_s, self.num_bytes))
 
     def best_bytes_per_s(self) -> float:
-        return self._best or self._rate
+        """Rate of the best stretch of at least `LEAST_SLICE_S`: a busy processor makes one slower, never faster."""
+        marks, best, left = self._marks, 0.0, 0
+        for right in range(1, len(marks)):
+            while left + 1 < right and marks[right][0] - marks[left + 1][0] >= LEAST_SLICE_S:
+                left += 1
+            length_s = marks[right][0] - marks[left][0]
+            if length_s >= LEAST_SLICE_S:
+                best = max(best, (marks[right][1] - marks[left][1]) / length_s)
+        if best == 0.0 and marks and (seconds := marks[-1][0] - marks[0][0]) > 0:
+            best = (self.num_bytes - marks[0][1]) / seconds
+        return best
 
 
 @dataclass(frozen=True, slots=True)
