@@ -19,7 +19,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from decimal import Decimal
 from functools import partial
 from typing import get_args
 
@@ -36,8 +35,7 @@ from elastictrain.preflight.verdict import show
 
 MEMORY_DIR = CheckpointGroup().memory_dir
 _SPEED_PORT = 29477
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,16})?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _MODES = get_args(Mode)
 
 
@@ -132,8 +130,8 @@ def _parser() -> argparse.ArgumentParser:
 def parse_size(text: str) -> int:
     """Bytes; units are powers of 1024: `64M` is 67108864. Raises: UsageError."""
     match = _SIZE.fullmatch(text.strip())
-    num_bytes = int(Decimal(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if not 1 <= num_bytes <= _UNITS["T"] << 10:
+    num_bytes = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
+    if not 1 <= num_bytes <= 1 << 50:
         raise UsageError(f"a size must be 1 byte to 1024T, with K, M, G or T as in 64M or 10G, but is {text!r}")
     return num_bytes
 

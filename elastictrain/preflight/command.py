@@ -15,13 +15,16 @@ from elastictrain.errors import EXIT_OK, TransportError
 from elastictrain.identity import read_identity
 from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth, size_text
+from elastictrain.preflight.host.gpu import decimal
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, find_layout
 from elastictrain.preflight.policy import Level, apply_modes, decide
+from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
 
 _RENDEZVOUS_S = 60.0
 _GROUP_S = 60.0
+_TESTS_S = 60.0
 
 
 def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
@@ -57,7 +60,10 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
             error = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
         if identity.is_log_rank and table:
             stream = sys.stderr if as_json else sys.stdout
-            stream.write("\n".join([*bus_table(found.points), *pair_tables(found.pairs, layout.hosts_of_ranks), ""]))
+            alone = found.usable and backend == "nccl" and len(layout.hosts) == 1
+            theirs = ask_nccl_tests(Surroundings(), num_gpus=identity.world_size) if alone else {}
+            tables = *bus_table(found.points, theirs), *pair_tables(found.pairs, layout.hosts_of_ranks)
+            stream.write("\n".join([*tables, ""]))
     if identity.is_log_rank:
         show(verdicts, as_json=as_json)
     if error is None:
@@ -67,12 +73,21 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
     return error.exit_code
 
 
-def bus_table(points: Sequence[BandwidthPoint]) -> Iterator[str]:
-    """All-reduce by size, with the columns of nccl-tests."""
-    yield f"{'all_reduce':>12} {'time (us)':>12} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}"
+def bus_table(points: Sequence[BandwidthPoint], theirs: Mapping[int, float]) -> Iterator[str]:
+    """All-reduce by size, with the columns of nccl-tests, and its own figures (`theirs`) if there are any."""
+    yield f"{'all_reduce':>12} {'time (us)':>12} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}" + " nccl-tests" * bool(theirs)
     for one in points:
         algorithm_gbs = one.num_bytes / one.seconds / 1e9
-        yield f"{size_text(one.num_bytes):>12} {1e6 * one.seconds:12.1f} {algorithm_gbs:13.2f} {one.bus_gbs:13.2f}"
+        row = f"{size_text(one.num_bytes):>12} {1e6 * one.seconds:12.1f} {algorithm_gbs:13.2f} {one.bus_gbs:13.2f}"
+        yield row + (f" {theirs[one.num_bytes]:10.2f}" if one.num_bytes in theirs else "")
+
+
+def ask_nccl_tests(surroundings: Surroundings, *, num_gpus: int) -> dict[int, float]:
+    """Bus bandwidth in GB/s by bytes, in place between this host's GPUs, by `all_reduce_perf`; empty without it. Source: its
+    columns are size, count, type, redop, root, then time, algbw, busbw and #wrong, first out of place and then in place."""
+    told = surroundings.ask("all_reduce_perf", "-b", "1K", "-e", "1G", "-f", "4", "-g", str(num_gpus), limit_s=_TESTS_S)
+    rows = [words for line in told.splitlines() if len(words := line.split()) == 13 and words[0].isdecimal()]
+    return {int(words[0]): busbw for words in rows if (busbw := decimal(words[11])) is not None}
 
 
 def pair_tables(pairs: Mapping[int, Sequence[PairBandwidth]], hosts: Sequence[str]) -> Iterator[str]:

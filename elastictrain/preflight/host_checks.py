@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Generic, TypeVar
+from functools import cache, partial
+from typing import TypeVar
 
 import psutil
 
@@ -36,20 +36,16 @@ _TOOLS_S = 45.0
 _TRANSPORT_LIMIT_S = 5.0
 
 
-class Once(Generic[T]):
+def once(ask: Callable[[], T]) -> Callable[[], T]:
     """Caches the first result for all threads. A call that raises is not cached: the next caller asks again."""
+    lock, cached = threading.Lock(), cache(ask)
 
-    def __init__(self, ask: Callable[[], T]) -> None:
-        self._ask = ask
-        self._lock = threading.Lock()
-        self._answers: list[T] = []
-
-    def __call__(self) -> T:
+    def answer() -> T:
         # Checks run side by side: the second caller waits for the first one's tool instead of starting it again.
-        with self._lock:
-            if not self._answers:
-                self._answers.append(self._ask())
-            return self._answers[0]
+        with lock:
+            return cached()
+
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ def run_checks(checks: Sequence[Check], *, subject: str) -> list[Verdict]:
         if answer is None:
             report, limit = Reporter(check.name, subject, seconds=check.limit_s), f"{check.limit_s:g} s"
             remedy = f"look at what the check waits for on {subject}; to continue without it: preflight.checks.{check.name}=off"
-            found.append(report.failed(f"no answer in {limit}", expected="an answer", remedy=remedy, may_pass=True))
+            found.append(replace(report.failed(f"no answer in {limit}", expected="an answer", remedy=remedy), may_pass=True))
         found += answer or []
     return found
 
@@ -126,7 +122,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | No
         Check("name", lambda: names.judge_name(at.names(), several_hosts=asked.several_hosts), names_s),
         Check("lookup", lambda: names.judge_lookups(at.names(), host=host), names_s),
         Check("ports", lambda: [names.check_port(port, host=host) for port in ports]),
-        Check("storage", at.check_storage, storage_s + _MARGIN_S),
+        Check("storage", at.check_storage, 2 * storage_s + _MARGIN_S),
         Check("disk", at.check_disk),
         Check("shared_memory", at.check_shared_memory),
         Check("memory", at.check_memory),
@@ -135,7 +131,7 @@ def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | No
         Check("open_files", lambda: resources.judge_open_files(resources.read_limit(resource.RLIMIT_NOFILE), host=host)),
         Check("processes", at.check_processes),
         Check("cpu", lambda: resources.judge_cpu(at.allowance(), visible=at.visible_cpus, needed=asked.cpus, host=host)),
-        Check("load", at.check_load),
+        Check("load", lambda: resources.judge_load(round(os.getloadavg()[0], 2), cpus=psutil.cpu_count() or 1, host=host)),
         Check("gpus", lambda: visible.check_visible(surroundings, at.report(), pci=at.pci(), local_world_size=ranks), _TOOLS_S),
         Check(
             "fabric_manager", lambda: nvlink.check_fabric(surroundings, at.report(), num_switches=at.pci().switches), _TOOLS_S
@@ -162,13 +158,14 @@ class HostFacts:
         self._asked = asked
         self._host = surroundings.host
         self.visible_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.allowance = Once(lambda: read_allowance(surroundings.root))
-        self.names = Once(lambda: names.read_names(surroundings, towards=asked.towards))
-        self.transport = Once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
-        self._capabilities = Once(lambda: resources.read_capabilities(surroundings))
-        self.pci = Once(lambda: visible.read_pci(surroundings))
-        self._nvidia = Once(lambda: nvidia.read_nvidia(surroundings))
-        self._amd = Once(lambda: amd.read_amd(surroundings))
+        self.allowance = once(lambda: read_allowance(surroundings.root))
+        self.names = once(lambda: names.read_names(surroundings, towards=asked.towards))
+        self.transport = once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
+        self._capabilities = once(lambda: resources.read_capabilities(surroundings))
+        self.pci = once(lambda: visible.read_pci(surroundings))
+        self._nvlink = partial(surroundings.ask, "nvidia-smi", "nvlink", limit_s=20.0)
+        self._nvidia = once(lambda: nvidia.read_nvidia(surroundings))
+        self._amd = once(lambda: amd.read_amd(surroundings))
 
     def report(self) -> GpuReport | None:
         """The GPUs of NVIDIA, or else of AMD; None without any vendor's tool."""
@@ -227,10 +224,6 @@ class HostFacts:
         limit, group = resources.read_limit(resource.RLIMIT_NPROC), self.allowance().processes
         return resources.judge_processes(limit, group, capabilities=self._capabilities(), host=self._host)
 
-    def check_load(self) -> Verdict:
-        cpus = psutil.cpu_count() or self.visible_cpus
-        return resources.judge_load(round(os.getloadavg()[0], 2), cpus=cpus, host=self._host)
-
     def check_xids(self) -> list[Verdict]:
         report = self.report()
         listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
@@ -246,8 +239,8 @@ class HostFacts:
         report = self.used()
         gpus = report.gpus if report is not None else ()
         linked = len(gpus) > 1 and report is not None and report.vendor is Vendor.NVIDIA
-        text = self._surroundings.ask("nvidia-smi", "nvlink", "-e", limit_s=20.0) if linked else ""
-        after = counters.read_counters(self._surroundings, now=time.time(), gpus=gpus, errors=nvlink.parse_errors(text))
+        errors = nvlink.parse_errors(self._nvlink("-e") if linked else "")
+        after = counters.read_counters(self._surroundings, now=time.time(), gpus=gpus, errors=errors)
         return counters.check_counters(self._surroundings, after)
 
     def check_nvlink(self) -> list[Verdict]:
@@ -257,8 +250,7 @@ class HostFacts:
         if report.vendor is Vendor.AMD:
             found = self._amd()
             return amd.judge_xgmi(found[1] if found is not None else {}, host=self._host)
-        ask, used = partial(self._surroundings.ask, "nvidia-smi", limit_s=20.0), {gpu.index for gpu in report.gpus}
-        links = [one for one in nvlink.parse_links(ask("nvlink", "--status")) if one.index in used]
-        topology, mig = nvlink.parse_topology(ask("topo", "-m")), all(gpu.mig for gpu in report.gpus)
-        switched = nvlink.switched_fabric(report, num_switches=self.pci().switches)
-        return nvlink.judge_nvlink(links, topology, switched=switched, mig=mig, num_gpus=len(used), host=self._host)
+        text, used = self._nvlink("--status"), {gpu.index for gpu in report.gpus}
+        links = [one for one in nvlink.parse_links(text) if one.index in used]
+        switched, mig = nvlink.switched_fabric(report, num_switches=self.pci().switches), all(gpu.mig for gpu in report.gpus)
+        return nvlink.judge_nvlink(links, switched=switched, mig=mig, num_gpus=len(used), host=self._host)

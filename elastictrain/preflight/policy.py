@@ -51,8 +51,7 @@ def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -
 
 
 def find_slow(before: Sequence[PastFindings], *, modes: Mapping[str, str], hosts: Collection[str]) -> str:
-    """Why all is to be measured again: one of `hosts` was left out for being slow, or the last start went on with a slow one.
-    Empty if neither is so. `before`: as for `find_repeated`."""
+    """Why all is to be measured again: one of `hosts` was left out as slow, or the last start went on with one; or empty."""
     failed = [row for rows in before for row in rows if row.get("status") == "fail"]
     slow = [host_of(str(row.get("subject"))) for row in failed if modes.get(str(row.get("check"))) == "exclude"]
     if back := [host for host in slow if host in hosts]:

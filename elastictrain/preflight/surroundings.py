@@ -92,8 +92,7 @@ def system_addresses() -> dict[str, tuple[str, ...]]:
 
 
 def ask_kernel(target: str) -> tuple[str, str]:
-    """A peer's address and the own one towards it, both perhaps with `%SCOPE`: the first address in the resolver's order that
-    has a route. Raises: OSError."""
+    """A peer's first address that has a route, and the own one towards it, both perhaps with `%SCOPE`. Raises: OSError."""
     refused: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM):
         try:
@@ -136,6 +135,12 @@ class Surroundings:
         """The text of a file below `root`, stripped; None if it cannot be read."""
         with suppress(OSError):
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
+        return None
+
+    def number(self, path: str, *, base: int = 10) -> int | None:
+        """The whole number in a file below `root`; None if there is none."""
+        with suppress(ValueError):
+            return int(self.read(path) or "", base)
         return None
 
     def names(self, path: str) -> list[str]:

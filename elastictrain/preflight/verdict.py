@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import zip_longest
@@ -76,10 +76,9 @@ class Reporter:
         """The subject can take part, but worse than it could."""
         return self(self.subject, Status.WARN, measured, expected, remedy, unit=unit)
 
-    def failed(
-        self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "", may_pass: bool = False
-    ) -> Verdict:
-        return replace(self(self.subject, Status.FAIL, measured, expected, remedy, unit), may_pass=may_pass)
+    def failed(self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "", fatal: bool = True) -> Verdict:
+        """The subject cannot take part; a warning if that is not `fatal`."""
+        return self(self.subject, Status.FAIL if fatal else Status.WARN, measured, expected, remedy, unit)
 
     def __call__(
         self, subject: str, status: Status, measured: Figure = None, expected: Figure = None, remedy: str = "", unit: str = ""

@@ -140,7 +140,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
 
 
 def _make_stepper(context: TrainContext, wrapped: Wrapped, state: TrainState, *, saving: Saving, names: MetricNames) -> Stepper:
-    clock = DeviceClock() if context.group.device.type == "cuda" else HostClock()
+    clock = DeviceClock(context.group.device) if context.group.device.type == "cuda" else HostClock()
     times: StepTimes[Any] | None = StepTimes(clock) if context.identity.world_size > 1 or context.on_gpu else None
     return Stepper(
         context,

@@ -40,12 +40,14 @@ class HostClock:
 class DeviceClock:
     """Marks in the device's stream: a phase lasts as long as the device works on it, or is kept waiting in it by the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        # Looked up once: for an event that is recorded in "the present stream" torch makes an object of it each time.
+        self._stream = torch.cuda.current_stream(device)
         self._free: list[torch.cuda.Event] = []
 
     def now(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(self._stream)
         return event
 
     def between_s(self, first: torch.cuda.Event, second: torch.cuda.Event, /) -> float:
@@ -82,4 +84,5 @@ class StepTimes(Generic[M]):
 
     def mark(self, phase: str = WAIT) -> None:
         """From now on the rank works on `phase`, one of PHASES, or waits."""
-        self._steps[-1].append((phase, self.clock.now()))
+        if self._steps[-1][-1][0] != phase:
+            self._steps[-1].append((phase, self.clock.now()))

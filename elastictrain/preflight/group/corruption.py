@@ -1,5 +1,4 @@
-"""What a device computes, stores and copies while it is busy: products and memory patterns whose right bits are known, how fast
-the products are, and how fast the link to the host is."""
+"""What a device computes, stores and copies while busy: products and patterns of known bits, and the rates of both."""
 
 import logging
 import time
@@ -28,9 +27,8 @@ _COPIES = 4
 
 @dataclass(frozen=True, slots=True)
 class KnownProduct:
-    """A product of matrices of whole numbers from -`most` to `most`. All partial sums are exact in the accumulator, so that the
-    result is known and does not depend on the order of summation, on tiles or on the version of a library. Source: tensor cores
-    keep 24 bits of a sum, for float8 of Hopper 14."""
+    """A product of matrices of whole numbers from -`most` to `most`. All partial sums are exact in the accumulator: no order
+    of summation and no library changes the result. Source: tensor cores keep 24 bits of a sum, for float8 of Hopper 14."""
 
     dtype: torch.dtype
     most: int

@@ -15,8 +15,7 @@ from elastictrain.preflight.policy import host_of
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict, failures, findings
 
 SLACK_S = 5e-5
-"""Time, and its variation, of a collective of any size. Source: 64 MB between 2 H200 took 40 to 60 microseconds longer than at
-the rate of 1 GB, of 260 in all, and varied by 16."""
+"""Time, and its variation, of any collective. Source: 64 MB between 2 H200 took 40 to 60 us longer than at the rate of 1 GB."""
 
 STRAGGLER_RATIO_CPU = 0.7  # `straggler_ratio` on CPUs, which others share: two idle ranks on busy processors differed by 0.82
 PAIR_RATIO = 0.5  # A pair of GPUs below this share of its host's median is slow. Pairs across sockets may be a bit slower.
@@ -29,8 +28,7 @@ _TESTS = "test its GPU (`dcgmi diag -r 3`), and try NCCL_P2P_DISABLE=1 and NCCL_
 def judge_results(
     collective: Collective, faults: Mapping[int, Sequence[WrongResult]], members: Sequence[GroupMember]
 ) -> list[Verdict]:
-    """Check `collectives`, one of them. If several ranks got wrong parts, all from one rank, that rank is named; else the ranks
-    with wrong results, or the group if all have one."""
+    """Check `collectives`, one of them: a rank from which several got wrong parts, else those with wrong results, or all."""
     found = {rank: some for rank, some in faults.items() if some}
     if not found:
         return [Reporter("collectives", scope=Scope.GROUP).passed("right", unit=collective)]
@@ -50,8 +48,7 @@ def judge_results(
 
 
 def judge_bandwidth(point: BandwidthPoint, members: Sequence[GroupMember], *, nccl: bool, least_ratio: float) -> Verdict:
-    """Check `bus_bandwidth`: the largest all-reduce must reach `least_ratio` of what the links can do. A host that is alone is
-    to blame itself."""
+    """Check `bus_bandwidth`: the largest all-reduce against `least_ratio` of what links can do. A host alone is to blame."""
     hosts, unit = {member.host for member in members}, f"GB/s all_reduce {size_text(point.num_bytes)}"
     report = Reporter("bus_bandwidth", members[0].host) if len(hosts) == 1 else Reporter("bus_bandwidth", scope=Scope.GROUP)
     # gloo uses a host's memory and processors, whose limit is unknown.

@@ -35,8 +35,7 @@ class BandwidthPoint:
 
 
 def sweep_sizes(*, cuda: bool, full: bool, table: bool = False, free_bytes: int) -> tuple[int, ...]:
-    """Message sizes in bytes, growing, for which memory suffices: input, output, and as much again for others. At least one.
-    For a `table` from 1 KB on, by factors of four."""
+    """Growing message sizes in bytes, at least one, that take at most a quarter of the memory; of a `table` from 1 KB on."""
     sizes = (MB, 64 * MB, 1024 * MB) if cuda else (MB, 16 * MB)
     wanted = tuple(1024 << power for power in range(0, 21 if cuda else 17, 2)) if table else sizes if full else sizes[:-1]
     return tuple(size for size in wanted if 4 * size <= free_bytes) or sizes[:1]
@@ -57,8 +56,7 @@ def measure_all_reduce(
     sizes: tuple[int, ...],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[BandwidthPoint]:
-    """All-reduce at growing sizes until the budget is spent; at least one. Ranks agree on the next size because they
-    agree on the times. Collective: yes."""
+    """All-reduce at growing sizes until the budget is spent, by times on which the ranks agree. Collective: yes."""
     device, world_size = collectives.device, collectives.world_size
     # Zeros: the sum of anything else would grow from round to round.
     message = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)
@@ -120,8 +118,7 @@ def measure_pairs(
     num_bytes: int = PAIR_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[PairBandwidth]:
-    """What this rank receives from each of `neighbours` (ranks of this host by local rank, or of a rail), or in `rounds` of
-    indices of them. Collective: among them."""
+    """What this rank receives from each of `neighbours`, or in `rounds` of indices of them. Collective: among them."""
     own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     found = []

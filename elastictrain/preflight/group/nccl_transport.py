@@ -40,9 +40,8 @@ def debug_variables(path: str, *, present: Mapping[str, str]) -> dict[str, str]:
 
 
 def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | None:
-    """Where NCCL logs in this process; None if it logs to the terminal, or not its channels. Source: NCCL's `ncclDebugInit`:
-    %h, %p and %% are replaced, and % and slashes in a host's name become dashes. Channels are part of INIT, which is in the
-    default list of subsystems; a list may begin with ^ for "all but"."""
+    """Where NCCL logs in this process; None if it logs to the terminal, or not its channels, which are part of INIT. Source:
+    NCCL's `ncclDebugInit`: %h, %p and %% are replaced, % and / in a host's name become dashes, ^ means "all but"."""
     path, subsystems = environment.get(FILE), environment.get(SUBSYSTEMS, "INIT").upper()
     named = not {"INIT", "ALL"}.isdisjoint(subsystems.removeprefix("^").split(","))
     if not path or environment.get(DEBUG, "").upper() not in _LISTENING or named is subsystems.startswith("^"):

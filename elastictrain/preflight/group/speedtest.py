@@ -19,7 +19,10 @@ from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.group.measurements import settle
-from elastictrain.preflight.surroundings import ask_kernel, get_record, put_record, system_addresses
+from elastictrain.preflight.surroundings import Surroundings, get_record, put_record
+from elastictrain.preflight.transport.infiniband import Rdma
+from elastictrain.preflight.transport.interfaces import is_loopback
+from elastictrain.preflight.transport.plan import apply_plan, decide_transport, read_facts
 
 _LISTEN_S = 7 * 86400.0  # one side waits for the other one, and for the test
 LIMIT_S = 600.0  # one test takes no longer; 10G at 1 Gbit/s take 86 s each way
@@ -77,7 +80,7 @@ class SpeedTest:
             store = dist.TCPStore(self.address, self.port, timeout=timedelta(seconds=_ANSWER_S))
         own, gpu = StoreExchange(dist.PrefixStore(self.token, store)), torch.cuda.is_available()
         if size_bytes is not None:
-            put_record(own, "request", SpeedRequest(size_bytes, own_address(self.peer), gpu))
+            put_record(own, "request", SpeedRequest(size_bytes, self._prepare(), gpu))
         key, limit_s = ("request", _LISTEN_S) if size_bytes is None else ("answer", _ANSWER_S)
         agreed = get_record(own, key, SpeedRequest, limit_s=limit_s)
         if agreed is None:
@@ -86,26 +89,24 @@ class SpeedTest:
             agreed = replace(agreed, gpu=agreed.gpu and gpu)
             put_record(own, "answer", agreed)
             self.peer = agreed.address
+            self._prepare()
         rank = int(size_bytes is not None)
-        interface = next((name for name, those in system_addresses().items() if own_address(self.peer) in those), None)
-        for name, value in (("NCCL_SOCKET_IFNAME", f"={interface}"), ("GLOO_SOCKET_IFNAME", interface)):
-            # Both treat an empty value as not set.
-            if interface is not None and not os.environ.get(name):
-                os.environ[name] = str(value)
         identity = Identity(rank, 2, self.device, self.device + 1, socket.gethostname(), launched=True)
         shared, backend = dist.PrefixStore(f"group {self.token}", store), _BACKENDS[agreed.gpu]
         group = make_group(shared, identity, backend=backend, init_timeout_s=LIMIT_S, save_timeout_s=LIMIT_S)
         return agreed.size_bytes, measure(Collectives(rank, 2, group.device), size_bytes=agreed.size_bytes)
 
-
-def own_address(peer: str) -> str:
-    """The address of this host from which the kernel reaches a peer. Raises: OSError."""
-    return ask_kernel(peer)[1].partition("%")[0]
+    def _prepare(self) -> str:
+        """Set variables of NCCL and gloo, as for a run of the two hosts; returns the own address towards the peer."""
+        facts = read_facts(Surroundings(), rendezvous=self.peer)
+        local = facts.rendezvous.local if facts.rendezvous is not None and facts.rendezvous.local is not None else ""
+        apply_plan(decide_transport(replace(facts, alone=is_loopback(local)), agreed=Rdma.UNKNOWN), os.environ)
+        return local
 
 
 def measure(collectives: Collectives, *, size_bytes: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds in which `size_bytes` arrive from rank 1, from rank 0, and both at once, after a warm-up. Collective: yes, of two
-    ranks. Raises: TransportError if bytes arrive changed."""
+    """Seconds in which `size_bytes` arrive from rank 1, from rank 0, and both at once. Collective: yes, of two ranks. Raises:
+    TransportError if bytes arrive changed."""
     device, rank = collectives.device, collectives.rank
     chunk = min(size_bytes, _CHUNK_BYTES)
     # Other bytes in each place, the same on all devices.

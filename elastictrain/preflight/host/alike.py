@@ -4,7 +4,6 @@ descriptions of themselves. `compare` names those that differ: with three or mor
 import ctypes
 import hashlib
 import json
-import os
 import platform
 import re
 from collections import Counter
@@ -68,8 +67,7 @@ def describe(
     settings: Mapping[str, str] = {},
     devices: Mapping[str, str] = {},
 ) -> SoftwareDigest:
-    """What this host runs, without importing anything. `packages`: names of modules or packages, of which the outermost package
-    counts. What is not installed, or too large to be own code, is left out."""
+    """What this host runs, without importing it. Of `packages` the outermost ones count, if not too large."""
     code: dict[str, str] = {}
     folders: dict[str, str] = {}
     checkouts = []
@@ -109,8 +107,11 @@ def digest_code(origin: Path) -> dict[str, str] | None:
     digests: dict[str, hashlib._Hash] = {}
     num_files = num_bytes = 0
     try:
-        for name, path in _modules(origin):
-            content = Path(path).read_bytes()
+        for path in [origin] if origin.is_file() else sorted(origin.rglob("*.py")):
+            name = path.relative_to(origin.parent).as_posix()
+            if "/." in name or "__pycache__" in name:
+                continue
+            content = path.read_bytes()
             num_files, num_bytes = num_files + 1, num_bytes + len(content)
             if num_files > _MOST_FILES or num_bytes > _MOST_BYTES:
                 return None
@@ -136,20 +137,6 @@ def _origin(package: str) -> Path | None:
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-
-
-def _modules(origin: Path) -> Iterator[tuple[str, str]]:
-    """Name, starting with the package's own, and path of each .py file, by name."""
-    if origin.is_file():
-        yield origin.name, str(origin)
-        return
-    base = len(str(origin.parent)) + 1
-    for folder, folders, files in os.walk(origin):
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        for name in sorted(files):
-            if name.endswith(".py"):
-                path = os.path.join(folder, name)  # noqa: PTH118
-                yield path[base:], path
 
 
 def compare(hosts: Mapping[str, SoftwareDigest]) -> list[Verdict]:
@@ -224,8 +211,8 @@ def _values(unlike: Sequence[_Unlike], report: Reporter) -> Iterator[Verdict]:
             remedy = _installing(name, right, host)
         elif kind == "devices":
             remedy = f"on {host}: {_MENDING.get(name, 'as root `nvidia-smi -rac`, and `nvidia-smi -rgc`')}"
-        report_as = report.failed if name in MUST_MATCH or python else report.warned
-        yield report_as(f"{name} {mine}", expected=f"{name} {right} as on {right_host}", remedy=remedy)
+        fatal, expected = name in MUST_MATCH or python, f"{name} {right} as on {right_host}"
+        yield report.failed(f"{name} {mine}", fatal=fatal, expected=expected, remedy=remedy)
 
 
 def _installing(package: str, right: str, host: str) -> str:

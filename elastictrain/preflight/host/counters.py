@@ -1,16 +1,15 @@
 """Error counters of ports and GPUs, and how often ports lost their carrier, since the last preflight on this host."""
 
-import json
 import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from elastictrain.bounded_json import RECORD, parse_record
-from elastictrain.preflight.host.gpu import Gpu, decimal, integer
+from elastictrain.bounded_json import RECORD, encode_record, parse_record
+from elastictrain.preflight.host.gpu import Gpu, decimal
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 from elastictrain.storage.private import write_file
@@ -168,7 +167,7 @@ def load(path: Path) -> PortCounters | None:
 def store(path: Path, counters: PortCounters) -> None:
     """Replace the reading for the next preflight atomically. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(str(path), json.dumps(asdict(counters), indent=1).encode())
+    write_file(str(path), encode_record(counters))
 
 
 def check_counters(surroundings: Surroundings, after: PortCounters) -> list[Verdict]:
@@ -200,5 +199,5 @@ def counters_path(surroundings: Surroundings) -> Path:
 
 
 def _numbers(surroundings: Surroundings, folder: str, files: Sequence[str]) -> dict[str, int]:
-    texts = {path.rpartition("/")[2]: surroundings.read(f"{folder}/{path}") for path in files}
-    return {name: value for name, text in texts.items() if (value := integer(text)) is not None and value >= 0}
+    found = {path.rpartition("/")[2]: surroundings.number(f"{folder}/{path}") for path in files}
+    return {name: value for name, value in found.items() if value is not None and value >= 0}

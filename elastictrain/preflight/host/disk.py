@@ -73,13 +73,12 @@ def judge_disk(folder: CheckedFolder, space: Space | None, *, host: str) -> Verd
     free, inodes, place = in_gib(space.free_bytes), space.free_inodes, f"free for {folder.use} in {space.path}"
     no_inodes = inodes is not None and inodes < LEAST_INODES
     if space.free_bytes < LEAST_BYTES or (space.free_bytes < LOW_BYTES and not no_inodes):
-        report_as = report.failed if space.free_bytes < LEAST_BYTES else report.warned
         remedy = f"on {host}: `du -xhd1 {space.path} | sort -h` shows what is large; {folder.relief}"
-        return report_as(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}", remedy=remedy)
+        fatal, unit = space.free_bytes < LEAST_BYTES, f"GiB {place}"
+        return report.failed(free, fatal=fatal, expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
     if inodes is not None and inodes < LOW_INODES:
-        report_as = report.failed if no_inodes else report.warned
         remedy = f"on {host}: `du --inodes -xd1 {space.path} | sort -n` shows where many files are; {folder.relief}"
-        return report_as(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=remedy)
+        return report.failed(inodes, fatal=no_inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=remedy)
     return report.passed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}")
 
 

@@ -53,8 +53,8 @@ def bus_id(text: str | None) -> str | None:
 
 def link_widths(surroundings: Surroundings, device: str) -> tuple[int | None, int | None]:
     """PCIe lanes, used and possible, of the device in a folder below /sys; None is unknown."""
-    width, max_width = (surroundings.read(f"{device}/{name}_link_width") for name in ("current", "max"))
-    return integer(width) or None, integer(max_width) or None
+    width, max_width = (surroundings.number(f"{device}/{name}_link_width") for name in ("current", "max"))
+    return width or None, max_width or None
 
 
 class Vendor(StrEnum):

@@ -13,8 +13,8 @@ from functools import partial
 import psutil
 
 from elastictrain.distributed.bounded import each_within
-from elastictrain.preflight.surroundings import Surroundings, ask_kernel
-from elastictrain.preflight.transport.interfaces import is_loopback
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.interfaces import find_route, is_loopback
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 SLOW_S = 1.0  # a healthy look-up takes milliseconds; a name server that does not answer costs seconds (5: resolv.conf(5))
@@ -64,12 +64,6 @@ def look_up(questions: Sequence[str], *, limit_s: float, ask: Ask = ask_resolver
     return [answer or LookUp(question, None, limit_s) for question, answer in zip(questions, answers, strict=True)]
 
 
-def address_towards(target: str) -> str | None:
-    with suppress(OSError):
-        return ask_kernel(target)[1]
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class NameFacts:
     """How the own name and addresses resolve."""
@@ -84,7 +78,7 @@ class NameFacts:
 
 def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = ask_resolver) -> NameFacts:
     """`towards`: the rendezvous, which shows the own address: the default route may lead elsewhere. None: unknown."""
-    name, address = surroundings.host, address_towards(towards) if towards else None
+    name, address = surroundings.host, find_route(towards, interfaces=(), surroundings=surroundings).local if towards else None
     own, *others = look_up([name, MAPPED_LOOPBACK, *([address] if address else [])], limit_s=LIMIT_S, ask=ask)
     servers = [line.split() for line in (surroundings.read("etc/resolv.conf") or "").splitlines()]
     return NameFacts(
@@ -121,8 +115,7 @@ def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
         new = f"`{' '.join([address, *ours])}`" + (f" and `{' '.join(others)}`" if len(others) > 1 else "")
         remedy = f"in /etc/hosts on {facts.name}, change line {number} from `{' '.join(line)}` to {new}{where}"
     # Programs take the first answer.
-    report_as = report.failed if is_loopback(facts.own.answers[0]) else report.warned
-    return report_as(measured, expected=expected, remedy=remedy)
+    return report.failed(measured, fatal=is_loopback(facts.own.answers[0]), expected=expected, remedy=remedy)
 
 
 def judge_lookups(facts: NameFacts, *, host: str) -> Verdict:
@@ -165,8 +158,6 @@ def try_port(port: int) -> int | None:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             probe.bind(("", port))
-    except OverflowError:
-        return errno.EINVAL
     except OSError as error:
         return error.errno or errno.EINVAL
     return None

@@ -2,9 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from elastictrain.preflight.host.gpu import GpuReport, decimal
 from elastictrain.preflight.surroundings import Surroundings
@@ -20,9 +19,6 @@ _STATES = frozenset({"active", "inactive", "failed", "activating", "deactivating
 _GPU = re.compile(r"\s*GPU (\d{1,3}):")
 _LINK = re.compile(r"\s*Link (\d{1,3}):\s*(.*)")
 _ERRORS = re.compile(r"\s*Link \d{1,3}: (Replay|Recovery|CRC) Errors: (\d{1,18})\s*$")
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-_CONNECTION = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|PSB|NV\d{1,2}")
-_DEVICE = re.compile(r"GPU\d{1,3}")
 
 
 def switched_fabric(report: GpuReport | None, *, num_switches: int) -> bool:
@@ -65,8 +61,8 @@ def check_fabric(surroundings: Surroundings, report: GpuReport | None, *, num_sw
     if not joined and not active and service is not None:
         return [verdict.failed(service, expected="active", remedy=starting)]
     if version is not None and driver is not None and version != driver:
-        report_as = verdict.warned if joined or active else verdict.failed
-        return [report_as(f"version {version}", expected=f"version {driver}, as the driver", remedy=starting)]
+        fatal, expected = not (joined or active), f"version {driver}, as the driver"
+        return [verdict.failed(f"version {version}", fatal=fatal, expected=expected, remedy=starting)]
     if joined or active:
         state = "active" if active else "GPUs have joined the fabric"
         return [verdict.passed(f"{state}{', ' + version if version else ''}")]
@@ -82,22 +78,21 @@ class GpuLinks:
 
 
 def parse_links(text: str) -> list[GpuLinks]:
-    """NVLinks by GPU. A link whose state is neither a speed nor inactive is left out, and so is a GPU with no other links."""
-    found: dict[int, GpuLinks] = {}
-    index: int | None = None
+    """NVLinks by GPU. A link whose state is neither a speed nor inactive is left out."""
+    found: list[GpuLinks] = []
     for line in text.splitlines():
         if header := _GPU.match(line):
-            index = int(header[1])
-        elif index is not None and (link := _LINK.match(line)):
+            found.append(GpuLinks(int(header[1])))
+        elif found and (link := _LINK.match(line)):
             number, state = int(link[1]), link[2].strip()
             speed = decimal(state) if state.endswith("GB/s") else None
             if speed:
-                found.setdefault(index, GpuLinks(index)).speeds_gbs[number] = speed
+                found[-1].speeds_gbs[number] = speed
             elif "inactive" in state.lower():
-                found.setdefault(index, GpuLinks(index)).down += (number,)
-        elif index is not None and "all links are inactive" in line.lower():
-            found[index] = GpuLinks(index, all_down=True)
-    return list(found.values())
+                found[-1].down += (number,)
+        elif found and "all links are inactive" in line.lower():
+            found[-1].all_down = True
+    return found
 
 
 def parse_errors(text: str) -> dict[int, dict[str, int]]:
@@ -113,31 +108,13 @@ def parse_errors(text: str) -> dict[int, dict[str, int]]:
     return found
 
 
-def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """How GPUs are connected, from `nvidia-smi topo -m`: "NV18" (18 NVLinks), "PIX", "PXB", "PHB", "NODE", "SYS" (increasing
-    distance over PCIe). A row is read up to its first cell that is no connection. NICs are left out."""
-    columns: list[str] = []
-    between: dict[tuple[int, int], str] = {}
-    for line in _ESCAPE.sub("", text).splitlines():
-        cells = [cell.strip() for cell in (line.split("\t") if "\t" in line else line.split())]
-        if not columns and "X" not in cells:
-            columns = list(takewhile(_DEVICE.fullmatch, filter(None, cells)))
-        elif cells and cells[0] in columns:
-            for name, cell in takewhile(lambda one: _CONNECTION.fullmatch(one[1]), zip(columns, cells[1:], strict=False)):
-                between[int(cells[0][3:]), int(name[3:])] = cell
-    return between
-
-
-def judge_nvlink(
-    links: Sequence[GpuLinks], topology: Mapping[tuple[int, int], str], *, switched: bool, mig: bool, num_gpus: int, host: str
-) -> list[Verdict]:
-    """Links that are down or slow, and pairs of GPUs without links that other pairs have. With NVSwitches every GPU must have
-    all its links. Otherwise bridges may join only some GPUs: a GPU without links means nothing, one with fewer is a warning."""
+def judge_nvlink(links: Sequence[GpuLinks], *, switched: bool, mig: bool, num_gpus: int, host: str) -> list[Verdict]:
+    """Links that are down or slow. With NVSwitches all must be up; bridges may join only some GPUs, and fewer are a warning."""
     verdict = Reporter("nvlink", host)
     if mig:
         return [verdict.skipped("MIG is on", remedy="none: GPUs that are divided by MIG do not use NVLink")]
-    if not links and not topology:
-        return [verdict.skipped("unknown", remedy="look yourself: nvidia-smi nvlink --status; nvidia-smi topo -m")]
+    if not links:
+        return [verdict.skipped("unknown", remedy="look yourself: nvidia-smi nvlink --status")]
     most = max((len(one.speeds_gbs) for one in links), default=0)
     speeds = Counter(speed for one in links for speed in one.speeds_gbs.values())
     usual = speeds.most_common(1)[0][0] if speeds else 0.0
@@ -161,14 +138,8 @@ def judge_nvlink(
             look = f"nvidia-smi nvlink -e -i {one.index}"
             remedy = f"look for retraining and errors: {look}; reboot, and replace the host if it stays"
             found.append(verdict(about, Status.WARN, measured, usual, remedy, unit="GB/s"))
-    if switched and not found:
-        counts = {pair: int(kind[2:]) if kind.startswith("NV") else 0 for pair, kind in topology.items() if pair[0] < pair[1]}
-        best = max(counts.values(), default=0)
-        remedy = f"as root, with all GPUs idle: systemctl restart {SERVICE}; then look again: nvidia-smi topo -m"
-        for (low, high), kind in ((pair, topology[pair]) for pair, count in counts.items() if count < best):
-            found.append(verdict(f"GPU {low} -> GPU {high} on {host}", Status.FAIL, kind, f"NV{best}", remedy))
     total = max((len(one.speeds_gbs) + len(one.down) for one in links), default=0)
-    whole = [one for one in links if one.all_down or len(one.speeds_gbs) + len(one.down) == total]
+    whole = [one for one in links if one.all_down or len(one.speeds_gbs) + len(one.down) == (total or 1)]
     if len(whole) < num_gpus and (switched or most):
         measured, remedy = f"{len(whole)} GPUs told all their links", "look yourself: nvidia-smi nvlink --status"
         found.append(verdict.warned(measured, expected=f"{num_gpus} GPUs", remedy=remedy))

@@ -44,8 +44,8 @@ def judge_memory(*, total: int, available: int, swapped: int, group: MemoryGroup
         unit = f"GiB available of the container's {limit}"
         remedy = f"raise that limit (`docker run --memory=...`, `resources.limits.memory`, `srun --mem=...`), or {ending}"
     if free < LOW_MEMORY_BYTES:
-        report_as = report.failed if free < LEAST_MEMORY_BYTES else report.warned
-        return report_as(in_gib(free), expected=in_gib(LOW_MEMORY_BYTES), unit=unit, remedy=remedy)
+        fatal, expected = free < LEAST_MEMORY_BYTES, in_gib(LOW_MEMORY_BYTES)
+        return report.failed(in_gib(free), fatal=fatal, expected=expected, unit=unit, remedy=remedy)
     if swapped > SWAPPED_SHARE * total and available < SCARCE_SHARE * total:
         measured = f"{in_gib(swapped):g} GiB in swap"
         return report.warned(measured, expected="none", remedy=f"{remedy}; then `swapoff -a && swapon -a`")
@@ -126,8 +126,8 @@ def judge_processes(limit: ResourceLimit, group: ProcessGroup | None, *, capabil
     if group is not None and (left := group.limit - group.used) < FEW_PROCESSES:
         raising = "`docker run --pids-limit=-1`, `podPidsLimit` of the kubelet, or `TasksMax=infinity` in the systemd unit"
         remedy = f"raise the limit of the container on {host} ({group.limit}, {group.used} in use): {raising}"
-        report_as = report.failed if left < LEAST_PROCESSES else report.warned
-        return report_as(max(0, left), expected=FEW_PROCESSES, unit="more in the control group", remedy=remedy)
+        fatal, unit = left < LEAST_PROCESSES, "more in the control group"
+        return report.failed(max(0, left), fatal=fatal, expected=FEW_PROCESSES, unit=unit, remedy=remedy)
     if limit.soft is not None and capabilities & (SYS_ADMIN | SYS_RESOURCE):
         return report.passed(limit.soft, expected=FEW_PROCESSES)
     elsewhere = f"`* - nproc 65536` {_LIMITS_FILE}, or `LimitNPROC=65536`"
@@ -141,17 +141,15 @@ def _judge_limit(report: Reporter, limit: ResourceLimit, *, few: int, least: int
     remedy = f"on {report.subject}: {elsewhere} in the systemd unit"
     if limit.hard is None or limit.hard >= few:
         remedy = f"`ulimit {option} {min(limit.hard or 65536, 65536)}` before the start on {report.subject}"
-    report_as = report.failed if limit.soft < least else report.warned
-    return report_as(limit.soft, expected=few, remedy=remedy)
+    return report.failed(limit.soft, fatal=limit.soft < least, expected=few, remedy=remedy)
 
 
 VERBS, CONNECTIONS = "libibverbs.so.1", "librdmacm.so.1"
 
 
 def judge_libraries(missing: Sequence[str], *, host: str, several_hosts: bool) -> list[Verdict]:
-    """Check `infiniband`, of a host that will use RDMA: libraries that cannot be loaded. Source: NCCL's `ibvsymbols.cc` loads
-    libibverbs when it starts; without it NCCL uses sockets, which does not work with hosts that use InfiniBand. Its plugins,
-    and tools such as `ib_write_bw`, load librdmacm, too."""
+    """Check `infiniband`, of a host with RDMA: libraries that cannot be loaded. Source: NCCL's `ibvsymbols.cc`. Without
+    libibverbs it uses sockets, which do not reach hosts that use InfiniBand. Its plugins load librdmacm, too."""
     if not missing:
         return []
     verdict, measured = Reporter("infiniband", host), f"cannot load {', '.join(missing)}"

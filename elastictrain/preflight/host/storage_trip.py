@@ -112,7 +112,8 @@ def read_trip(
     command: Sequence[str] = _COMMAND,
     shared: SharedFolder | None = None,
 ) -> TripFacts:
-    """Run the trip, `limit_s` at most: milliseconds on a disk, a second on an object store, mostly for its import."""
+    """Run the trip: milliseconds on a disk, a second on an object store, mostly for its import. It may take `limit_s`, and as
+    long again if its process has not begun by then."""
     until = time.monotonic() + limit_s
     path = local_path(url)
     mount = mount_of(path, read_mounts(surroundings.root)) if path else None
@@ -131,7 +132,13 @@ def read_trip(
     if shared is not None:
         order |= {"leaves": shared.name if shared.is_first else "", "looks_for": shared.announced(limit_s=limit_s / 2)}
     try:
-        output, complaints = process.communicate(json.dumps(order).encode(), timeout=max(0.0, until - time.monotonic()))
+        try:
+            output, complaints = process.communicate(json.dumps(order).encode(), timeout=max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired as late:
+            if late.output:
+                raise
+            # It has not begun: processors are busy, for which the storage is not to blame.
+            output, complaints = process.communicate(timeout=limit_s)
         last = (complaints.decode(errors="replace").strip().splitlines() or [""])[-1]
         how = f"exit code {process.returncode}: {last}" if process.returncode else "no word at its end"
         silent = TripMessage(fault="CRASHED", message=how)
@@ -175,7 +182,7 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
     if (failure := facts.failure) is not None:
         measured, expected = f"{facts.doing or 'start'}: {failure.message}", f"create, read, list and delete in {facts.url}"
         remedy, may_pass = _remedy(facts, failure, host, environment), failure.fault in ("TRANSIENT", "STALLED")
-        return report.failed(measured, expected=expected, remedy=remedy, may_pass=may_pass)
+        return replace(report.failed(measured, expected=expected, remedy=remedy), may_pass=may_pass)
     total_ms = round(sum(ms for _, ms in facts.steps), 1)
     if total_ms > SLOW_MS:
         slowest, ms = max(facts.steps, key=lambda step: step[1])

@@ -1,6 +1,5 @@
-"""`python -m elastictrain.preflight.host.trip`: one object's round trip through a store, for the check `storage` only. The
-order comes on stdin: a URL may hold a password, and command lines are public. The process writes a line of JSON to stdout when
-a step begins and when it ends: the parent that kills it knows how far it came."""
+"""`python -m elastictrain.preflight.host.trip`: an object's round trip through a store, for the check `storage`. The order is
+on stdin, as a URL may hold a password. A line of JSON for each begin and end of a step tells the parent how far it came."""
 
 import json
 import os
@@ -74,8 +73,7 @@ def _leaving_as_found(store: Store) -> Iterator[None]:
 
 
 def main() -> int:
-    """Reads `{"url": ..., "patience_s": ..., "parent": pid, "leaves": name, "looks_for": name}`, both names perhaps empty;
-    returns 0 if the result was sent."""
+    """Reads `{"url": ..., "patience_s": ..., "parent": pid, "leaves": name, "looks_for": name}`, both names perhaps empty."""
     order = json.loads(sys.stdin.read())
     # If the preflight is killed, this process must not wait on for a store that does not answer.
     if not follow_parent(order["parent"], with_signal=signal.SIGKILL):

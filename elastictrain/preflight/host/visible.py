@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, integer, link_widths
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, link_widths
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
@@ -163,8 +163,8 @@ def _judge_count(report: GpuReport, selection: Selection, needed: int | None, ve
         indices = ",".join(str(gpu.index) for gpu in report.gpus)
         remedy = f"correct it: {selection.variable}={indices} would show all, unset does too"
         measured = f"{selection.unknown!r} in {selection.variable} is no GPU of this host, or stands there twice"
-        report_as = verdict.failed if needed is None or seen < needed else verdict.warned
-        return report_as(measured, expected=f"some of {len(report.gpus)} GPUs", remedy=remedy)
+        fatal = needed is None or seen < needed
+        return verdict.failed(measured, fatal=fatal, expected=f"some of {len(report.gpus)} GPUs", remedy=remedy)
     if not seen:
         remedy = f"none for a run on CPUs; to use the {len(report.gpus)} GPUs: unset {selection.variable}"
         return verdict.skipped(f"all GPUs hidden{by}", remedy=remedy)
@@ -196,7 +196,7 @@ def read_lanes(surroundings: Surroundings, report: GpuReport | None) -> list[Lan
     gpus = report.gpus if report is not None else ()
     devices = [(f"{infiniband}/{name}/device", name) for name in surroundings.names(infiniband)]
     for name in surroundings.names(net):
-        if (integer(surroundings.read(f"{net}/{name}/speed")) or 0) >= FAST_PORT_MBIT:
+        if (surroundings.number(f"{net}/{name}/speed") or 0) >= FAST_PORT_MBIT:
             devices.append((f"{net}/{name}/device", name))
     found: dict[str, Lanes] = {}
     for device, name in devices:

@@ -57,10 +57,9 @@ def blame(
     directed: bool = True,
     excused: Iterable[tuple[Link, float]] | None = None,
 ) -> LinkBlame:
-    """Find bad hosts and links by the best figure of each link. `directed`: whether the two directions of a link differ, so
-    that a host may be bad in one of them. Two hosts have no majority: their links are compared with the better direction, and
-    no host is named. `excused`: figures of a second measurement, raised to what the link may have reached with enough processor
-    time; what is not bad by these, or has none, is not confirmed."""
+    """Find bad hosts and links by the best figure of each link; `directed`: a host may be bad in one direction. Of two hosts
+    none is named: links are compared with the better direction. `excused`: figures of a second measurement, raised to what
+    enough processor time might have brought; what is not bad by these, or has none, is not confirmed."""
     values = best_of(figures)
     if not values:
         return LinkBlame()

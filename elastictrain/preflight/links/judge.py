@@ -58,9 +58,9 @@ def judge_loss(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: 
     fatal_below = -thresholds.loss_fail
     if len(found.hosts) == len({host for link in contacts for host in link}):
         least = min(-one.figure for one in found.hosts)
-        report_as = report(None).failed if least > thresholds.loss_fail else report(None).warned
-        remedy = "all hosts lose segments: look at the switch or the tunnel between them"
-        return [report_as(_shown(least, 100.0), expected=100 * thresholds.loss_warn, unit=unit, remedy=remedy)]
+        remedy, fatal = "all hosts lose segments: look at the switch or the tunnel between them", least > thresholds.loss_fail
+        expected = 100 * thresholds.loss_warn
+        return [report(None).failed(_shown(least, 100.0), fatal=fatal, expected=expected, unit=unit, remedy=remedy)]
     hint = "look at cable, transceiver and switch port (`ethtool -S`: CRC errors, drops); "
     verdicts = _blamed(report, found, scale=-100.0, unit=unit, fatal_below=fatal_below, fatal_host_below=fatal_below, hint=hint)
     return list(verdicts) or [report(None).passed(_shown(found.typical, -100.0), unit=unit)]
@@ -172,10 +172,9 @@ def _blamed(
             looks = "switch ports, cables, routes (`tracepath` from one to the other)"
             remedy = f"look at what is between {source} and {target} only: {looks}; or run without one of them"
         way = "" if one.way is Direction.BOTH else f" {one.way}"
-        fails = one.figure < (fatal_host_below if isinstance(one.subject, int) else fatal_below)
-        report_as = report(one.subject).failed if one.confirmed and fails else report(one.subject).warned
+        fatal = one.confirmed and one.figure < (fatal_host_below if isinstance(one.subject, int) else fatal_below)
         measured, unit_here = _shown(one.figure, scale), f"{unit}{way}{words}{doubts[one.confirmed]}"
-        yield report_as(measured, expected=typical, remedy=remedy, unit=unit_here)
+        yield report(one.subject).failed(measured, fatal=fatal, expected=typical, remedy=remedy, unit=unit_here)
 
 
 def _shown(figure: float, scale: float) -> float:
@@ -191,9 +190,8 @@ def judge_links(
     thresholds: PreflightThresholds,
     names: Sequence[str],
 ) -> list[Verdict]:
-    """Checks `roster`, `reachable`, `mtu`, `loss`, `latency`, `clock` and `bandwidth`: one pass each, or the problems, without
-    results of silent hosts and, but for `loss`, what heavy loss explains. `flows`: the first ones, and the second ones of
-    suspects; None: not measured. `names`: of all hosts."""
+    """All checks of links: one pass each, or the problems, without results of silent hosts and, but for `loss`, what heavy loss
+    explains. `flows`: the first ones, and the second ones of suspects; None: not measured. `names`: of all hosts."""
     silent = {silence.place for silence in silences}
     contacts = {link: contact for link, contact in contacts.items() if not silent & set(link)}
     counted, contacts = contacts, without_lossy(contacts, thresholds=thresholds)

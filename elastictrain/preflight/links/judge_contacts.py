@@ -176,9 +176,11 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
         subject = f"{report.label(min(ahead))}, {label}" if is_pair else place
         unit = f"s that {label} is ahead" if is_pair else "s ahead of the group"
         setting = "`chronyc makestep`, or `timedatectl set-ntp true` and `systemctl restart systemd-timesyncd`"
-        remedy = f"on {'both hosts' if is_pair else label} set the clock: {setting}"
-        report_as = report(subject).failed if abs(offset_s) > thresholds.clock_fail_s else report(subject).warned
-        found.append(report_as(round(offset_s, 3), expected=expected, remedy=remedy, unit=unit))
+        remedy, fatal = (
+            f"on {'both hosts' if is_pair else label} set the clock: {setting}",
+            abs(offset_s) > thresholds.clock_fail_s,
+        )
+        found.append(report(subject).failed(round(offset_s, 3), fatal=fatal, expected=expected, remedy=remedy, unit=unit))
     worst = max(ahead.values(), key=abs)
     return found or [report(None).passed(round(worst, 4), expected=expected, unit="s")]
 

@@ -119,8 +119,7 @@ def ask_to_give(channel: Channel, *, seconds: float, answer_s: float) -> StreamR
 
 
 def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:
-    """Send zeros for that long, or that many bytes; returns the part of the time without a processor. Raises: ChannelError,
-    also if the connection takes nothing for `_STALL_S`."""
+    """Send zeros for that long, or that many bytes; returns the part of the time without a processor. Raises: ChannelError."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     sent, deadline, before = 0, time.monotonic() + seconds, read_waiting()
     while (left_s := deadline - time.monotonic()) > 0 and (not max_bytes or sent < max_bytes):
@@ -134,8 +133,7 @@ def send_for(channel: Channel, *, seconds: float, max_bytes: int = 0) -> float:
 
 
 def drain(channel: Channel, *, seconds: float, idle_s: float) -> tuple[StreamResult, bytes]:
-    """Read until the other side ends or breaks off, the time is over, or nothing arrives for `idle_s`. Also returns the last
-    bytes, as many as a trailer has."""
+    """Read until the other side ends, the time is over, or nothing comes for `idle_s`. Also returns the bytes of a trailer."""
     buffer, meter, tail = memoryview(bytearray(_CHUNK_BYTES)), Meter(), b""
     deadline, before = time.monotonic() + seconds + _LATE_S, read_waiting()
     with suppress(ChannelError):

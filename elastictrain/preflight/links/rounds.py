@@ -26,8 +26,7 @@ def num_second_rounds(num_hosts: int) -> int:
 
 
 def first_rounds(num_hosts: int, *, seed: int) -> tuple[Round, ...]:
-    """Rounds in which all hosts (all but one of an odd number) are paired, each time with another host. `seed` shuffles the
-    places: restarts with other seeds measure other links."""
+    """Rounds in which all hosts, of an odd number all but one, are paired, each time with another one. `seed` shuffles them."""
     places = list(range(num_hosts))
     random.Random(seed).shuffle(places)
     return tuple(islice(tournament(places), num_first_rounds(num_hosts)))

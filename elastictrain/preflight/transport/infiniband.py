@@ -203,8 +203,7 @@ def kinds_here(ports: Sequence[Port], *, settings: Mapping[str, Setting]) -> fro
 
 
 def common(kinds: Mapping[str, Set[Rdma]]) -> Rdma:
-    """The best kind that every host (by name) has: NCCL with InfiniBand on one end and sockets on the other hangs or fails.
-    UNKNOWN if a host's kinds are unknown: NCCL then decides."""
+    """The best kind that every host has, as NCCL with InfiniBand on one end only hangs or fails; UNKNOWN leaves it to NCCL."""
     if any(Rdma.UNKNOWN in one for one in kinds.values()):
         return Rdma.UNKNOWN
     for kind in (Rdma.INFINIBAND, Rdma.ROCE, Rdma.ROCE_IPV6, Rdma.EFA):
@@ -240,8 +239,7 @@ class RdmaPlan:
 def decide_rdma(
     ports: Sequence[Port], *, settings: Mapping[str, Setting], agreed: Rdma, interface: str | None = None
 ) -> RdmaPlan:
-    """InfiniBand before RoCE, never both: NCCL does not join ports of the two. `agreed`: what all hosts can do (`common`).
-    `interface`: by which the hosts meet."""
+    """InfiniBand or RoCE, as NCCL does not join the two. `agreed`: as by `common`. `interface`: by which the hosts meet."""
     if (off := switched_off(settings)) is not None:
         return RdmaPlan(Rdma.NONE, reason=off)
     if agreed is Rdma.NONE:

@@ -53,38 +53,36 @@ def read_interfaces(surroundings: Surroundings) -> tuple[NetworkInterface, ...]:
     by_name = surroundings.addresses()
     names = dict.fromkeys([*surroundings.names(_FOLDER), *by_name])
     folders = [name for name in names if name in by_name or surroundings.names(f"{_FOLDER}/{name}")]
-    indices = {name: _integer(surroundings.read(f"{_FOLDER}/{name}/ifindex"), least=1) or math.inf for name in folders}
-    ordered = sorted(folders, key=lambda name: (indices[name], name))
+    ordered = sorted(folders, key=lambda name: (surroundings.number(f"{_FOLDER}/{name}/ifindex") or math.inf, name))
     return tuple(_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in ordered)
 
 
 def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> NetworkInterface:
-    def integer(file: str, *, base: int = 10, least: int = 0) -> int | None:
-        return _integer(surroundings.read(f"{_FOLDER}/{name}/{file}"), base=base, least=least)
-
-    entries, hardware = set(surroundings.names(f"{_FOLDER}/{name}")), integer("type")
-    uevent = surroundings.read(f"{_FOLDER}/{name}/uevent") or ""
+    folder = f"{_FOLDER}/{name}"
+    entries, hardware = set(surroundings.names(folder)), surroundings.number(f"{folder}/type")
+    uevent = surroundings.read(f"{folder}/uevent") or ""
     knows_speed = "device" in entries or "bonding" in entries or hardware == _IPOIB_TYPE
     kind = Kind.CARD if knows_speed or re.search(r"^DEVTYPE=(bond|vlan)$", uevent, re.MULTILINE) else Kind.OTHER
     if hardware == _LOOPBACK_TYPE or name == "lo" or (addresses and all(map(is_loopback, addresses))):
         kind = Kind.LOOPBACK
     elif "device" not in entries and _CONTAINER_NAME.match(name):
         kind = Kind.CONTAINER
-    flags, state = integer("flags", base=16), surroundings.read(f"{_FOLDER}/{name}/operstate")
+    flags, state = surroundings.number(f"{folder}/flags", base=16), surroundings.read(f"{folder}/operstate")
     # Stands for IFF_RUNNING, which sysfs does not show; NCCL ignores interfaces without it.
     running = False if state in ("down", "lowerlayerdown", "notpresent", "testing", "dormant") else None
     if flags is not None and not flags & _UP:
         running = False
     elif state == "up" or (state == "unknown" and flags is not None):  # loopback and tunnels report "unknown"
         running = True
-    speed = integer("speed", least=1) if kind is Kind.CARD else None
+    speed = surroundings.number(f"{folder}/speed") if kind is Kind.CARD else None
+    mtu = surroundings.number(f"{folder}/mtu")
     return NetworkInterface(
         name=name,
         kind=kind,
         running=running,
-        mtu_bytes=integer("mtu", least=1),
-        speed_gbps=None if speed is None or speed > _FASTEST_MBPS or speed == 65535 else speed / 1000,
-        vendor=surroundings.read(f"{_FOLDER}/{name}/device/vendor") or None,
+        mtu_bytes=mtu if mtu and mtu > 0 else None,
+        speed_gbps=None if speed is None or not 0 < speed <= _FASTEST_MBPS or speed == 65535 else speed / 1000,
+        vendor=surroundings.read(f"{folder}/device/vendor") or None,
         addresses=addresses,
     )
 
@@ -94,14 +92,6 @@ def is_loopback(address: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(_plain(address.partition("%")[0])).is_loopback
     return False
-
-
-def _integer(text: str | None, *, base: int = 10, least: int = 0) -> int | None:
-    try:
-        number = int(text or "", base)
-    except ValueError:
-        return None
-    return number if number >= least else None
 
 
 @dataclass(frozen=True, slots=True)

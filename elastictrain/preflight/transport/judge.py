@@ -79,8 +79,7 @@ def _loopback(facts: TransportFacts, name: str, route: Route) -> Verdict:
 
 
 def judge_addresses(places: Mapping[str, tuple[str, str]]) -> list[Verdict]:
-    """`places`: by host, the address by which it wants to be reached, and its machine. All machines that share an address are
-    unfit, as either may get what is sent."""
+    """`places`: by host, its address and its machine. Machines that share an address are unfit: any may get what is sent."""
     sharing: dict[str, list[str]] = defaultdict(list)
     for host, (address, _) in places.items():
         sharing[address].append(host)

@@ -193,8 +193,7 @@ def _planned(choice: InterfaceChoice, rdma: RdmaPlan, *, after_failure: bool) ->
 
 
 def apply_plan(plan: TransportPlan, environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Set the plan's variables and remove those of an earlier plan; others stay. Returns what was set. Call before the first
-    process group: NCCL and gloo read each variable once."""
+    """Set the plan's variables, before the first process group, and remove those of an earlier plan. Returns what was set."""
     for name, value in own_variables(environment).items():
         if environment.get(name) == value:
             del environment[name]

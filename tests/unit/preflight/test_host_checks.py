@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.config.preflight import PreflightChecks
-from elastictrain.preflight.host_checks import Check, Once, OwnChecks, check_host, own_checks, run_checks
+from elastictrain.preflight.host_checks import Check, OwnChecks, check_host, once, own_checks, run_checks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput, can_load
 from elastictrain.preflight.verdict import Status, Verdict
@@ -43,7 +43,6 @@ def test_a_healthy_machine_with_switches(host: Host, answered: Answered) -> None
     tools = {
         ASK: answered("nvidia_smi_550_h100.xml"),
         "nvidia-smi nvlink": answered("nvlink_h100.txt"),
-        "nvidia-smi topo": answered("topo_h100.txt"),
         "dmesg": answered("dmesg_clean.txt"),
     }
     surroundings = host(NVIDIA_GPU | SWITCH, tools)
@@ -192,9 +191,9 @@ def test_many_threads_ask_once() -> None:
         time.sleep(0.02)
         return 7
 
-    once = Once(ask)
+    asking = once(ask)
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(once())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: answers.append(asking())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -204,16 +203,16 @@ def test_many_threads_ask_once() -> None:
 
 def test_nothing_is_an_answer_too_and_trouble_is_told_to_all() -> None:
     asked = []
-    nothing: Once[None] = Once(lambda: asked.append(1))
+    nothing = once(lambda: asked.append(1))
     assert (nothing(), nothing(), asked) == (None, None, [1])
 
     def broken() -> int:
         raise RuntimeError("no")
 
-    once = Once(broken)
+    asking = once(broken)
     for _ in range(2):
         with pytest.raises(RuntimeError):
-            once()
+            asking()
 
 
 def test_verdicts_come_in_the_order_of_checks_with_what_they_took() -> None:

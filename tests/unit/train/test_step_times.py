@@ -54,3 +54,15 @@ def test_a_phase_may_come_several_times() -> None:
             ticks.now_s += 1.0
     assert dict(zip(PHASES, figures[1:], strict=True)) == {"data": 0, "forward": 3, "backward": 1, "update": 0, "between": 0}
     assert figures[0] == 6.0
+
+
+def test_what_goes_on_needs_no_mark() -> None:
+    ticks = Ticks(passed_s=1e9)
+    times = StepTimes(ticks)
+    for _ in range(1 + LATE):
+        figures = times.begin()
+        for phase in ("", "data", "data", "forward", "", "", "update"):
+            times.mark(phase)
+            ticks.now_s += 1.0
+    assert dict(zip(PHASES, figures[1:], strict=True)) == {"data": 2, "forward": 1, "backward": 0, "update": 1, "between": 0}
+    assert (figures[0], len(ticks.released)) == (7.0, 5)

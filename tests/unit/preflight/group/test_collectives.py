@@ -7,7 +7,6 @@ from elastictrain.preflight.group.collectives import (
     Collective,
     ExpectedResult,
     Trial,
-    Values,
     answer,
     find_wrong,
     give,
@@ -44,21 +43,18 @@ def simulate(trial: Trial, rows: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("collective", list(Collective))
 def test_a_backend_without_a_fault_is_right(collective: Collective, world_size: int) -> None:
     for dtype in DTYPES:
-        for values in Values:
-            rows = table(values, dtype, world_size=world_size, seed=3)
-            for part in (1, 7, ROW + 5):
-                trial = Trial(collective, values, part)
-                results = simulate(trial, rows)
-                for rank in {0, 1 % world_size, world_size - 1}:
-                    received = results[rank]
-                    assert find_wrong(received, answer(trial, rows, rank=rank)) is None
+        rows = table(dtype, world_size=world_size)
+        for part in (1, 7, ROW + 5):
+            trial = Trial(collective, part)
+            results = simulate(trial, rows)
+            for rank in {0, 1 % world_size, world_size - 1}:
+                assert find_wrong(results[rank], answer(trial, rows, rank=rank)) is None
 
 
 @pytest.mark.parametrize("collective", list(Collective))
-@pytest.mark.parametrize("values", list(Values))
-def test_one_wrong_element_is_found(collective: Collective, values: Values) -> None:
-    rows = table(values, torch.float32, world_size=4, seed=3)
-    trial = Trial(collective, values, 50)
+def test_one_wrong_element_is_found(collective: Collective) -> None:
+    rows = table(torch.float32, world_size=4)
+    trial = Trial(collective, 50)
     received = simulate(trial, rows)[2].clone()
     right = answer(trial, rows, rank=2)
     place = 30 if collective is Collective.REDUCE_SCATTER else 130
@@ -69,17 +65,17 @@ def test_one_wrong_element_is_found(collective: Collective, values: Values) -> N
 
 
 def test_parts_in_the_wrong_place_are_found() -> None:
-    rows = table(Values.RANDOM, torch.bfloat16, world_size=3, seed=1)
+    rows = table(torch.bfloat16, world_size=3)
     for collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.SEND_RECV, Collective.BROADCAST):
-        trial = Trial(collective, Values.RANDOM, ROW)
+        trial = Trial(collective, ROW)
         received = simulate(trial, rows)[0].roll(ROW // 2)
         assert find_wrong(received, answer(trial, rows, rank=0)) is not None
 
 
 def test_a_rank_that_is_left_out_of_a_sum_is_found() -> None:
     for dtype in DTYPES:
-        rows = table(Values.KNOWN, dtype, world_size=64, seed=1)
-        trial = Trial(Collective.ALL_REDUCE, Values.KNOWN, 20)
+        rows = table(dtype, world_size=64)
+        trial = Trial(Collective.ALL_REDUCE, 20)
         without = rows.clone()
         without[17] = 0
         received = simulate(trial, without)[0]
@@ -87,7 +83,7 @@ def test_a_rank_that_is_left_out_of_a_sum_is_found() -> None:
 
 
 def test_the_source_of_what_is_wrong() -> None:
-    rows = table(Values.KNOWN, torch.float32, world_size=3, seed=1)
+    rows = table(torch.float32, world_size=3)
     expected = {
         Collective.ALL_GATHER: 2,
         Collective.ALL_TO_ALL: 2,
@@ -96,7 +92,7 @@ def test_the_source_of_what_is_wrong() -> None:
         Collective.ALL_REDUCE: None,
     }
     for collective, source in expected.items():
-        trial = Trial(collective, Values.KNOWN, 10)
+        trial = Trial(collective, 11)
         received = simulate(trial, rows)[1].clone()
         received[25] += 1
         right = answer(trial, rows, rank=1)
@@ -104,24 +100,25 @@ def test_the_source_of_what_is_wrong() -> None:
         assert right.source(25) == source
 
 
-def test_known_sums_are_exact_in_bfloat16_in_groups_of_any_size() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_partial_sums_are_exact_in_groups_of_any_size(dtype: torch.dtype) -> None:
     for world_size in (2, 36, 37, 256, 257, 1024, 5000):
-        rows = table(Values.KNOWN, torch.bfloat16, world_size=world_size, seed=1)
-        total = rows.double().sum(0)
-        assert total.max() <= 256
-        assert total.min() != total.max()
+        rows = table(dtype, world_size=world_size)
+        assert rows.double().abs().sum(0).max() <= 2 / torch.finfo(dtype).eps
+        assert rows.double().sum(0).unique().numel() > 10
+        assert rows.abs().sum(1).min() > 0, "each rank contributes"
 
 
 def test_values_do_not_follow_the_global_generator() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = table(Values.RANDOM, torch.float32, world_size=2, seed=7)
+    first = table(torch.float32, world_size=2)
     torch.manual_seed(2)
-    assert torch.equal(first, table(Values.RANDOM, torch.float32, world_size=2, seed=7))
+    assert torch.equal(first, table(torch.float32, world_size=2))
     torch.manual_seed(1)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_exact_answer_allows_nothing() -> None:
+def test_the_smallest_difference_is_found() -> None:
     one = torch.ones(1)
-    assert find_wrong(one + 2e-7, ExpectedResult(one, None)) is not None
+    assert find_wrong(one + 2e-7, ExpectedResult(one)) == (1, 0)

@@ -165,7 +165,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert load(path) == wanted
     assert [entry.name for entry in path.parent.iterdir()] == ["counters.json"]
     written = path.read_text()
-    path.write_text(written.replace('"format": 1', '"format": 2'))
+    path.write_text(written.replace('"format":1', '"format":2'))
     assert path.read_text() != written
     assert load(path) is None
 

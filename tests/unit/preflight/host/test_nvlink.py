@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,19 +11,16 @@ from elastictrain.preflight.host.nvlink import (
     judge_nvlink,
     parse_errors,
     parse_links,
-    parse_topology,
     switched_fabric,
 )
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.conftest import RecordedTools
-from tests.unit.preflight.made import gpu, gpu_pair
+from tests.unit.preflight.made import gpu
 
 NOWHERE = Path("/there-is-no-such-root")
 Recorded = Callable[[str], str]
 Host = Callable[..., Surroundings]
-Topology = Mapping[tuple[int, int], str]
-NO_TOPOLOGY: Topology = {}
 A100 = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", driver="535.161.08", gpus=(Gpu(index=0),))
 
 
@@ -117,10 +114,8 @@ def test_no_driver_is_loaded(host: Host) -> None:
     assert (found.status, "install" in found.remedy) == (Status.FAIL, False)
 
 
-def judge(
-    links: list[GpuLinks], topology: Topology = NO_TOPOLOGY, *, switched: bool = True, mig: bool = False
-) -> list[Verdict]:
-    return judge_nvlink(links, topology, switched=switched, mig=mig, num_gpus=2, host="h1")
+def judge(links: list[GpuLinks], *, switched: bool = True, mig: bool = False) -> list[Verdict]:
+    return judge_nvlink(links, switched=switched, mig=mig, num_gpus=2, host="h1")
 
 
 def test_all_links_up(recorded: Recorded) -> None:
@@ -129,7 +124,7 @@ def test_all_links_up(recorded: Recorded) -> None:
         (0, 18, 26.562, ()),
         (1, 18, 26.562, ()),
     ]
-    (found,) = judge(links, parse_topology(recorded("topo_h100.txt")))
+    (found,) = judge(links)
     assert (found.status, "26.562" in str(found.measured)) == (Status.PASS, True)
 
 
@@ -160,9 +155,11 @@ def test_a_slow_link(recorded: Recorded) -> None:
 
 
 def test_no_links_and_unknown_states(recorded: Recorded) -> None:
-    assert parse_links(recorded("nvlink_l4.txt")) == []
-    (found,) = judge([], {(0, 0): "X"}, switched=False)
+    none = parse_links(recorded("nvlink_l4.txt"))
+    assert {len(one.speeds_gbs) + len(one.down) for one in none} == {0}
+    (found,) = judge(none, switched=False)
     assert (found.status, "NVLink" in str(found.measured)) == (Status.PASS, True)
+    assert [one.status for one in judge(none)] == [Status.WARN]
     (odd,) = parse_links(recorded("nvlink_odd.txt"))
     assert (dict(odd.speeds_gbs), odd.down) == ({1: 53.125}, ())
 
@@ -176,28 +173,6 @@ def test_an_answer_cut_short_is_no_failure(recorded: Recorded) -> None:
     text = recorded("nvlink_h100.txt")
     (found,) = judge(parse_links(text[: text.rindex("Link 11")]))
     assert (found.status, str(found.measured)[0], found.expected) == (Status.WARN, "1", "2 GPUs")
-
-
-def test_a_topology_with_colours_and_nics(recorded: Recorded) -> None:
-    assert parse_topology(recorded("topo_h100.txt")) == {(0, 0): "X", (0, 1): "NV18", (1, 0): "NV18", (1, 1): "X"}
-
-
-def test_a_topology_of_an_old_driver_names_adapters(recorded: Recorded) -> None:
-    topology = parse_topology(recorded("topo_470.txt"))
-    assert (len(topology), topology[0, 3]) == (16, "NV2")
-
-
-def test_cells_that_ran_together_are_unknown() -> None:
-    topology = parse_topology("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV18SYS\tSYS\nGPU1\tNV18\t X \tNV18\n")
-    assert topology == {(0, 0): "X", (1, 0): "NV18", (1, 1): "X", (1, 2): "NV18"}
-
-
-def test_a_pair_without_the_links_that_others_have(recorded: Recorded) -> None:
-    text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV18\tSYS\nGPU1\tNV18\t X \tNV18\nGPU2\tSYS\tNV18\t X \n"
-    links = parse_links(recorded("nvlink_h100.txt"))
-    (found,) = judge(links, parse_topology(text))
-    assert (found.status, found.subject, found.measured, found.expected) == (Status.FAIL, gpu_pair(0, 2), "SYS", "NV18")
-    assert judge(links, parse_topology(text), switched=False)[0].status is Status.PASS
 
 
 def test_errors_of_all_links(recorded: Recorded) -> None:
