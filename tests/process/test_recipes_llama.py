@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchruns import warm_ranks
 
+import recipes.llama.task
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed.wrapping import Wrapping, mesh_shape
 from elastictrain.train.parameters import build_model, fill
@@ -103,6 +104,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 def main() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend  # takes too long for a process that only collects tests
 
+    recipes.llama.task._SHOWN_TOKENS = 120  # as people see it; the host of forks shows less
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     for case in CASES:
