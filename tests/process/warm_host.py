@@ -214,6 +214,8 @@ def serve() -> dict[str, Any] | None:
 
 # A fork has the thread that forked only: there must be no other.
 fork_server.import_ahead()
+for module in os.environ["AHEAD"].split():
+    importlib.import_module(module)
 compose.hydra_compose = composed_once(compose.hydra_compose)
 llama._SHOWN_TOKENS = 10  # a twelfth of what each rank shows at the end
 assert len(list(Path("/proc/self/task").iterdir())) == 1
