@@ -99,6 +99,8 @@ def customize() -> None:
             for name in [name for name in sys.modules if name.partition(".")[0] in replaced]:
                 REPLACED.append(sys.modules.pop(name))
             importlib.import_module("sitecustomize")
+            if "torch.distributed.run" not in sys.orig_argv:
+                importlib.import_module("elastictrain.config.compose").hydra_compose = compose.hydra_compose
 
 
 def compose_ahead(arguments: list[str]) -> None:
