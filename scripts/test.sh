@@ -11,7 +11,20 @@ python="${ELASTICTRAIN_VENV:-$root/.venv}/bin/python"
 # may depend on a download.
 export RES_OPTIONS="timeout:1 attempts:1" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-bash scripts/check.sh --static
+# Beside the first tests, which are those without real processes. What it says is shown when they are through.
+static_log="$(mktemp)"
+bash scripts/check.sh --static >"$static_log" 2>&1 &
+static_pid=$!
+checked() {
+    [[ -n "$static_pid" ]] || return 0
+    local code=0
+    wait "$static_pid" || code=$?
+    static_pid=""
+    cat "$static_log" >&2
+    rm -f "$static_log"
+    return "$code"
+}
+trap 'code=$?; checked || code=1; exit "$code"' EXIT
 
 # Tests with real processes have bounds in seconds, which another load on the machine can break. A few that fail are tried once
 # more, alone; both results are shown. Other tests have no second chance, and neither has what fails in more than three files.
@@ -52,5 +65,6 @@ run() {
 # rates and delays run alone.
 alone=(tests/network/test_links.py tests/network/test_preflight.py tests/network/test_rendezvous.py)
 run tests/unit tests/integration tests/process tests/network "${alone[@]/#/--ignore=}" -n "${ELASTICTRAIN_TEST_JOBS:-4}" --no-loadscope-reorder "$@"
+checked
 run "${alone[@]}" tests/gpu "$@"
 exit "$status"

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml  # type: ignore[import-untyped,unused-ignore]
-from omegaconf import OmegaConf
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.constraints import plain
@@ -126,6 +125,8 @@ def _number(value: object) -> object:
 
 def to_yaml(config: RunConfig) -> str:
     """The text of <run.dir>/config.yaml: complete, and itself a recipe."""
+    from omegaconf import OmegaConf  # a saver only reads, and half of its start would be this import
+
     return _HEADER + OmegaConf.to_yaml({name: _escaped(one) for name, one in to_tree(config).items()})
 
 

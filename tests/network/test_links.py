@@ -151,17 +151,16 @@ def lossy_pair(hosts: list[Host], percent: float) -> None:
     lose(hosts[3], percent)
 
 
+# All of them at all percentages, with drawn losses: tests/unit/preflight/links/test_judge_loss.py.
 @NEEDS_NFT
-@pytest.mark.parametrize("percent", [1, 5, 20])
 @pytest.mark.parametrize(
-    ("fault", "num_hosts", "subjects", "full"),
+    ("fault", "num_hosts", "subjects", "full", "percent"),
     [
-        (lossy_sender, 3, {"h3"}, False),
-        (lossy_host, 3, {"h3"}, True),
-        (lossy_link, 3, {"h2 -> h1"}, False),
-        (lossy_pair, 5, {"h2", "h4"}, False),
+        *((lossy_sender, 3, {"h3"}, False, percent) for percent in (1, 5, 20)),
+        *((lossy_host, 3, {"h3"}, True, percent) for percent in (1, 20)),
+        *((lossy_link, 3, {"h2 -> h1"}, False, percent) for percent in (1, 20)),
+        (lossy_pair, 5, {"h2", "h4"}, False, 5),
     ],
-    ids=["sender", "host", "link", "two of five"],
 )
 def test_packets_that_get_lost(
     fault: Callable[[list[Host], float], None],

@@ -99,16 +99,15 @@ def gone(pids: list[int], *, within_s: float) -> bool:
 def test_the_same_batches_as_without_workers(script) -> None:
     out, error = finish(
         script("""
-        found = []
+        found, seen = [], {}
         for workers in (0, 2, 3):
             with loader(Samples(), workers=workers, first_step=3) as batches:
-                found.append([(one.step, one.portion, one.sample_ids, one.batch["x"][:, 0].tolist()) for one in batches])
-                if not workers:
-                    continue
+                read = list(batches)
+            found.append([(one.step, one.portion, one.sample_ids, one.batch["x"][:, 0].tolist()) for one in read])
+            seen[workers] = [tuple(row) for one in read for row in one.batch["x"][:, 1:].tolist()]
         assert found[0] == found[1] == found[2], found
         assert len(found[0]) == 18
-        with loader(Samples(), workers=2) as batches:
-            seen = [tuple(row) for one in batches for row in one.batch["x"][:, 1:].tolist()]
+        seen = seen[2]
         assert len({pid for pid, _ in seen}) == 2 and os.getpid() not in {pid for pid, _ in seen}, seen
         assert {threads for _, threads in seen} == {1}, seen
         assert not children()

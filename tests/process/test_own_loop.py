@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torchruns import REPOSITORY, Run, events, kill, last_step, losses, savers, started, torchrun, wait_until
+from torchruns import REPOSITORY, Run, events, kill, last_step, losses, rank_of, savers, started, torchrun, wait_until
 
 import elastictrain
 
@@ -47,17 +47,18 @@ def _no_saver_is_left(tmp_path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def run_of(program: Path, folder: Path, *, world_size: int, steps: int = STEPS, max_restarts: int = 0) -> Iterator[Run]:
+def run_of(program: Path, folder: Path, *, warm: bool, steps: int = STEPS, max_restarts: int = 0) -> Iterator[Run]:
+    """On two ranks. Cold it imports what the program says, in its order."""
     log = folder.with_name(f"{folder.name}-log")
     with torchrun(
-        [str(folder), str(steps)],
-        world_size=world_size,
-        folder=log,
-        max_restarts=max_restarts,
-        module=[str(program)],
-        warm=False,
+        [str(folder), str(steps)], world_size=2, folder=log, max_restarts=max_restarts, module=[str(program)], warm=warm
     ) as run:
         yield run
+
+
+def command_of(program: Path, folder: Path, steps: int) -> list[str]:
+    """Alone, as a fork."""
+    return [sys.executable, "-m", program.stem, str(folder), str(steps)]
 
 
 def ranks(run: Run) -> list[psutil.Process]:
@@ -65,8 +66,8 @@ def ranks(run: Run) -> list[psutil.Process]:
     found = {}
     for child in psutil.Process(run.process.pid).children(recursive=True):
         try:
-            if "own_loop.py" in " ".join(child.cmdline()) and (rank := child.environ().get("RANK")):
-                found[int(rank)] = child
+            if "own_loop.py" in " ".join(child.cmdline()) and (rank := rank_of(child, program="own_loop.py")) is not None:
+                found[rank] = child
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return [found[rank] for rank in sorted(found)]
@@ -78,10 +79,10 @@ def test_the_added_lines_are_few() -> None:
 
 def test_killed_at_random_it_is_the_same_run(program: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    with run_of(program, whole, world_size=2) as run:
+    with run_of(program, whole, warm=True) as run:
         assert run.wait(120) == 0, run.output()[-4000:]
     chosen = random.Random(16)
-    with run_of(program, killed, world_size=2, max_restarts=5) as run:
+    with run_of(program, killed, warm=True, max_restarts=5) as run:
         for step in (15, 90):
             wait_until(lambda least=step: last_step(killed) >= least, timeout_s=120, what=f"step {step}")  # type: ignore[misc]
             kill(chosen.choice(ranks(run)))
@@ -99,7 +100,7 @@ def test_killed_at_random_it_is_the_same_run(program: Path, tmp_path: Path) -> N
 
 def test_a_notice_is_obeyed_and_another_world_goes_on(program: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with run_of(program, folder, world_size=2, steps=10_000) as run:
+    with run_of(program, folder, warm=False, steps=10_000) as run:
         wait_until(lambda: last_step(folder) >= 10, timeout_s=120, what="step 10")
         for worker in ranks(run):
             worker.send_signal(signal.SIGUSR1)
@@ -140,7 +141,7 @@ def test_a_state_that_only_memory_has_is_saved_under_its_step_where_no_slot_can_
 def test_a_loop_that_is_left_early_saves_what_is_done(leaves: str, saved: int, program: Path, tmp_path: Path) -> None:
     program.write_text(program.read_text().replace("        loss.backward()\n", f"        {leaves}\n        loss.backward()\n"))
     folder = tmp_path / "run"
-    with started([sys.executable, str(program), str(folder), "20"], log=tmp_path / "log.txt", warm=False) as run:
+    with started(command_of(program, folder, 20), log=tmp_path / "log.txt") as run:
         assert run.wait(60) == (0 if saved else 70), run.output()
     # After an error the saver may still write what host memory holds.
     steps = elastictrain_steps(folder)
@@ -152,7 +153,7 @@ def test_an_update_that_is_not_done_is_not_saved(program: Path, tmp_path: Path) 
     program.write_text(text)
     folder = tmp_path / "run"
     for _ in range(2):
-        with started([sys.executable, str(program), str(folder), "20"], log=tmp_path / "log.txt", warm=False) as run:
+        with started(command_of(program, folder, 20), log=tmp_path / "log.txt") as run:
             assert run.wait(60) == 0, run.output()
         assert 9 not in elastictrain_steps(folder)
     assert events(folder, "resume")[-1]["step"] == 8
@@ -183,7 +184,7 @@ def test_mistakes_end_with_a_code_and_a_sentence(mistake: str, program: Path, tm
     program.write_text(source.replace(right, wrong))
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if mistake == "before" else {}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if variables else {}
-    command = [sys.executable, str(program), str(tmp_path / "run"), "20"]
-    with started(command, log=tmp_path / "log.txt", extra_environment=variables, warm=False) as run:
+    command = command_of(program, tmp_path / "run", 20)
+    with started(command, log=tmp_path / "log.txt", extra_environment=variables) as run:
         assert run.wait(60) == code, run.output()
         assert ("Traceback" in run.output()) == (mistake == "own")

@@ -44,12 +44,11 @@ SGD = ("optim._target_=torch.optim.SGD", "optim.arguments={momentum: 0.9, nester
 MUON = (f"optim._target_={OWN}.muon_and_adamw", "optim.arguments={adamw_lr: 0.003}", "optim.lr=0.02")
 CASES = {
     "sgd": (*SGD, f"task._target_={OWN}.GroupedLlama", f"optim.schedule={{_target_: {OWN}.inverse_root, half: 9}}"),
-    "sgd_fsdp": (*SGD, "parallel=fsdp"),
     "muon": MUON,
     "muon_fsdp": (*MUON, "parallel=fsdp"),
-    "ema": ("train.ema=0.9",),
     "ema_fsdp": ("train.ema=0.9", "parallel=fsdp"),
 }
+"""An average under DDP is that of the other tests here, a user's optimizer under FSDP that of Muon."""
 BY_TORCHRUN = {"sgd", "ema_fsdp"}
 
 

@@ -111,10 +111,9 @@ def await_evaluation(run: Run) -> None:
     wait_until(lambda: last_step(run.log.parent / "run") >= step, timeout_s=SOON_S, what=f"step {step}")
 
 
+# Two workers under DDP are those of tests/process/test_launch.py, too; under FSDP those that are killed in an evaluation.
 CASES = {
-    "ddp, 2 workers": Case(2),
     "ddp, 3 workers": Case(3),
-    "fsdp, 2 workers": Case(2, "fsdp"),
     "fsdp, 3 workers": Case(3, "fsdp"),
     "two workers at once": Case(victims=2),
     "another worker 0.2 s later": Case(again_s=0.2),

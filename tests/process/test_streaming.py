@@ -16,6 +16,7 @@ pytest.importorskip("torchdata")
 
 STEPS = 45
 PROGRAM = str(REPOSITORY / "tests/process/streaming.py")
+AHEAD = {"AHEAD": "grain torchdata.stateful_dataloader"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,8 @@ def _no_saver_is_left(tmp_path: Path) -> Iterator[None]:
 def two_ranks(folder: Path) -> Iterator[Run]:
     folder.with_name(f"{folder.name}-memory").mkdir()
     log = folder.with_name(f"{folder.name}-log")
-    with torchrun([str(folder), str(STEPS)], world_size=2, folder=log, max_restarts=1, module=[PROGRAM], warm=False) as run:
+    arguments = [str(folder), str(STEPS)]
+    with torchrun(arguments, world_size=2, folder=log, max_restarts=1, module=[PROGRAM], extra_environment=AHEAD) as run:
         yield run
 
 
@@ -58,7 +60,8 @@ def test_each_rank_goes_on_in_its_own_streams(tmp_path: Path) -> None:
     assert {name: len(one) for name, one in stored.items() if "per_rank" in name} == dict.fromkeys(
         ("extra.loader.per_rank", "extra.pictures.per_rank"), 2
     )
-    with started([sys.executable, PROGRAM, str(killed), "50"], log=tmp_path / "alone.txt", warm=False) as run:
+    command = [sys.executable, "-m", "tests.process.streaming", str(killed), "50"]
+    with started(command, log=tmp_path / "alone.txt", cwd=REPOSITORY, extra_environment=AHEAD) as run:
         assert run.wait(60) == 78
         assert "`extra.loader`" in run.output()
     assert last_step(killed) == STEPS

@@ -146,13 +146,18 @@ def can_be_warm(command: Sequence[str]) -> bool:
 
 
 @cache
-def warm_host() -> WarmHost:
-    """The one of this test process, started when it is first asked for."""
+def warm_host(ahead: str = "") -> WarmHost:
+    """The one of this test process, started when it is first asked for. `ahead`: modules that its forks have imported, too."""
     from torchruns import environment
+
+    # Threads, of OpenBLAS and of Arrow's allocator, would make it unfit to fork.
+    single = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"} if ahead else {}
 
     # The last word makes room for the command lines of forks.
     command = [sys.executable, str(Path(__file__).with_name("warm_host.py")), _COMMAND_BYTES * "-"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment({**single, "AHEAD": ahead})
+    )
     host = WarmHost(process)
     atexit.register(host.close)
     return host

@@ -20,13 +20,17 @@ import sys
 import tempfile
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import tests.process.paced  # noqa: F401
+from elastictrain.config import compose
 from elastictrain.launch import fork_server
+from recipes.llama import task as llama
+from tests.composed import composed_once
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
@@ -95,6 +99,16 @@ def customize() -> None:
             for name in [name for name in sys.modules if name.partition(".")[0] in replaced]:
                 REPLACED.append(sys.modules.pop(name))
             importlib.import_module("sitecustomize")
+            if "torch.distributed.run" not in sys.orig_argv:
+                importlib.import_module("elastictrain.config.compose").hydra_compose = compose.hydra_compose
+
+
+def compose_ahead(arguments: list[str]) -> None:
+    """Lets Hydra compose what it was not asked for before, so that no fork has to."""
+    with suppress(Exception):
+        own = compose.own_conf()
+        if "--config-dir" not in arguments:
+            compose.compose([word for word in arguments if "=" in word and (own / word.partition("=")[0]).is_dir()])
 
 
 def show_command_line(words: list[str]) -> None:
@@ -186,11 +200,13 @@ def serve() -> dict[str, Any] | None:
                 break
             *lines, text = (text + piece).split(b"\n")
             for line in lines:
+                order = dict(json.loads(line))
+                compose_ahead(order["arguments"])
                 child = os.fork()
                 if child == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    return dict(json.loads(line))
+                    return order
                 living.add(child)
                 print_line({"started": child})
     for pid in living:
@@ -200,6 +216,10 @@ def serve() -> dict[str, Any] | None:
 
 # A fork has the thread that forked only: there must be no other.
 fork_server.import_ahead()
+for module in os.environ["AHEAD"].split():
+    importlib.import_module(module)
+compose.hydra_compose = composed_once(compose.hydra_compose)
+llama._SHOWN_TOKENS = 10  # a twelfth of what each rank shows at the end
 assert len(list(Path("/proc/self/task").iterdir())) == 1
 gc.freeze()
 if asked := serve():

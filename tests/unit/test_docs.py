@@ -150,13 +150,15 @@ def test_readme_names_every_recipe_and_choice_that_exists() -> None:
             assert name in {*choices["recipe"], "sines", "pictures", "lora", "again"}, f"{document}: recipe={name}"
 
 
+@cache
+def python_files() -> tuple[str, ...]:
+    tops = ("elastictrain", "recipes", "scripts", "tests")
+    return tuple(f"/{path.relative_to(ROOT)}" for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_files_that_a_document_names_exist(document: Path) -> None:
-    files = [
-        f"/{path.relative_to(ROOT)}"
-        for top in ("elastictrain", "recipes", "scripts", "tests")
-        for path in (ROOT / top).rglob("*.py")
-    ]
+    files = python_files()
     past = document.name == "CHANGELOG.md"
     named = re.findall(r"`([\w/]+\.py)\b[^`]*`", document.read_text())
     assert (

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import signal
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,15 @@ from elastictrain.adapters.framework_loop import FrameworkLoop
 from elastictrain.errors import ConfigError
 from elastictrain.train.parameters import seed_everything
 
-pytest.importorskip("lightning")
-pytest.importorskip("transformers")
-import transformers
-from lightning.pytorch import LightningModule, Trainer
-
-from elastictrain.adapters.huggingface import ElasticTrainerCallback
-from elastictrain.adapters.lightning import ElasticLightningCallback, _as_on_several_ranks
-
 SAMPLES = 44
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning has advice on loaders
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frameworks() -> None:
+    """Not imported above: that takes longer than all other imports together, and each worker of pytest collects each file."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("transformers")
 
 
 class MemoryLoop(FrameworkLoop):
@@ -71,26 +71,32 @@ class MemoryLoop(FrameworkLoop):
         self.finish_step()
 
 
-class Module(LightningModule):
-    def __init__(self, plateau: bool) -> None:
-        super().__init__()
-        self.layer, self.plateau, self.trace = nn.Linear(1, 1), plateau, []
+@cache
+def module_class() -> type[Any]:
+    from lightning.pytorch import LightningModule
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        samples = torch.cat([part for (part,) in (batch.values() if isinstance(batch, dict) else [batch])])
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.trace.append((self.trainer.global_step, samples.flatten().tolist(), rate))
-        return self.layer(samples / SAMPLES).mean()
+    class Module(LightningModule):
+        def __init__(self, plateau: bool) -> None:
+            super().__init__()
+            self.layer, self.plateau, self.trace = nn.Linear(1, 1), plateau, []
 
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.log("held_out", torch.tensor(1.0))
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            samples = torch.cat([part for (part,) in (batch.values() if isinstance(batch, dict) else [batch])])
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.trace.append((self.trainer.global_step, samples.flatten().tolist(), rate))
+            return self.layer(samples / SAMPLES).mean()
 
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        if not self.plateau:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "held_out"}}
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("held_out", torch.tensor(1.0))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            if not self.plateau:
+                return optimizer
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "held_out"}}
+
+    return Module
 
 
 def dataset(samples: int = SAMPLES) -> Any:
@@ -101,7 +107,11 @@ def fit(
     loader: Any, *, saved: Any = None, stop_after: int | None = None, plateau: bool = False, **options: Any
 ) -> tuple[list[Any], Any]:
     """Returns the trace of its steps, and the state if it has stopped."""
-    callback, module = ElasticLightningCallback("runs/mine"), Module(plateau)
+    from lightning.pytorch import Trainer
+
+    from elastictrain.adapters.lightning import ElasticLightningCallback
+
+    callback, module = ElasticLightningCallback("runs/mine"), module_class()(plateau)
     loop = callback._loop = MemoryLoop(saved, stop_after)
     settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(callbacks=[callback], accelerator="cpu", devices=1, max_epochs=3, **settings, **options)
@@ -204,6 +214,8 @@ def test_lightning_handles_no_signal() -> None:
 
 @pytest.mark.parametrize("sampler", [RandomSampler(dataset()), SequentialSampler(dataset())])
 def test_a_lone_rank_makes_the_batches_of_two(sampler: Any) -> None:
+    from elastictrain.adapters.lightning import _as_on_several_ranks
+
     shuffle = isinstance(sampler, RandomSampler)
     two = [DistributedSampler(dataset(), num_replicas=2, rank=rank, shuffle=shuffle) for rank in range(2)]
     lone = _as_on_several_ranks(sampler)
@@ -223,14 +235,20 @@ class Line(nn.Module):
         return {"loss": self.layer(samples[:, None] / SAMPLES).mean()}
 
 
-class Tracing(transformers.Trainer):
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.trace.append((self.state.global_step, inputs["samples"].tolist()))
-        return super().training_step(model, inputs, *args, **kwargs)
+@cache
+def tracing_trainer() -> type[Any]:
+    import transformers
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self.trace.append((self.state.global_step, "evaluated"))
-        return {}
+    class Tracing(transformers.Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.trace.append((self.state.global_step, inputs["samples"].tolist()))
+            return super().training_step(model, inputs, *args, **kwargs)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            self.trace.append((self.state.global_step, "evaluated"))
+            return {}
+
+    return Tracing
 
 
 class Passes(IterableDataset[dict[str, float]]):
@@ -246,6 +264,10 @@ def train(
     folder: Path, data: Any, *, saved: Any = None, stop_after: int | None = None, batch: int = 4, **options: Any
 ) -> tuple[list[Any], Any]:
     """As `fit`, with a Trainer of transformers."""
+    import transformers
+
+    from elastictrain.adapters.huggingface import ElasticTrainerCallback
+
     callback = ElasticTrainerCallback("runs/mine")
     loop = callback._loop = MemoryLoop(saved, stop_after)
     arguments = transformers.TrainingArguments(
@@ -258,7 +280,7 @@ def train(
         per_device_train_batch_size=batch,
         **options,
     )
-    trainer = Tracing(Line(), arguments, train_dataset=data, eval_dataset=rows(4))
+    trainer = tracing_trainer()(Line(), arguments, train_dataset=data, eval_dataset=rows(4))
     trainer.trace = []
     with contextlib.suppress(SystemExit):
         callback.train(trainer)

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +46,8 @@ class CompiledByCounter(Block):
 
     def __init__(self) -> None:
         super().__init__()
+        from torch._dynamo.testing import CompileCounter
+
         self.counter = CompileCounter()  # type: ignore[no-untyped-call]
 
     def compile(self, *args: object, **kwargs: object) -> None:
@@ -295,12 +295,12 @@ def test_the_waits_of_each_sharded_module_are_told_and_nothing_more_is_compiled(
 
     def run() -> tuple[list[bool], dict[str, int]]:
         torch._dynamo.reset()
-        counters["frames"].clear()
+        torch._dynamo.utils.counters["frames"].clear()
         model, wrapped = make("fsdp", train, CompiledByCounter)
         marks: list[bool] = []
         wrapped.gathers.mark = marks.append
         loss_and_gradients(model, wrapped)
-        return marks, dict(counters["frames"])
+        return marks, dict(torch._dynamo.utils.counters["frames"])
 
     marks, frames = run()
     # The model itself, and its two blocks; the backward pass tells nothing.

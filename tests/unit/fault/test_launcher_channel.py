@@ -22,6 +22,7 @@ from elastictrain.fault.launcher_channel import (
     encode_line,
     open_channel,
 )
+from tests.unit.examples import examples
 
 FIRST, SECOND = {"RANK": "1"}, {"RANK": "2"}
 
@@ -161,7 +162,7 @@ class TestActing:
         launcher.channel.wait()
         assert acts == []
 
-    @pytest.mark.parametrize("seed", range(50))
+    @pytest.mark.parametrize("seed", range(examples(50)))
     def test_whichever_comes_first(self, seed: int, launcher: Launcher) -> None:
         """A worker begins to listen for the end in the moment in which the launcher tells of it."""
         acts: list[str] = []

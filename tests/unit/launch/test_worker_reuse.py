@@ -11,6 +11,7 @@ from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detach
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.worker_group import WorkersEnd
 from elastictrain.launch.worker_process import BUILT_FOR
+from tests.unit.examples import examples
 from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
 
 __all__ = ["world"]
@@ -498,7 +499,7 @@ class TestWaiting:
         assert time.monotonic() - began >= 0.1
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(60)))
 def test_over_random_histories_each_rank_has_one_living_process_and_no_process_is_lost(seed: int, world: World) -> None:
     chance, warming = random.Random(seed), list[FakeWorker]()
     for _ in range(chance.randint(2, 8)):

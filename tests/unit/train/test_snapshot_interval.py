@@ -8,6 +8,7 @@ import pytest
 from elastictrain.checkpoint.memory.cadence import FIRST, RARE, least_interval
 from elastictrain.checkpoint.saver.messages import Saved
 from elastictrain.train.step import StepFlags
+from tests.unit.examples import examples
 from tests.unit.train.test_snapshot_saving import INTERVAL, Stage, stage
 
 
@@ -63,7 +64,7 @@ def test_the_next_generation_begins_with_what_was_learned() -> None:
     assert steps_of(ranks[0]) == steps_of(ranks[1]) == [104, 108, 112, 116, 120]
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(examples(50)))
 def test_all_ranks_take_the_same_snapshots_whatever_their_clocks_and_slots_do(seed: int) -> None:
     chance = random.Random(seed)
     ranks = world(3, slots=chance.choice([1, 2, 3]))

@@ -22,6 +22,7 @@ from elastictrain.train.straggler import (
     medians_of_others,
     to_leave_out,
 )
+from tests.unit.examples import examples
 
 USUAL = {"data": 0.0005, "forward": 0.100, "backward": 0.200, "update": 0.020, "between": 0.001}
 SOON = (IN_A_ROW + 1) * WINDOW_STEPS
@@ -64,10 +65,10 @@ def follow(
 
 @pytest.mark.parametrize(("ranks", "noise"), [(2, 0.03), (8, 0.02), (8, 0.1), (8, 0.3), (3, 0.1)])
 def test_ten_thousand_noisy_steps_have_no_straggler(ranks: int, noise: float) -> None:
-    assert follow(10_000, ranks=ranks, noise=noise) == []
+    assert follow(examples(10_000), ranks=ranks, noise=noise) == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(examples(10)))
 @pytest.mark.parametrize(("ranks", "noise"), [(2, 0.03), (4, 0.05), (16, 0.05)])
 def test_a_rank_that_is_15_percent_slower_is_named_soon_and_alone(ranks: int, noise: float, seed: int) -> None:
     changes = follow(
@@ -95,7 +96,7 @@ def test_the_phase_is_named(phase: str) -> None:
 def test_a_phase_that_only_some_steps_measure(noise: float) -> None:
     """As FSDP's forward pass; the backward pass is not measured at all."""
     only = {"forward": 4, "backward": 0}
-    assert follow(5000, noise=noise, measured_every=only) == []
+    assert follow(examples(5000), noise=noise, measured_every=only) == []
     changes = follow(
         SOON, noise=0.02, measured_every=only, slow=lambda step, rank, phase: 1.15 if rank == 3 and phase == "forward" else 1.0
     )

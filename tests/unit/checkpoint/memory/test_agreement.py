@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
+from tests.unit.examples import examples
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("num_slots", [2, 3])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(60)))
 def test_a_kill_at_any_moment_finds_a_step_that_is_whole_on_all_ranks(seed: int, num_slots: int) -> None:
     chance = random.Random(f"{seed}-{num_slots}")
     ranks = [Rank(num_slots, chance) for _ in range(3)]

@@ -21,6 +21,7 @@ from elastictrain.checkpoint.memory.cadence import (
     middle,
     spread_interval,
 )
+from tests.unit.examples import examples
 
 
 def costs(seconds: float, number: int = LEAST_COSTS) -> list[tuple[float, float]]:
@@ -84,7 +85,7 @@ def test_snapshots_cost_at_most_their_share_and_are_as_frequent_as_that_allows(c
     assert best <= one.intervals[-1] <= max(best + TOUCHED, 1.3 * best)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(20)))
 def test_noise_neither_makes_snapshots_dear_nor_rare(seed: int) -> None:
     chance = random.Random(seed)
     cost, noise = chance.choice([0.0, 0.01, 0.05, 0.1, 0.3, 1.0]), chance.choice([0.003, 0.01, 0.03, 0.1, 0.2])
@@ -99,7 +100,7 @@ def test_noise_neither_makes_snapshots_dear_nor_rare(seed: int) -> None:
     assert average <= 1.35 * best + 2.5 * doubt / SHARE + TOUCHED + 1, (cost, noise)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(20)))
 @pytest.mark.parametrize("cost", [0.004, 0.03])
 def test_cheap_snapshots_are_frequent_soon(seed: int, cost: float) -> None:
     one = Training(cost_s=lambda step: cost, noise=0.003, seed=seed)
@@ -107,14 +108,14 @@ def test_cheap_snapshots_are_frequent_soon(seed: int, cost: float) -> None:
     assert one.intervals[-1] <= 4 if cost > 0.02 else one.intervals[-1] == least_interval(2)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(examples(10)))
 def test_dear_snapshots_are_rare_soon(seed: int) -> None:
     one = Training(cost_s=lambda step: 0.8, noise=0.05, seed=seed)
     one.run(400)
     assert one.share(200) <= 1.5 * SHARE
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(examples(10)))
 def test_a_change_of_cost_is_followed(seed: int) -> None:
     one = Training(cost_s=lambda step: 0.02 if step <= 1000 or step > 3000 else 0.5, noise=0.02, seed=seed)
     one.run(1000)
@@ -128,7 +129,7 @@ def test_a_change_of_cost_is_followed(seed: int) -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
 @pytest.mark.parametrize("slots", [2, 3])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(5)))
 def test_a_change_of_steps_is_no_change_of_cost(factor: float, slots: int, seed: int) -> None:
     one = Training(lambda step: 1.0 if step <= 1000 else factor, lambda step: 0.02, noise=0.01, slots=slots, seed=seed)
     one.run(3000)
@@ -231,7 +232,7 @@ def test_decisions(interval: int, cost_s: float, least: int, after: int) -> None
 
 
 def test_any_durations_give_an_interval_within_bounds() -> None:
-    for seed in range(1000):
+    for seed in range(examples(1000)):
         chance = random.Random(seed)
         one = Cadence(chance.randint(1, 3), pause_s=chance.choice([0.0, 1.0]))
         scale = 10 ** chance.uniform(-9, 9)
@@ -253,7 +254,7 @@ def test_the_middle_leaves_the_ends_out() -> None:
     assert error == pytest.approx(2.0 / math.sqrt(2000), rel=0.2)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(examples(30)))
 def test_a_machine_that_others_use_at_times_makes_snapshots_neither_cheap_nor_dear(seed: int) -> None:
     """Steps become slower and faster, for many at a time; what a snapshot costs is seen beside its neighbours alone."""
     chance = random.Random(seed)

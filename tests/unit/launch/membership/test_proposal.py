@@ -22,6 +22,7 @@ from elastictrain.launch.membership.records import (
     Leave,
     Wait,
 )
+from tests.unit.examples import examples
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, cluster, end, generation, member, observed, record
 
 READY, BUSY, UNFIT, GONE = HostState.READY, HostState.BUSY, HostState.UNFIT, HostState.GONE
@@ -254,7 +255,7 @@ def test_a_newcomer_with_another_number_of_workers_comes_last() -> None:
     assert members(at(looked, NOW_S + 1.0)) == "acz"
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(200)))
 def test_places(seed: int) -> None:
     chance = random.Random(seed)
     hosts = chance.sample("abcdefgh", 8)

@@ -10,6 +10,7 @@ from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.judge import judge_links, judge_loss, suspicious_contacts
 from elastictrain.preflight.links.messages import Contact, Link, merged
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures, findings
+from tests.unit.examples import examples
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster
 from tests.unit.preflight.made import link
 
@@ -49,7 +50,7 @@ def judged(num_hosts: int, part: Callable[[Link], float], *, sent: int = 10_000,
 
 def test_no_host_is_accused_in_healthy_groups() -> None:
     """Up to a loss that is no finding, whatever the number of segments."""
-    for seed in range(1000):
+    for seed in range(examples(1000)):
         source = random.Random(seed)
         part, sent = source.choice([0.0, 1e-5, 1e-4]), source.choice([100, 1000, 10_000])
         assert named(judged(3 + seed % 4, lambda link, part=part: part, sent=sent, seed=seed)) == set(), seed
@@ -62,7 +63,7 @@ def test_one_host_that_loses(percent: float, status: Status) -> None:
         "% loss received": lambda link: link[1] == 2,
         "% loss": lambda link: 2 in link,
     }
-    for seed in range(200):
+    for seed in range(examples(200)):
         for unit, is_bad in ways.items():
             verdicts = judged(3 + seed % 3, lambda link, is_bad=is_bad: percent / 100 * is_bad(link), seed=seed)
             assert named(verdicts) <= {(one, Scope.HOST, "h3") for one in (status, Status.FAIL)}, seed
@@ -73,7 +74,7 @@ def test_one_host_that_loses(percent: float, status: Status) -> None:
 
 @pytest.mark.parametrize(("percent", "status"), [(1, Status.WARN), (5, Status.FAIL), (20, Status.FAIL)])
 def test_one_link_that_loses(percent: float, status: Status) -> None:
-    for seed in range(200):
+    for seed in range(examples(200)):
         for num_hosts in (2, 3, 5):
             verdicts = judged(num_hosts, lambda link: percent / 100 * (link == (1, 0)), seed=seed)
             # At the threshold of 1 % the bound is above it once in 200 times.
@@ -83,7 +84,7 @@ def test_one_link_that_loses(percent: float, status: Status) -> None:
 
 @pytest.mark.parametrize("percent", [1, 5, 20])
 def test_two_hosts_of_five_that_lose(percent: float) -> None:
-    for seed in range(200):
+    for seed in range(examples(200)):
         found = named(judged(5, lambda link: percent / 100 * bool({1, 3} & set(link)), seed=seed))
         assert {(scope, subject) for _, scope, subject in found} == {(Scope.HOST, "h2"), (Scope.HOST, "h4")}, seed
 
@@ -157,7 +158,7 @@ def test_heavy_loss_explains_what_else_is_wrong_with_a_host() -> None:
 def test_who_is_slow_is_named_whatever_gets_lost_on_the_way() -> None:
     """A link may lose more than its host does on the whole."""
     slow, names = flows(all_links(3), lambda link: 0.01 if 2 in link else 10.0), ("h1", "h2", "h3")
-    for seed in range(2000):
+    for seed in range(examples(2000)):
         source = random.Random(seed)
         sent = source.choice([200, 500, 3000])  # a slow link carries few segments
         parts = {link: source.choice([0.0, 0.004, 0.02, 0.1]) for link in all_links(3) if 2 in link}
