@@ -106,7 +106,10 @@ class GatheredWeights:
         Collective: yes."""
         if not self.weights:
             return
-        largest = torch.stack(torch._foreach_norm([one.sharded._sharded_param_data for one in self.weights], math.inf))
+        # Without the padding behind a shard, which may be of any value; an empty one has no largest.
+        shards = [one.sharded.sharded_param.to_local() for one in self.weights]
+        shards = [one if one.numel() else one.new_zeros(1) for one in shards]
+        largest = torch.stack(torch._foreach_norm(shards, math.inf))
         info = self.weights[0].sharded.mesh_info
         if info.shard_mesh_size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=info.shard_process_group)

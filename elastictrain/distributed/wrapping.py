@@ -254,7 +254,7 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
 
 def _selective_contexts() -> _Contexts:
     """Keep attention, every other matrix product and scales; recompute the rest. Source: the per-operator policy of Korthikanti
-    et al. 2022, as used widely for Llama; a product costs far more time per byte of its result than an elementwise operation."""
+    et al. 2022, used widely for Llama; a product costs far more time per byte of its result than an elementwise operation."""
     # Products are counted in the forward and in the recomputation, so each pass through a block needs a policy of its own.
     counts = {False: 0, True: 0}
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
+from elastictrain.distributed.float8 import suits
 from elastictrain.distributed.group import Group, lone_group, make_group
 from elastictrain.distributed.reattach import detach, forget_step, reattach
 from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accumulation
@@ -194,9 +195,8 @@ def meet(plan: Plan, rank: int, generation: int, poll: Callable[[], None] = lamb
 def build(plan: Plan, rank: int, group: Group) -> Rank:
     torch.manual_seed(0)
     model = Model()
-    blocks = list(model.layers)
-    float8 = [layer for layer in blocks.modules() if suits(layer)] if plan.precision == "fp8" else ()
-    wrapped = plan.wrapping.finish(plan.wrapping.wrap(model, blocks, float8=float8))
+    float8 = [layer for layer in model.layers.modules() if suits(layer)] if plan.precision == "fp8" else ()
+    wrapped = plan.wrapping.finish(plan.wrapping.wrap(model, list(model.layers), float8=float8))
     return Rank(plan, rank, group, wrapped, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
