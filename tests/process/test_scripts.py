@@ -138,6 +138,13 @@ def gpu_engine(folder: Path) -> None:
     assert {one["what"] for one in told} == whats
 
 
+def gpu_fp8(folder: Path) -> None:
+    options = " ".join([*SMALL, "parallel=fsdp", "train.compile=false", f"checkpoint.memory_dir={folder}"])
+    hook = os.pathsep.join([str(REPOSITORY / "tests" / "process" / "fp8_on_cpu"), str(REPOSITORY)])
+    said = python("gpu/fp8.py", "loss", folder=folder, EXTRA=options, LOSS_STEPS="10", PYTHONPATH=hook)
+    assert "steps   10 to   10" in said
+
+
 def stand_in(folder: Path, name: str, script: str = "") -> None:
     """A program that writes what it is asked to `NAME.txt`, one call a line, and goes on with `script`."""
     folder.mkdir(exist_ok=True)
@@ -235,6 +242,7 @@ CHECKS: Mapping[str, Check] = {
     "demo.sh": demo,
     "fuzz_run_folder.py": fuzz_run_folder,
     "gpu/engine.py": gpu_engine,
+    "gpu/fp8.py": gpu_fp8,
     "gpu/preflight.py": gpu_preflight,
     "gpu/variants.sh": gpu_shells,
     "setup.sh": setup,
