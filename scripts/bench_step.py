@@ -7,8 +7,8 @@ Arguments are those of elastictrain.run. After every block of steps our loop is 
 hand-written loop runs as many steps of the same model on the same shapes; so a machine whose speed drifts is fair to both.
 BENCH_BLOCKS (default 5) blocks of BENCH_STEPS (default 20) steps are counted after one of warm-up; medians are compared.
 In fp8 the hand-written loop is the usual one of torchao: weights gathered in 8 bits, scales taken once after each update.
-BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, where memory does not
-hold two models.
+BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, BENCH_ALONE=theirs ours,
+where memory does not hold two models.
 """
 
 import os
@@ -147,20 +147,25 @@ class Interleaving(Observer):
         self.theirs: list[float] = []
         self.began = 0.0
 
+    def run_other(self, *, counts: bool) -> None:
+        """A block of the other loop, if there is one."""
+        if self.other is None:
+            return
+        dist.barrier()
+        began = time.perf_counter()
+        for number in range(STEPS):
+            self.other.step(number)
+        self.synchronize()
+        if counts:
+            self.theirs.append((time.perf_counter() - began) / STEPS)
+
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
         if step.step % STEPS:
             return
         self.synchronize()
         if step.step > STEPS:
             self.ours.append((time.perf_counter() - self.began) / STEPS)
-        if self.other is not None:
-            dist.barrier()
-            began = time.perf_counter()
-            for number in range(STEPS):
-                self.other.step(number)
-            self.synchronize()
-            if step.step > STEPS:
-                self.theirs.append((time.perf_counter() - began) / STEPS)
+        self.run_other(counts=step.step > STEPS)
         dist.barrier()
         if len(self.ours) == BLOCKS:
             raise MeasuredError
@@ -196,9 +201,18 @@ def measure(config: RunConfig, identity: Identity) -> None:
     tracker = ProgressTracker()
     context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
     form_group(context)
-    loop = build(context, None)
     cuda = context.group.device.type == "cuda"
     synchronize = torch.cuda.synchronize if cuda else (lambda: None)
+    tokens = config.train.global_batch * config.train.seq_len
+    if os.environ.get("BENCH_ALONE") == "theirs":
+        timing = Interleaving(HandWritten(config, context), synchronize)
+        for _ in range(BLOCKS + 1):
+            timing.run_other(counts=len(timing.ours) > 0)
+            timing.ours.append(0.0)
+        if identity.rank == 0:
+            report(config, timing, tokens=tokens, world=identity.world_size, mfu_per_token=0.0)
+        return
+    loop = build(context, None)
     timing = Interleaving(None if os.environ.get("BENCH_ALONE") else HandWritten(config, context), synchronize)
     profile = torch.profiler.profile() if os.environ.get("BENCH_PROFILE") and identity.rank == 0 else None
     with profile or nullcontext(), suppress(MeasuredError):
@@ -210,7 +224,7 @@ def measure(config: RunConfig, identity: Identity) -> None:
         report(
             config,
             timing,
-            tokens=config.train.global_batch * config.train.seq_len,
+            tokens=tokens,
             world=identity.world_size,
             mfu_per_token=per_token or 0.0,
         )
@@ -221,12 +235,14 @@ def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int, 
     ours = statistics.median(timing.ours)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {config.run.num_threads} thread(s) a rank"
     print(f"{world} x {device}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
-    mfu = f"  MFU {tokens / ours * mfu_per_token:.1%}" if mfu_per_token else ""
-    print(f"ours          {ours * 1e3:9.2f} ms/step  {tokens / ours / world:10.0f} tokens/s/device{mfu}")
+    if ours:
+        mfu = f"  MFU {tokens / ours * mfu_per_token:.1%}" if mfu_per_token else ""
+        print(f"ours          {ours * 1e3:9.2f} ms/step  {tokens / ours / world:10.0f} tokens/s/device{mfu}")
     if timing.theirs:
         theirs = statistics.median(timing.theirs)
-        ratios = [b / a for a, b in zip(timing.ours, timing.theirs, strict=True)]
         print(f"hand-written  {theirs * 1e3:9.2f} ms/step  {tokens / theirs / world:10.0f} tokens/s/device")
+    if timing.theirs and ours:
+        ratios = [b / a for a, b in zip(timing.ours, timing.theirs, strict=True)]
         spread = f"blocks {min(ratios):.3f} to {max(ratios):.3f}"
         print(f"speed ratio ours / hand-written: {statistics.median(ratios):.3f} ({spread})")
     if torch.cuda.is_available():
