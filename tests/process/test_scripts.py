@@ -58,6 +58,18 @@ def bench_step(folder: Path) -> None:
     assert not list(folder.glob("elastictrain-bench-*"))
 
 
+def bench_peers(folder: Path) -> None:
+    arguments = ("recipe=llama_tiny", *SMALL, "train.micro_batch=4", f"checkpoint.memory_dir={folder}")
+    hook = os.pathsep.join([str(REPOSITORY / "tests" / "process" / "fp8_on_cpu"), str(REPOSITORY)])
+    said = python("bench_peers.py", *arguments, folder=folder, STEPS="2", ROUNDS="1", PRECISIONS="fp8", PYTHONPATH=hook)
+    assert [line.split("|")[1:3] for line in said.splitlines() if " fp8 " in line] == [
+        [" ours ", " fp8 "],
+        [" by hand ", " fp8 "],
+    ]
+    assert "failed" not in said
+    assert "TorchTitan is left out" in said
+
+
 def bench_compare(folder: Path) -> None:
     arguments = ("recipe=llama_tiny", *SMALL, "train.micro_batch=4", f"checkpoint.memory_dir={folder}")
     figures = {"BENCH_STEPS": "4", "BENCH_COMPARISONS": "3"}
@@ -241,6 +253,7 @@ CHECKS: Mapping[str, Check] = {
     "bench_step.py": bench_step,
     "demo.sh": demo,
     "fuzz_run_folder.py": fuzz_run_folder,
+    "bench_peers.py": bench_peers,
     "gpu/engine.py": gpu_engine,
     "gpu/fp8.py": gpu_fp8,
     "gpu/preflight.py": gpu_preflight,
