@@ -93,7 +93,7 @@ def plan_of(arguments: Sequence[str]) -> dict[str, Any]:
     from elastictrain.config.load import load
     from elastictrain.config.task_signature import build_task
 
-    config = load([*BASE, *arguments])
+    config = load([*BASE, "train.eval_every_steps=0", *arguments])
     model, train = build_task(config)._config, config.train
     return {
         "model": {
@@ -179,6 +179,7 @@ def compare(arguments: Sequence[str]) -> None:
     speeds: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        plan = {} if without else plan_of(arguments)
         if not without:
             prepare_titan(folder)
         for _ in range(ROUNDS):
@@ -188,7 +189,7 @@ def compare(arguments: Sequence[str]) -> None:
                 if "by-hand" in CONTENDERS:
                     speeds["by hand", precision].append(our_speed(arguments, precision, alone="theirs"))
                 if not without:
-                    speeds["TorchTitan", precision].append(titan_speed(plan_of(arguments), precision, folder))
+                    speeds["TorchTitan", precision].append(titan_speed(plan, precision, folder))
     show(arguments, speeds)
     if without:
         print(f"TorchTitan is left out: {without}")
