@@ -4,8 +4,8 @@ They are checked before use like those of `torch_private`. The attributes of FSD
 checked on the model that is at hand.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -50,6 +50,13 @@ FSDP = (
     PrivateName(f"{_FSDP}._fsdp_common", "FSDPMeshInfo.__post_init__", ("self",)),
     PrivateName(f"{_FSDP}._fsdp_common", "HSDPMeshInfo.__post_init__", ("self",)),
 )
+
+GATHERS = (
+    PrivateName(f"{_FSDP}._fsdp_param", "FSDPParam.reset_sharded_param", ("self",)),
+    PrivateName(f"{_FSDP}._fsdp_param", "FSDPParam._init_extensions", ("self",)),
+    PrivateName("torch", "_foreach_norm"),
+)
+"""What gathers parameters in another form than they have."""
 
 FAKE_GROUP = (PrivateName("torch.testing._internal.distributed.fake_pg", "FakeStore"),)
 """Its module registers the backend `fake`."""
@@ -156,6 +163,32 @@ def clear_fsdp(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _clear_state(module._get_fsdp_state())
+
+
+class GatherHooks(Protocol):
+    """FSDP2's extension point for gathers, as it is documented in its module `_fsdp_param`."""
+
+    def before_gather(
+        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[Any, Any]: ...
+
+    def after_gather(self, gathered: Any, beside: Any, dtype: Any, *, out: Any = None) -> Any: ...
+
+
+def gather_through(model: nn.Module, owners: Mapping[nn.Module, GatherHooks]) -> Iterator[tuple[Any, nn.Module]]:
+    """Have FSDP2 gather the weights of `owners` by their hooks; yields FSDP's record of each weight, and its owner. The hooks
+    are attributes of the shard, which stays a plain tensor. `model` is filled. Raises: HostUnfitError."""
+    require(GATHERS)
+    for _, group in _param_groups(model):
+        for param in group.fsdp_params:
+            info = param._module_info
+            if info.module in owners and info.param_name == "weight":
+                # The shard was allocated after FSDP had looked at it; this is what it does before the first pass.
+                param.reset_sharded_param()
+                shard, hooks = param.sharded_param._local_tensor, owners[info.module]
+                shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = hooks.before_gather, hooks.after_gather
+                param._init_extensions()
+                yield param, info.module
 
 
 def fsdp_changes(model: nn.Module) -> tuple[str, ...]:

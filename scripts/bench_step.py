@@ -6,8 +6,9 @@
 Arguments are those of elastictrain.run. After every block of steps our loop is held up, inside its own observer, while the
 hand-written loop runs as many steps of the same model on the same shapes; so a machine whose speed drifts is fair to both.
 BENCH_BLOCKS (default 5) blocks of BENCH_STEPS (default 20) steps are counted after one of warm-up; medians are compared.
-BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, where memory does not
-hold two models.
+In fp8 the hand-written loop is the usual one of torchao: weights gathered in 8 bits, scales taken once after each update.
+BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, BENCH_ALONE=theirs ours,
+where memory does not hold two models.
 """
 
 import os
@@ -40,6 +41,7 @@ from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
+from elastictrain.train.parameters import float8_layers
 
 STEPS = int(os.environ.get("BENCH_STEPS", "20"))
 BLOCKS = int(os.environ.get("BENCH_BLOCKS", "5"))
@@ -53,10 +55,13 @@ class HandWritten:
         self.task, self.device, self.config = task, device, config
         with torch.device("meta"):
             model = task.build_model()
+        self.renew: Callable[[], None] = lambda: None
+        if config.train.precision == "fp8":
+            self._use_torchao(model, config)
         if config.train.compile:
             for block in task.blocks(model):
                 block.compile()
-        bf16 = config.train.precision == "bf16"
+        bf16 = config.train.precision != "fp32"
         self.context = nullcontext
         if config.parallel.kind == "ddp":
             model.to_empty(device=device)
@@ -77,6 +82,21 @@ class HandWritten:
         self.data = context.samples.train.dataset
         self.next = 0
         self.passes = config.train.global_batch // (config.train.micro_batch * dist.get_world_size())
+
+    def _use_torchao(self, model: nn.Module, config: RunConfig) -> None:
+        from torchao.float8 import (
+            Float8LinearConfig,
+            convert_to_float8_training,
+            precompute_float8_dynamic_scale_for_fsdp,
+        )
+
+        gathers = config.parallel.kind != "ddp" and config.train.fp8_scaling == "tensorwise"
+        options = Float8LinearConfig.from_recipe_name(config.train.fp8_scaling)
+        if gathers:
+            options = replace(options, enable_fsdp_float8_all_gather=True)
+            self.renew = lambda: precompute_float8_dynamic_scale_for_fsdp(self.model)
+        chosen = set(float8_layers(self.task, model))
+        convert_to_float8_training(model, config=options, module_filter_fn=lambda module, _: module in chosen)
 
     def _fill(self, model: nn.Module) -> None:
         with torch.no_grad():
@@ -108,6 +128,7 @@ class HandWritten:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.renew()
         if number % 10 == 0:
             loss.item()
 
@@ -126,20 +147,25 @@ class Interleaving(Observer):
         self.theirs: list[float] = []
         self.began = 0.0
 
+    def run_other(self, *, counts: bool) -> None:
+        """A block of the other loop, if there is one."""
+        if self.other is None:
+            return
+        dist.barrier()
+        began = time.perf_counter()
+        for number in range(STEPS):
+            self.other.step(number)
+        self.synchronize()
+        if counts:
+            self.theirs.append((time.perf_counter() - began) / STEPS)
+
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
         if step.step % STEPS:
             return
         self.synchronize()
         if step.step > STEPS:
             self.ours.append((time.perf_counter() - self.began) / STEPS)
-        if self.other is not None:
-            dist.barrier()
-            began = time.perf_counter()
-            for number in range(STEPS):
-                self.other.step(number)
-            self.synchronize()
-            if step.step > STEPS:
-                self.theirs.append((time.perf_counter() - began) / STEPS)
+        self.run_other(counts=step.step > STEPS)
         dist.barrier()
         if len(self.ours) == BLOCKS:
             raise MeasuredError
@@ -175,9 +201,18 @@ def measure(config: RunConfig, identity: Identity) -> None:
     tracker = ProgressTracker()
     context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
     form_group(context)
-    loop = build(context, None)
     cuda = context.group.device.type == "cuda"
     synchronize = torch.cuda.synchronize if cuda else (lambda: None)
+    tokens = config.train.global_batch * config.train.seq_len
+    if os.environ.get("BENCH_ALONE") == "theirs":
+        timing = Interleaving(HandWritten(config, context), synchronize)
+        for _ in range(BLOCKS + 1):
+            timing.run_other(counts=len(timing.ours) > 0)
+            timing.ours.append(0.0)
+        if identity.rank == 0:
+            report(config, timing, tokens=tokens, world=identity.world_size, mfu_per_token=0.0)
+        return
+    loop = build(context, None)
     timing = Interleaving(None if os.environ.get("BENCH_ALONE") else HandWritten(config, context), synchronize)
     profile = torch.profiler.profile() if os.environ.get("BENCH_PROFILE") and identity.rank == 0 else None
     with profile or nullcontext(), suppress(MeasuredError):
@@ -185,19 +220,29 @@ def measure(config: RunConfig, identity: Identity) -> None:
     if profile is not None:
         print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=24, max_name_column_width=70))
     if identity.rank == 0:
-        report(config, timing, tokens=config.train.global_batch * config.train.seq_len, world=identity.world_size)
+        per_token = loop.observer.mfu_of(1.0)
+        report(
+            config,
+            timing,
+            tokens=tokens,
+            world=identity.world_size,
+            mfu_per_token=per_token or 0.0,
+        )
     loop.abandon()
 
 
-def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int) -> None:
+def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int, mfu_per_token: float) -> None:
     ours = statistics.median(timing.ours)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {config.run.num_threads} thread(s) a rank"
     print(f"{world} x {device}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
-    print(f"ours          {ours * 1e3:9.2f} ms/step  {tokens / ours / world:10.0f} tokens/s/device")
+    if ours:
+        mfu = f"  MFU {tokens / ours * mfu_per_token:.1%}" if mfu_per_token else ""
+        print(f"ours          {ours * 1e3:9.2f} ms/step  {tokens / ours / world:10.0f} tokens/s/device{mfu}")
     if timing.theirs:
         theirs = statistics.median(timing.theirs)
-        ratios = [b / a for a, b in zip(timing.ours, timing.theirs, strict=True)]
         print(f"hand-written  {theirs * 1e3:9.2f} ms/step  {tokens / theirs / world:10.0f} tokens/s/device")
+    if timing.theirs and ours:
+        ratios = [b / a for a, b in zip(timing.ours, timing.theirs, strict=True)]
         spread = f"blocks {min(ratios):.3f} to {max(ratios):.3f}"
         print(f"speed ratio ours / hand-written: {statistics.median(ratios):.3f} ({spread})")
     if torch.cuda.is_available():

@@ -112,8 +112,12 @@ class TrainGroup:
     seq_len: Annotated[int, Range(1)] = 1
     """Tokens per sample; used by token files."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of forward and backward. Parameters, gradients' reduction and optimizer stay in float32."""
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Arithmetic of forward and backward; fp8 is bf16 with 8 bits in the matrix products of linear layers of blocks.
+    Parameters, gradients' reduction and optimizer stay in float32."""
+
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """precision=fp8: one scale for a whole matrix, or one for each of its rows, which is more exact and slower."""
 
     clip_norm: Annotated[float, Range(0.0)] = 1.0
     """Gradients are scaled down to this global norm when theirs is larger; 0 for no clipping."""

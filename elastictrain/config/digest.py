@@ -21,7 +21,7 @@ from elastictrain.errors import ConfigError
 _ANSWER: Mapping[str, frozenset[str]] = {
     "run": frozenset({"seed", "num_threads"}),
     "data": frozenset({"path", "sources", "packing", "holdout_samples", "shuffle"}),
-    "train": frozenset({"steps", "global_batch", "seq_len", "precision", "clip_norm", "init_from", "ema"}),
+    "train": frozenset({"steps", "global_batch", "seq_len", "precision", "fp8_scaling", "clip_norm", "init_from", "ema"}),
     "optim": frozenset(
         {
             *("_target_", "arguments", "lr", "beta1", "beta2", "eps", "weight_decay"),
@@ -83,10 +83,10 @@ def answer_keys(tree: Mapping[str, object]) -> dict[str, object]:
       arithmetic).
     - `task.*`, `model.*`: all; only the task knows their meaning.
     - `data.path`, `sources`, `packing`, `holdout_samples`, `shuffle`: the order of samples. Not caches, read-ahead and ledger.
-    - `train.global_batch`, `seq_len`, `precision`, `clip_norm`, `init_from`, `ema`; and `steps` where the learning rate
-      decays towards the last step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
-      `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at),
-      `stop_after_evals_without_gain` (when to end).
+    - `train.global_batch`, `seq_len`, `precision`, `clip_norm`, `init_from`, `ema`; `fp8_scaling` where `precision` is fp8; and
+      `steps` where the learning rate decays towards the last step, so that a run with a constant schedule can be made longer.
+      Not `micro_batch`, `compile`, `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give
+      up), `eval_*` (only looked at), `stop_after_evals_without_gain` (when to end).
     - `optim.*`: all, but not `final_lr_ratio` with a constant schedule, which does not read it.
     - Not `parallel`, `checkpoint`, `fault`, `preflight`, `telemetry`, `launch`: machines come and go.
     """
@@ -96,6 +96,8 @@ def answer_keys(tree: Mapping[str, object]) -> dict[str, object]:
     if answers.get("optim.schedule") == "constant":
         for key in ("train.steps", "optim.final_lr_ratio"):
             answers.pop(key, None)
+    if answers.get("train.precision") != "fp8":
+        answers.pop("train.fp8_scaling", None)
     return answers
 
 

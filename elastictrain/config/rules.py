@@ -64,7 +64,7 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
                 f"set `data.holdout_samples`, e.g. to {train.eval_samples}"
             )
             problems.append(Problem("train.eval_every_steps", message))
-    problems += _check_evaluations(groups.get("train"), groups.get("checkpoint"))
+    problems += _check_train(groups.get("train"), groups.get("checkpoint"))
     problems += _check_interval(groups.get("checkpoint"))
     everything = SimpleNamespace(**groups)
     for lower, relation, upper, reason in ORDERS:
@@ -97,8 +97,11 @@ def _check_interval(checkpoint: CheckpointGroup | None) -> list[Problem]:
     return []
 
 
-def _check_evaluations(train: TrainGroup | None, checkpoint: CheckpointGroup | None) -> list[Problem]:
+def _check_train(train: TrainGroup | None, checkpoint: CheckpointGroup | None) -> list[Problem]:
     problems: list[Problem] = []
+    if train is not None and train.precision != "fp8" and train.fp8_scaling != "tensorwise":
+        message = f"is {train.fp8_scaling}, but has an effect with `train.precision=fp8` only: leave it out"
+        problems.append(Problem("train.fp8_scaling", message))
     if train is None or checkpoint is None:
         return problems
     if train.stop_after_evals_without_gain and not train.eval_every_steps:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
+from elastictrain.distributed.float8 import GatheredWeights, multiply_in_8_bits
 from elastictrain.distributed.lone_process_group import LoneProcessGroup
 from elastictrain.distributed.running_statistics import RunningStatistics
 from elastictrain.torch_private_groups import keep_mesh, move_ddp, rebuild_buckets
@@ -29,6 +30,7 @@ _ATTENTION = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu",
     )
 )
+_SCALES = frozenset((torch.ops.aten.max.default,))  # one number each, of which a cast to 8 bits makes its scale
 
 _Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
@@ -86,6 +88,7 @@ class Wrapped:
     groups: tuple[dist.ProcessGroup, ...] = ()  # the model's own groups, besides the default one
     gathers: ParameterGathers = field(default_factory=ParameterGathers)
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
+    float8: GatheredWeights = field(default_factory=GatheredWeights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,13 @@ class Wrapping:
     in_part: bool = False  # whether a backward pass may leave out parameters
     gathers: ParameterGathers = field(default_factory=ParameterGathers)
 
-    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module], *, float8: Sequence[nn.Module] = ()) -> nn.Module:
         """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled.
-        Order matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes."""
+        Order matters: checkpointing inside the compiled region, both inside the sharded unit. `float8`: layers that multiply in
+        8 bits. Collective: yes."""
         parallel, train = self.parallel, self.train
+        if float8:
+            multiply_in_8_bits(model, float8, train=train)
         for block in blocks:
             if train.activation_checkpointing != "none":
                 _checkpoint(block, selective=train.activation_checkpointing == "selective")
@@ -110,7 +116,7 @@ class Wrapping:
             model.compile()
         if parallel.kind != "ddp":
             # reduce_dtype is always explicit: the meaning of None differs between torch versions.
-            dtype = torch.bfloat16 if train.precision == "bf16" else None
+            dtype = None if train.precision == "fp32" else torch.bfloat16
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             mesh = self.make_mesh()
             for block in blocks:
@@ -131,7 +137,8 @@ class Wrapping:
         if self.parallel.kind != "ddp":
             meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
             groups = next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
-            return Wrapped(model, model, self.shape, nullcontext, groups, self.gathers, RunningStatistics.of(model))
+            float8 = GatheredWeights.of(model, train=self.train)
+            return Wrapped(model, model, self.shape, nullcontext, groups, self.gathers, RunningStatistics.of(model), float8)
         module: nn.Module = model
         statistics = RunningStatistics.of(model)
         if self.shape.world_size > 1:
@@ -155,7 +162,7 @@ class Wrapping:
                 attach_ddp(ddp, fresh=True)
             module = ddp
         context: Callable[[], AbstractContextManager[object]] = nullcontext
-        if self.train.precision == "bf16":
+        if self.train.precision != "fp32":
             context = partial(torch.autocast, self.device.type, dtype=torch.bfloat16)
         return Wrapped(module, model, self.shape, context, statistics=statistics)
 
@@ -187,7 +194,7 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     options = {"context_fn": _selective_contexts} if selective else {}
     if selective:
         # Without it torch does not keep the compiled block: it cannot know when the policy changes.
-        source = f"{inspect.getsource(_selective_contexts)} {sorted(map(str, (*_MATRIX_PRODUCTS, *_ATTENTION)))}"
+        source = f"{inspect.getsource(_selective_contexts)} {sorted(map(str, (*_MATRIX_PRODUCTS, *_ATTENTION, *_SCALES)))}"
         _selective_contexts.cache_hash = source  # type: ignore[attr-defined]
     forward = block.forward
 
@@ -246,8 +253,8 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def _selective_contexts() -> _Contexts:
-    """Keep attention and every other matrix product; recompute the rest. Source: the per-operator policy of Korthikanti et al.
-    2022, as used widely for Llama; a product costs far more time per byte of its result than an elementwise operation."""
+    """Keep attention, every other matrix product and scales; recompute the rest. Source: the per-operator policy of Korthikanti
+    et al. 2022, used widely for Llama; a product costs far more time per byte of its result than an elementwise operation."""
     # Products are counted in the forward and in the recomputation, so each pass through a block needs a policy of its own.
     counts = {False: 0, True: 0}
 
@@ -257,7 +264,7 @@ def _selective_contexts() -> _Contexts:
             counts[recomputing] += 1
             return CheckpointPolicy.MUST_SAVE if counts[recomputing] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
         name = getattr(op, "__name__", "").split(".")[0]
-        return CheckpointPolicy.MUST_SAVE if name in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if name in _ATTENTION or op in _SCALES else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: _Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return contexts

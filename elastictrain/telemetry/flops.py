@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp8"]  # fp8 counts against the peak of bf16: much of a model stays in it
 
 # bf16 and fp32 in 10^12 operations per second; None: the hardware has no such arithmetic. The device's name must contain all
 # words of a key; the key with the most words wins: "H100 PCIe" before "H100".

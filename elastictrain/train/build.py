@@ -40,7 +40,7 @@ from elastictrain.train.loop import Loop
 from elastictrain.train.metric_names import MetricNames
 from elastictrain.train.observing import LogRankObserver, Observer
 from elastictrain.train.optimizer import describe_short_warmup, make_optimizers
-from elastictrain.train.parameters import build_model, fill, fill_again
+from elastictrain.train.parameters import build_model, fill, fill_again, float8_layers
 from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SynchronousSaving
@@ -303,7 +303,8 @@ def build_state(context: TrainContext, before: BuiltState | None = None) -> tupl
     if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
         sys.stderr.write(f"elastictrain: {warning}\n")
         sys.stderr.flush()
-    wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else ())
+    float8 = float8_layers(task, model) if config.train.precision == "fp8" else ()
+    wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else (), float8=float8)
     fill(model, task, seed=config.run.seed, device=device)
     wrapped = wrapping.finish(model)
     limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)

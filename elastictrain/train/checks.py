@@ -23,6 +23,7 @@ from elastictrain.data.dataset import Dataset
 from elastictrain.data.opening import open_datasets
 from elastictrain.data.samples import SampleReader, derive_seed
 from elastictrain.distributed.device import Backend, find_backend, plan_environment
+from elastictrain.distributed.float8 import check_float8
 from elastictrain.distributed.wrapping import MeshShape, mesh_shape
 from elastictrain.errors import (
     ConfigError,
@@ -76,6 +77,9 @@ def check_alone(
     make_loggers(config.telemetry.loggers)
     times.end_part("loggers")
     backend = choose_backend(config, identity)
+    if config.train.precision == "fp8":
+        on_gpu = backend == "nccl" or config.parallel.device == "cuda"
+        check_float8(torch.device("cuda", identity.local_rank) if on_gpu else torch.device("cpu"))
     times.end_part("device")
     seed_everything(derive_seed(config.run.seed, "task"))
     task = cast(Task, build_task(config))

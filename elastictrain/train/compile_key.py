@@ -29,7 +29,7 @@ _PROCESSOR = frozenset(
         *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
     )
 )
-_SHAPING = frozenset({"micro_batch", "seq_len", "precision", "compile", "activation_checkpointing"})
+_SHAPING = frozenset({"micro_batch", "seq_len", "precision", "fp8_scaling", "compile", "activation_checkpointing"})
 
 
 def cache_key(facts: object) -> str:
@@ -56,15 +56,16 @@ def facts_of(config: RunConfig, *, task: object, device: torch.device) -> dict[s
 
 def host_facts(processor: Path, system: Path) -> dict[str, str]:
     """What shared objects depend on. `processor` is /proc/cpuinfo, `system` /etc/os-release."""
-    c_library = triton = ""
+    c_library, found = "", {"triton": "", "torchao": ""}
     with suppress(ValueError, OSError):
         c_library = os.confstr("CS_GNU_LIBC_VERSION") or ""
-    with suppress(PackageNotFoundError):
-        triton = version("triton")
+    for name in found:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return {
         "elastictrain": __version__,
         "torch": f"{torch.__version__} {torch.version.git_version} {torch.version.cuda} {torch.version.hip}",
-        "triton": triton,
+        **found,
         "python": f"{sys.version} {sysconfig.get_config_var('SOABI')}",
         "machine": platform.machine(),
         "c_library": c_library,

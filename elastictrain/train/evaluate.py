@@ -44,6 +44,7 @@ class Evaluator:
         micro_batch = self.context.config.train.micro_batch
         portions = Share(self.num_samples, micro_batch, identity.world_size, identity.rank).portions(0)
         sums = LossSums(torch.zeros(2, dtype=torch.float64, device=device))
+        self.wrapped.float8.renew()
         module.eval()
         try:
             for index, portion in enumerate(portions):
@@ -71,6 +72,7 @@ def show_sample(context: TrainContext, wrapped: Wrapped, *, print_line: Callable
     if not isinstance(context.task, ShowsSample):
         return
     try:
+        wrapped.float8.renew()
         with wrapped.precision_context():
             text = context.task.show_sample(wrapped.module, device=context.group.device, seed=context.config.run.seed)
     except Exception as error:  # noqa: BLE001  # the run is complete and saved: a text is not worth its exit code

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from elastictrain.config.user_code import refuse
 from elastictrain.data.samples import derive_seed
-from elastictrain.train.task import InitializesParameters, Task
+from elastictrain.distributed.float8 import suits
+from elastictrain.errors import ConfigError, Problem
+from elastictrain.train.task import ChoosesFloat8Layers, HasBlocks, InitializesParameters, Task
 
 
 def seed_everything(seed: int) -> None:
@@ -28,6 +31,26 @@ def build_model(task: Task, *, seed: int, device: torch.device) -> nn.Module:
         with torch.device("meta"):
             return task.build_model()
     return task.build_model().to(device)
+
+
+def float8_layers(task: Task, model: nn.Module) -> list[nn.Module]:
+    """The layers that multiply in 8 bits: those that the task chooses, or else all linear layers of its blocks that can.
+    Raises: ConfigError if there is none; TaskError if one cannot."""
+    if isinstance(task, ChoosesFloat8Layers):
+        chosen: list[nn.Module] = list(task.float8_layers(model))
+        if unsuited := [one for one in chosen if not suits(one)]:
+            must = "return layers of the class torch.nn.Linear with sizes that are multiples of 16"
+            raise refuse(task, "float8_layers", must, f"returned {unsuited[0]}")
+    else:
+        blocks = task.blocks(model) if isinstance(task, HasBlocks) else ()
+        chosen = [layer for block in blocks for layer in block.modules() if suits(layer)]
+    if not chosen:
+        message = (
+            "must be bf16 or fp32 for a task without `float8_layers`, whose `blocks` have no linear layer with sizes that are "
+            "multiples of 16, but is fp8"
+        )
+        raise ConfigError([Problem("train.precision", message)])
+    return chosen
 
 
 def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> None:

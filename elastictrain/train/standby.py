@@ -104,6 +104,7 @@ def _build(context: TrainContext) -> BuiltState:
     _run_step(context, Stepper(context, wrapped, state.optimizer))
     detach(_DETACH_S)
     forget_step(wrapped.bare)
+    wrapped.float8.forget()
     return BuiltState(wrapped, state)
 
 

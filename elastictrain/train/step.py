@@ -199,6 +199,7 @@ class Stepper:
     ) -> "_Turn":
         """All passes of one update, its reduction, and the update unless it, or one before it in this step, is not finite."""
         end, sums, statistics = len(figures), LossSums(figures), self.wrapped.statistics.copy()
+        self.wrapped.float8.renew()
         for index, micro_batch in enumerate(micro_batches):
             last = index == passes - 1
             with accumulation(self.wrapped.module, last=last):

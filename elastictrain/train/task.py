@@ -73,6 +73,15 @@ class HasBlocks(Protocol):
 
 
 @runtime_checkable
+class ChoosesFloat8Layers(Protocol):
+    """The task says which layers multiply in 8 bits with `train.precision=fp8`; without it, all linear layers of `blocks` do
+    whose sizes are multiples of 16."""
+
+    def float8_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Modules of the class torch.nn.Linear; torchao's take their place before the model is sharded. Collective: no."""
+
+
+@runtime_checkable
 class GroupsParameters(Protocol):
     """Some parameters have options of their own in the optimizer."""
 
@@ -181,6 +190,7 @@ PROTOCOLS = (
     Task,
     InitializesParameters,
     HasBlocks,
+    ChoosesFloat8Layers,
     BringsDatasets,
     Collates,
     ChecksTokens,

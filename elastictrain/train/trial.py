@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from elastictrain.config.composed import RunConfig
 from elastictrain.config.user_code import calling, describe_value, refuse
 from elastictrain.data.assignment import Share, sample_at
 from elastictrain.data.dataset import Batch, Sample, leaves, map_tensors
@@ -22,7 +23,7 @@ from elastictrain.data.samples import SampleReader
 from elastictrain.errors import TaskError
 from elastictrain.train.context import TrainContext
 from elastictrain.train.loss import compute_loss
-from elastictrain.train.parameters import build_model, fill
+from elastictrain.train.parameters import build_model, fill, float8_layers
 from elastictrain.train.task import PROTOCOLS, CountsFlops, HasBlocks, Task, UpdatesInTurn
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def _try_model(context: TrainContext, task: Task, batches: Sequence[Batch], eval
     small = False
     try:
         with torch.device(_META):
-            model = _build(task)
+            model = _build(task, context.config)
         small = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) <= _MOST_BYTES
         _try_loss(context, task, model, map_tensors([*batches, evaluated], lambda tensor: tensor.to(_META)))
         return
@@ -176,7 +177,7 @@ def _try_model(context: TrainContext, task: Task, batches: Sequence[Batch], eval
     logger.info("the model is not tried before the start: %s", found)
 
 
-def _build(task: Task) -> nn.Module:
+def _build(task: Task, config: RunConfig) -> nn.Module:
     with calling(task, "build_model"):
         model: object = task.build_model()
     if not isinstance(model, nn.Module):
@@ -189,6 +190,9 @@ def _build(task: Task) -> nn.Module:
         known = set(model.modules())
         if strange := [one for one in blocks if one not in known]:
             raise refuse(task, "blocks", "return modules within the model", f"returned {describe_value(strange[0])} beside it")
+    if config.train.precision == "fp8":
+        with calling(task, "float8_layers"):
+            float8_layers(task, model)
     return model
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
+from elastictrain.distributed.float8 import suits
 from elastictrain.distributed.group import Group, lone_group, make_group
 from elastictrain.distributed.reattach import detach, forget_step, reattach
 from elastictrain.distributed.wrapping import MeshShape, Wrapped, Wrapping, accumulation
@@ -35,7 +36,7 @@ from elastictrain.identity import Identity
 from elastictrain.train.parameters import local
 from elastictrain.train.parked_memory import ParkedMemory
 
-WIDTH, BLOCKS, ROWS, PASSES = 10, 3, 4, 2
+WIDTH, BLOCKS, ROWS, PASSES = 16, 3, 4, 2
 STEPS_BETWEEN_KILLS = 2
 DETACH_S = 2.0
 
@@ -156,6 +157,7 @@ class Rank:
     def train_step(self) -> None:
         """Like train/step.py: accumulation, a collective of our own, an update."""
         figures = torch.zeros(2, dtype=torch.float64)
+        self.wrapped.float8.renew()
         for index in range(PASSES):
             batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(self.step * 100 + self.rank * 10 + index))
             with accumulation(self.wrapped.module, last=index == PASSES - 1):
@@ -193,7 +195,8 @@ def meet(plan: Plan, rank: int, generation: int, poll: Callable[[], None] = lamb
 def build(plan: Plan, rank: int, group: Group) -> Rank:
     torch.manual_seed(0)
     model = Model()
-    wrapped = plan.wrapping.finish(plan.wrapping.wrap(model, list(model.layers)))
+    float8 = [layer for layer in model.layers.modules() if suits(layer)] if plan.precision == "fp8" else ()
+    wrapped = plan.wrapping.finish(plan.wrapping.wrap(model, list(model.layers), float8=float8))
     return Rank(plan, rank, group, wrapped, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 

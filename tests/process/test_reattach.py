@@ -24,7 +24,7 @@ def lines(folder: Path, rank: int) -> list[dict[str, Any]]:
         ("ddp", 2, "bf16", "compiled", PHASES[:2]),
         ("ddp", 3, "fp32", "plain", PHASES),
         ("fsdp", 2, "fp32", "plain", PHASES),
-        ("fsdp", 3, "bf16", "compiled", PHASES[:2]),
+        ("fsdp", 3, "fp8", "compiled", PHASES[:2]),
         ("fsdp", 4, "fp32", "plain", PHASES),
         ("hsdp", 4, "bf16", "plain", PHASES),
         ("hsdp", 4, "fp32", "compiled", PHASES[:2]),

@@ -58,6 +58,18 @@ def bench_step(folder: Path) -> None:
     assert not list(folder.glob("elastictrain-bench-*"))
 
 
+def bench_peers(folder: Path) -> None:
+    arguments = ("recipe=llama_tiny", *SMALL, "train.micro_batch=4", f"checkpoint.memory_dir={folder}")
+    hook = os.pathsep.join([str(REPOSITORY / "tests" / "process" / "fp8_on_cpu"), str(REPOSITORY)])
+    said = python("bench_peers.py", *arguments, folder=folder, STEPS="2", ROUNDS="1", PRECISIONS="fp8", PYTHONPATH=hook)
+    assert [line.split("|")[1:3] for line in said.splitlines() if " fp8 " in line] == [
+        [" ours ", " fp8 "],
+        [" by hand ", " fp8 "],
+    ]
+    assert "failed" not in said
+    assert "TorchTitan is left out" in said
+
+
 def bench_compare(folder: Path) -> None:
     arguments = ("recipe=llama_tiny", *SMALL, "train.micro_batch=4", f"checkpoint.memory_dir={folder}")
     figures = {"BENCH_STEPS": "4", "BENCH_COMPARISONS": "3"}
@@ -136,6 +148,13 @@ def gpu_engine(folder: Path) -> None:
     assert not any("error" in one for one in told), told
     whats = {"kill", "losses of repeated steps", "snapshots", "throughput", "safety", "persist", "restore from disk"}
     assert {one["what"] for one in told} == whats
+
+
+def gpu_fp8(folder: Path) -> None:
+    options = " ".join([*SMALL, "parallel=fsdp", "train.compile=false", f"checkpoint.memory_dir={folder}"])
+    hook = os.pathsep.join([str(REPOSITORY / "tests" / "process" / "fp8_on_cpu"), str(REPOSITORY)])
+    said = python("gpu/fp8.py", "loss", folder=folder, EXTRA=options, LOSS_STEPS="10", PYTHONPATH=hook)
+    assert "steps   10 to   10" in said
 
 
 def stand_in(folder: Path, name: str, script: str = "") -> None:
@@ -249,8 +268,10 @@ CHECKS: Mapping[str, Check] = {
     "demo.sh": demo,
     "first_step.py": first_step,
     "fuzz_run_folder.py": fuzz_run_folder,
+    "bench_peers.py": bench_peers,
     "gpu/engine.py": gpu_engine,
     "gpu/memory.py": gpu_memory,
+    "gpu/fp8.py": gpu_fp8,
     "gpu/preflight.py": gpu_preflight,
     "gpu/variants.sh": gpu_shells,
     "setup.sh": setup,

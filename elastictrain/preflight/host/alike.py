@@ -18,7 +18,7 @@ from elastictrain.preflight.host.gpu import GpuReport
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # the same on all hosts: ranks use their protocols
-OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers")
+OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers", "torchao")
 """A difference in these may change results, or what works, on one host only."""
 
 NCCL_LOADED = "NCCL that is loaded"

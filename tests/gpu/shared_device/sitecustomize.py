@@ -33,6 +33,7 @@ def _patch(module: ModuleType) -> None:
         device_count=lambda: RANKS,
         set_device=lambda _: torch.cuda.set_device(0),
         mem_get_info=lambda _=None: torch.cuda.mem_get_info(0),
+        get_device_capability=lambda _=None: torch.cuda.get_device_capability(0),
     )
     module.torch = Facade(torch, cuda=cuda, device=lambda kind, _=0: torch.device(kind, 0))  # type: ignore[attr-defined]
     if module.__name__.endswith(".group"):
@@ -50,7 +51,8 @@ class Finder(importlib.abc.MetaPathFinder):
     """Patches the modules that use a device by its number, after they were loaded."""
 
     names = frozenset(
-        f"elastictrain.{name}" for name in ("distributed.device", "distributed.group", "train.bringup", "train.standby")
+        f"elastictrain.{name}"
+        for name in ("distributed.device", "distributed.float8", "distributed.group", "train.bringup", "train.standby")
     )
 
     def find_spec(

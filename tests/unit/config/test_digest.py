@@ -73,7 +73,9 @@ FREE = {
 @pytest.mark.parametrize("group", DATACLASSES)
 def test_it_is_decided_for_each_key_whether_it_changes_the_answer(group: str) -> None:
     names = {field.name for field in fields(DATACLASSES[group])}
-    answers = {key.split(".")[1] for key in answer_keys(to_tree(CONFIG)) if key.startswith(f"{group}.")}
+    # Only a run in 8 bits has scales.
+    config = replace(CONFIG, train=replace(CONFIG.train, precision="fp8"))
+    answers = {key.split(".")[1] for key in answer_keys(to_tree(config)) if key.startswith(f"{group}.")}
     assert names - answers == FREE.get(group, names)
 
 
@@ -86,10 +88,17 @@ def test_all_of_task_and_model_changes_the_answer() -> None:
 
 def test_a_config_that_was_stored_before_a_key_was_there_continues() -> None:
     stored = to_tree(CONFIG)
-    for group, names in (("train", ("init_from", "ema")), ("optim", ("_target_",))):
+    for group, names in (("train", ("init_from", "ema", "fp8_scaling")), ("optim", ("_target_",))):
         stored[group] = {key: value for key, value in stored[group].items() if key not in names}  # type: ignore[attr-defined]
     assert changed_answers(stored, now=CONFIG) == []
     assert changed_answers(stored, now=replace(CONFIG, train=replace(CONFIG.train, ema=0.0))) == [("train.ema", None, 0.0)]
+
+
+def test_a_run_that_changes_to_8_bits_is_told() -> None:
+    in_8_bits = replace(CONFIG, train=replace(CONFIG.train, precision="fp8"))
+    changed = changed_answers(to_tree(CONFIG), now=in_8_bits)
+    assert ("train.precision", "fp32", "fp8") in changed
+    assert ("train.precision", "fp8", "fp32") in changed_answers(to_tree(in_8_bits), now=CONFIG)
 
 
 def test_with_a_constant_learning_rate_the_run_may_be_made_longer() -> None:

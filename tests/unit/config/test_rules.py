@@ -37,6 +37,11 @@ def test_a_micro_batch_is_part_of_the_global_batch() -> None:
     assert keys(train=replace(TRAIN, micro_batch=9)) == ["train.micro_batch"]
 
 
+def test_scales_are_those_of_products_in_8_bits() -> None:
+    assert keys(train=replace(TRAIN, fp8_scaling="rowwise")) == ["train.fp8_scaling"]
+    assert keys(train=replace(TRAIN, precision="fp8", fp8_scaling="rowwise")) == []
+
+
 def test_evaluation_needs_held_out_samples_of_token_files() -> None:
     train = replace(TRAIN, eval_every_steps=5)
     assert keys(train=train, data=DataGroup()) == ["train.eval_every_steps"]

@@ -44,6 +44,7 @@ def test_the_same_run_has_the_same_key() -> None:
         ("train", {"micro_batch": 3}),
         ("train", {"seq_len": 77}),
         ("train", {"precision": "bf16"}),
+        ("train", {"fp8_scaling": "rowwise"}),
         ("train", {"compile": True}),
         ("train", {"activation_checkpointing": "selective"}),
         ("run", {"deterministic": True}),

@@ -3,7 +3,8 @@ import torch
 from torch import Tensor, nn
 
 from elastictrain.data.dataset import Batch
-from elastictrain.train.parameters import build_model, fill, fill_again, local
+from elastictrain.errors import ConfigError, TaskError
+from elastictrain.train.parameters import build_model, fill, fill_again, float8_layers, local
 from elastictrain.train.task import LossOutput
 
 CPU = torch.device("cpu")
@@ -117,3 +118,37 @@ def test_a_model_gets_its_first_values_again(task: Plain) -> None:
 def test_what_is_no_shard_is_its_own_local_part() -> None:
     tensor = torch.ones(2)
     assert local(tensor) is tensor
+
+
+class Layered(Plain):
+    """Blocks of linear layers, of which some have sizes that are no multiples of 16."""
+
+    def build_model(self) -> nn.Module:
+        sizes = ((16, 32), (32, 10), (10, 32))
+        return nn.Sequential(nn.Sequential(*(nn.Linear(*one) for one in sizes)), nn.Linear(32, 16))
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [model.get_submodule("0")]
+
+
+def test_layers_of_blocks_that_can_multiply_in_8_bits_do() -> None:
+    task = Layered()
+    model = task.build_model()
+    assert float8_layers(task, model) == [model.get_submodule("0.0")]
+    with pytest.raises(ConfigError):
+        float8_layers(Plain(), model)
+
+
+@pytest.mark.parametrize(("name", "suited"), [("1", True), ("0.1", False), ("0", False)])
+def test_a_task_chooses_layers(name: str, suited: bool) -> None:
+    class Choosing(Layered):
+        def float8_layers(self, model: nn.Module) -> list[nn.Module]:
+            return [model.get_submodule(name)]
+
+    task = Choosing()
+    model = task.build_model()
+    if suited:
+        assert float8_layers(task, model) == [model.get_submodule("1")]
+        return
+    with pytest.raises(TaskError):
+        float8_layers(task, model)
