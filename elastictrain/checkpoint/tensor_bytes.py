@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
+from elastictrain.checkpoint.manifest import ChunkRecord, PartBox, TensorRecord
 from elastictrain.checkpoint.verified_read import READ_THREADS, CheckpointFolder, read_chunks
 from elastictrain.checkpoint.writer import ByteReader
 from elastictrain.errors import CheckpointError
@@ -159,7 +159,7 @@ def read_box(folder: CheckpointFolder, record: TensorRecord, *, offsets: Bounds,
     return target
 
 
-def overlap(chunk: ChunkRecord, *, offsets: Bounds, sizes: Bounds) -> tuple[tuple[int, int], ...] | None:
+def overlap(chunk: ChunkRecord | PartBox, *, offsets: Bounds, sizes: Bounds) -> tuple[tuple[int, int], ...] | None:
     """The intersection of a chunk and a box, [begin, end) by dimension; None if empty. Pure."""
     common = tuple(
         (max(first, other), min(first + size, other + extent))

@@ -6,7 +6,7 @@ that a start takes exactly what `verify` calls valid.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of
 from elastictrain.checkpoint.layout import check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest
 from elastictrain.checkpoint.manifest_format import parse_manifest
+from elastictrain.checkpoint.manifest_parts import ManifestPart, PartChecker, with_contents
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import MappedStore, ReadableStore, Store
@@ -191,6 +192,31 @@ def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Seque
         _twice(partial(check, file), DamagedFileError)
 
 
+def read_part(folder: CheckpointFolder, manifest: Manifest, number: int, *, checker: PartChecker) -> ManifestPart:
+    """Raises: DamagedFileError, StorageError."""
+    record = manifest.parts[number]
+
+    def read() -> ManifestPart:
+        raw = bytearray(record.size_bytes)
+        _read_range(folder, record.name, memoryview(raw), start=0)
+        try:
+            return checker.parse(bytes(raw), number)
+        except errors.InvalidCheckpointError as error:
+            raise DamagedFileError(f"{folder.url(record.name)}: {error}", file=record.name) from error
+
+    return _twice(read, DamagedFileError)
+
+
+def read_parts(folder: CheckpointFolder, manifest: Manifest, *, numbers: Collection[int] | None = None) -> Manifest:
+    """The manifest with the contents of its parts, or of those of `numbers`. Raises: DamagedFileError, StorageError."""
+    if not manifest.parts:
+        return manifest
+    wanted = sorted(range(len(manifest.parts)) if numbers is None else numbers)
+    read = partial(read_part, folder, manifest, checker=PartChecker(manifest))
+    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="parts") as pool:
+        return with_contents(manifest, pool.map(read, wanted))
+
+
 def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
     """A manifest and its bytes. Raises, if both reads fail: InvalidCheckpointError, UnknownFormatError, ObjectNotFoundError;
     UntrustedCheckpointError, if there is a key and the manifest is not signed with it; StorageError."""
@@ -206,8 +232,8 @@ def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = N
 
 
 def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Reject | None:
-    """The first file that neither the listing nor the store itself has in its size. Raises: StorageError."""
-    for file in manifest.files:
+    """The first file or part that neither the listing nor the store itself has in its size. Raises: StorageError."""
+    for file in manifest.objects:
         if folder.files.get(file.name) == file.size_bytes:
             continue
         # A listing can lag behind what was written.

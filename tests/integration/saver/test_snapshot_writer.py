@@ -27,7 +27,17 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, put
 
-FACTS = SaverConfig("unused", RUN, keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={"x": "1"})
+FACTS = SaverConfig(
+    "unused",
+    RUN,
+    keep_last=2,
+    keep_every=0,
+    save_timeout_s=5.0,
+    flush_s=1.0,
+    grace_s=1.0,
+    versions={"x": "1"},
+    manifest_bytes=0,
+)
 
 
 @dataclass
