@@ -18,6 +18,7 @@ from elastictrain.checkpoint.writer import ByteReader
 from elastictrain.errors import CheckpointError
 from elastictrain.torch_private import local_box
 
+SMALL_BYTES = 1 << 10  # of a box of which a read costs as much as one of no bytes
 SEGMENT_BYTES = 32 << 20  # host memory that is page-locked at a time: the driver serves no other call meanwhile, about 10 ms
 
 
@@ -67,8 +68,8 @@ def own_items(
 
 
 def choose_own(boxes: Sequence[Box], *, of_first: frozenset[str] = frozenset()) -> tuple[Item, ...]:
-    """The boxes that this rank writes: exactly one rank writes each, the first one those of tensors `of_first`, and the
-    loads of the others are even. Pure.
+    """The boxes that this rank writes: exactly one rank writes each, the first those of tensors `of_first` and the smallest,
+    and the loads of the others are even. Pure.
 
     Ranks that share boxes must list the same ones: then they agree without messages, at any world size.
     """
@@ -77,9 +78,12 @@ def choose_own(boxes: Sequence[Box], *, of_first: frozenset[str] = frozenset()) 
         groups[(box.replicas, box.replica)].append(box.item)
     own: set[Item] = set()
     for (replicas, replica), items in groups.items():
-        loads = [(0, number) for number in range(replicas)]
-        own |= {item for item in items if item.name in of_first and replica == 0}
-        dealt = (item for item in items if item.name not in of_first)
+        # Ranks that need a box read its file and a part of the manifest: step counters spread over all hosts would cost each
+        # rank hundreds of requests.
+        firsts = {item for item in items if item.name in of_first or item.size_bytes <= SMALL_BYTES}
+        own |= firsts if replica == 0 else set()
+        loads = sorted([(sum(item.size_bytes for item in firsts), 0), *((0, number) for number in range(1, replicas))])
+        dealt = (item for item in items if item not in firsts)
         for item in sorted(dealt, key=lambda item: (-item.size_bytes, item.key)):
             load, number = heapq.heappop(loads)
             if number == replica:
