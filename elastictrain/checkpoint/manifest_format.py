@@ -57,7 +57,9 @@ def encode_manifest(manifest: Manifest, *, key: SigningKey | None = None) -> byt
         document["signature"] = key.sign(_canonical(document), purpose=_PURPOSE)
     raw = _sealed(_canonical(document))
     if (problem := excess(raw, limits=DOCUMENT)) is not None:
-        raise CheckpointError(f"{MANIFEST_NAME} {problem}; set a larger checkpoint.shard_mb or shard over fewer ranks")
+        raise CheckpointError(
+            f"{MANIFEST_NAME} {problem}; set a larger checkpoint.shard_mb, or a smaller checkpoint.manifest_mb"
+        )
     return raw
 
 

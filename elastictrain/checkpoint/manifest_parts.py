@@ -11,7 +11,7 @@ from functools import cached_property
 
 import msgspec
 
-from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
+from elastictrain.bounded_json import DOCUMENT, encode_record, excess, parse_record
 from elastictrain.checkpoint.manifest import (
     ChunkRecord,
     Count,
@@ -26,7 +26,7 @@ from elastictrain.checkpoint.manifest import (
     sha256_of,
 )
 from elastictrain.checkpoint.manifest_format import check_sha256, check_tensors, tiling_problem, without_sha256
-from elastictrain.errors import InvalidCheckpointError
+from elastictrain.errors import CheckpointError, InvalidCheckpointError
 
 PART_SUFFIX = "-part.json"
 MOST_BOXES = 1024  # of one tensor in one part: shards of the ranks of a host that do not touch
@@ -59,8 +59,10 @@ class WrittenPart(msgspec.Struct, frozen=True):
 
 
 def encode_part(part: ManifestPart, *, name: str, signed: bool) -> tuple[bytes, PartRecord]:
-    """Its bytes, and what the manifest says of them."""
+    """Its bytes, and what the manifest says of them. Raises: CheckpointError if no reader would accept a part of that size."""
     raw = encode_record(part)
+    if (problem := excess(raw, limits=DOCUMENT)) is not None:
+        raise CheckpointError(f"{name} {problem}; set a larger checkpoint.shard_mb")
     files = tuple(StoredFile(file.name, file.size_bytes) for file in part.files)
     return raw, PartRecord(name, len(raw), digest_of(raw), files, sha256_of(raw) if signed else "")
 
