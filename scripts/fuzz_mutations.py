@@ -208,7 +208,7 @@ def edit_part(rng: RNG, document: dict[str, Any], folder: Path, change: Callable
     change(rng, document)
     part |= {name: document.pop(name) for name in ("files", "tensors") if name in document}
     with suppress(AttributeError, KeyError, TypeError):
-        record["files"] = [{"name": file["name"], "bytes": file["bytes"]} for file in part["files"]]
+        record["files"] = {file["name"]: file["bytes"] for file in part["files"]}
         for name in part["tensors"].keys() & tensors.keys():
             tensors[name] |= {key: part["tensors"][name][key] for key in ("dtype", "shape")}
     document |= {"files": [], "tensors": tensors}

@@ -54,20 +54,13 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_
     header_sha256: Sha256 = ""  # as a chunk's: header and chunks are all of a file
 
 
-class StoredFile(msgspec.Struct, frozen=True, rename={"size_bytes": "bytes"}):
-    """A shard file that a part describes."""
-
-    name: FileName
-    size_bytes: Count
-
-
 class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
     """A part of the manifest: an object of its own that describes the shard files of one host."""
 
     name: FileName
     size_bytes: Count
     digest: Digest
-    files: tuple[StoredFile, ...]
+    files: dict[FileName, Count]  # the shard files that it describes, and their bytes
     sha256: Sha256 = ""  # as a chunk's
 
 
@@ -99,16 +92,14 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         """Of all shard files."""
-        of_parts = sum(file.size_bytes for part in self.parts for file in part.files)
-        return of_parts + sum(file.size_bytes for file in self.files)
+        return sum(file.size_bytes for file in self.files) + sum(sum(part.files.values()) for part in self.parts)
 
     @property
-    def objects(self) -> Iterator[PartRecord | FileRecord | StoredFile]:
-        """All that the checkpoint consists of, beside the manifest itself."""
-        yield from self.files
+    def objects(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of all that the checkpoint consists of, beside the manifest itself."""
+        yield from ((file.name, file.size_bytes) for file in self.files)
         for part in self.parts:
-            yield part
-            yield from part.files
+            yield from ((part.name, part.size_bytes), *part.files.items())
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

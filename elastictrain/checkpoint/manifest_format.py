@@ -167,7 +167,7 @@ def check_manifest(manifest: Manifest) -> None:
     """
     if not 0 <= manifest.created <= MAX_CREATED:
         raise ValueError(f"`created` must be a time in seconds before the year 10000, but is {manifest.created}")
-    names = [one.name for one in manifest.objects]
+    names = [name for name, _ in manifest.objects]
     if len(set(names)) != len(names):
         raise ValueError("two files have the same name")
     if large := next((part for part in manifest.parts if part.size_bytes > DOCUMENT.max_bytes), None):
@@ -232,18 +232,13 @@ def _check_tiling(manifest: Manifest) -> None:
             raise ValueError(f"tensor {name!r}: its chunks {problem}")
 
 
-def tiling_problem(
-    shape: Sequence[int], chunks: Sequence[ChunkRecord | PartBox], *, origin: Sequence[int] | None = None
-) -> str | None:
-    """Why the chunks do not fill a tensor of that shape, or a box that begins at `origin`, as the end of a sentence on "its
-    chunks"; None if they do.
+def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord | PartBox]) -> str | None:
+    """Why the chunks do not fill a tensor of that shape, as the end of a sentence on "its chunks"; None if they do.
 
     They are cut apart along one dimension after the other, until each is alone or no cut separates them.
     """
-    begin = (0,) * len(shape) if origin is None else origin
     for chunk in chunks:
-        sides = zip(chunk.offsets, chunk.sizes, begin, shape, strict=True)
-        if any(first < low or first + size > low + extent for first, size, low, extent in sides):
+        if any(first + size > extent for first, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
             return "reach beyond the tensor"
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     volume = sum(math.prod(chunk.sizes) for chunk in filled)

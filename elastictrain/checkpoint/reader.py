@@ -260,7 +260,7 @@ def load(
         # model.
         nonlocal known
         files = [(file.name, -1) for file in manifest.files]
-        files += [(file.name, number) for number, part in enumerate(manifest.parts) for file in part.files]
+        files += [(name, number) for number, part in enumerate(manifest.parts) for name in part.files]
         share = dict(files[len(files) * rank // world_size : len(files) * (rank + 1) // world_size])
         known = read_parts(folder, manifest, numbers=parts_of(manifest, tensors) | ({*share.values()} - {-1}))
         verify_headers(folder, known, files=[file for file in known.files if file.name in share])

@@ -23,14 +23,7 @@ from elastictrain.checkpoint.manifest import (
     sha256_of,
 )
 from elastictrain.checkpoint.manifest_format import check_manifest, encode_manifest
-from elastictrain.checkpoint.manifest_parts import (
-    PART_SUFFIX,
-    ManifestPart,
-    WrittenPart,
-    encode_part,
-    groups_of,
-    with_written,
-)
+from elastictrain.checkpoint.manifest_parts import PART_SUFFIX, ManifestPart, WrittenPart, encode_part, with_written
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, joined
 from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.signing import SigningKey
@@ -112,24 +105,24 @@ def write_part(
 ) -> list[Written]:
     """What the committer is told of files that are written. If it is more than the share of these ranks in the manifest, of
     which all ranks together have `manifest_bytes`, a part is written, too. Raises: CheckpointError; StorageError."""
-    contents = _together(parts, incarnation=incarnation)
-    name = f"{incarnation}-r{min(part.rank for part in parts):05d}{PART_SUFFIX}"
-    raw, record = encode_part(contents, name=name, signed=any(part.digests.sha256 for part in parts))
+    contents, ranks = _together(parts, incarnation=incarnation), [part.rank for part in parts]
+    name, signed = f"{incarnation}-r{min(ranks):05d}{PART_SUFFIX}", any(part.digests.sha256 for part in parts)
+    raw, written = encode_part(contents, name=name, ranks=ranks, signed=signed)
     if len(raw) <= manifest_bytes * len(parts) // world_size or not contents.files:
         return [*parts]
     create_exactly(store, key_of(folder, name), raw)
-    return [WrittenPart(tuple(part.rank for part in parts), record, groups_of(contents))]
+    return [written]
 
 
 def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
     """Raises: CheckpointError if a file is missing or too short, as if another run used the folder; StorageError."""
     listed = read_listing(store.list(f"{ROOT}/{folder}")).folder(folder)
     present = listed.files if listed is not None else {}
-    for file in manifest.objects:
-        if present.get(file.name) != file.size_bytes:
+    for name, size_bytes in manifest.objects:
+        if present.get(name) != size_bytes:
             raise CheckpointError(
-                f"{store.url}/{key_of(folder, file.name)} must have {file.size_bytes} bytes before the commit, but has "
-                f"{present.get(file.name, 'been removed')}; is another run using this folder?"
+                f"{store.url}/{key_of(folder, name)} must have {size_bytes} bytes before the commit, but has "
+                f"{present.get(name, 'been removed')}; is another run using this folder?"
             )
 
 

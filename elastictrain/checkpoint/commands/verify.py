@@ -14,9 +14,9 @@ from elastictrain.checkpoint.commands.output import Advance, note, plural, progr
 from elastictrain.checkpoint.commands.survey import CheckpointState, Surveyed, locate, note_unchecked, survey
 from elastictrain.checkpoint.folders import ROOT, FolderFacts, is_there, key_of, list_checkpoints
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, has_digest, sha256_of
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
-from elastictrain.checkpoint.manifest_parts import PART_SUFFIX, ManifestPart, PartChecker, encode_part, with_contents
+from elastictrain.checkpoint.manifest_parts import PART_SUFFIX
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import (
     READ_THREADS,
@@ -24,8 +24,7 @@ from elastictrain.checkpoint.verified_read import (
     DamagedFileError,
     coalesced_reads,
     read_chunks,
-    read_part,
-    retry_read,
+    read_parts,
     wrong_chunks,
 )
 from elastictrain.storage.store import Store
@@ -123,17 +122,14 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
 
 def _with_parts(one: Surveyed) -> Surveyed:
     """With the contents of the parts of its manifest, but for damaged ones. Raises: StorageError."""
-    if one.manifest is None or not one.manifest.parts:
+    if one.manifest is None:
         return one
-    folder, checker = CheckpointFolder(one.run, f"{ROOT}/{one.name}/"), PartChecker(one.manifest)
-    parts: list[ManifestPart] = []
-    bad_files: dict[str, tuple[str, ...]] = {}
-    for number, record in enumerate(one.manifest.parts):
-        try:
-            parts.append(read_part(folder, one.manifest, number, checker=checker))
-        except DamagedFileError as error:
-            bad_files[record.name] = (str(error).removeprefix(folder.url(record.name)).lstrip(": "),)
-    return replace(one, manifest=with_contents(one.manifest, parts), bad_files=bad_files)
+    folder, bad = CheckpointFolder(one.run, f"{ROOT}/{one.name}/"), {}
+
+    def note_bad(error: DamagedFileError) -> None:
+        bad[error.file] = (str(error).removeprefix(folder.url(error.file)).lstrip(": "),)
+
+    return replace(one, manifest=read_parts(folder, one.manifest, damaged=note_bad), bad_files=bad)
 
 
 def check_file(
@@ -233,35 +229,18 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
             if one.state is not CheckpointState.VALID or one.manifest is None:
                 note(f"{one.name} is {one.state.value}, and is not signed")
                 continue
-            _sign(one, signing=location.signing)
+            _sign(one, one.manifest, signing=location.signing)
             advance(one.manifest.size_bytes)
             signed += 1
     result(f"signed {plural(signed, 'checkpoint')} of {len(verdicts)}")
     return errors.EXIT_OK if signed == len(verdicts) else errors.EXIT_STORAGE
 
 
-def _sign(one: Surveyed, *, signing: SigningKey) -> None:
-    """Replace the manifest atomically. The bytes read for SHA-256 have the digests that were verified before. Parts are written
-    anew, under other names: one that changed would not fit the manifest that is there."""
+def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
+    """Replace the manifest atomically, by one without parts. The bytes read for SHA-256 have the digests that were verified
+    before."""
     folder = CheckpointFolder(one.run, f"{ROOT}/{one.name}/")
-    manifest = retry_read(one.run, key_of(one.name, MANIFEST_NAME))[1]
-    checker, records = PartChecker(manifest), []
-    for number, old in enumerate(manifest.parts):
-        part = _with_sha256(folder, read_part(folder, manifest, number, checker=checker))
-        stem = old.name.removesuffix(PART_SUFFIX).removesuffix("-signed")
-        raw, record = encode_part(part, name=f"{stem}-signed{PART_SUFFIX}", signed=True)
-        one.run.write(key_of(one.name, record.name), raw)
-        records.append(record)
-    here = _with_sha256(folder, ManifestPart(manifest.files, {**manifest.tensors}))
-    signed = replace(manifest, files=here.files, tensors=here.tensors, parts=tuple(records), signature="")
-    one.run.write(key_of(one.name, MANIFEST_NAME), encode_manifest(signed, key=signing))
-    for name in {old.name for old in manifest.parts} - {record.name for record in records}:
-        one.run.delete(key_of(one.name, name))
-
-
-def _with_sha256(folder: CheckpointFolder, part: ManifestPart) -> ManifestPart:
-    """Raises: DamagedFileError, StorageError."""
-    chunks = {chunk for tensor in part.tensors.values() for chunk in tensor.chunks}
+    chunks = {chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks}
     found = {chunk: sha256_of(b"") for chunk in chunks if not chunk.size_bytes}
 
     def take(chunk: ChunkRecord, data: memoryview) -> None:
@@ -272,12 +251,16 @@ def _with_sha256(folder: CheckpointFolder, part: ManifestPart) -> ManifestPart:
     change = msgspec.structs.replace
     tensors = {
         name: change(tensor, chunks=tuple(change(chunk, sha256=found[chunk]) for chunk in tensor.chunks))
-        for name, tensor in part.tensors.items()
+        for name, tensor in manifest.tensors.items()
     }
     files = []
-    for file in part.files:
-        head = folder.store.read(f"{folder.prefix}{file.name}", end=file.header_bytes)
+    for file in manifest.files:
+        head = one.run.read(key_of(one.name, file.name), end=file.header_bytes)
         if not has_digest(head, file.header_digest, sha256=""):
             raise DamagedFileError(f"{folder.url(file.name)}: its header was changed while it was signed", file=file.name)
         files.append(change(file, header_sha256=sha256_of(head)))
-    return ManifestPart(tuple(files), tensors)
+    raw = encode_manifest(replace(manifest, files=tuple(files), tensors=tensors, signature=""), key=signing)
+    one.run.write(key_of(one.name, MANIFEST_NAME), raw)
+    for name in one.facts.files.keys() - {file.name for file in files}:
+        if name.endswith(PART_SUFFIX):
+            one.run.delete(key_of(one.name, name))

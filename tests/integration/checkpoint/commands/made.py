@@ -127,7 +127,7 @@ def change_manifest(folder: Path, act: Callable[[Document], object], *, whole: b
         act(seen)
         part |= {"files": seen.pop("files"), "tensors": seen.pop("tensors")}
         (folder / record["name"]).write_bytes(raw := json.dumps(part).encode())
-        files = [{"name": file["name"], "bytes": file["bytes"]} for file in part["files"]]
+        files = {file["name"]: file["bytes"] for file in part["files"]}
         record |= {"bytes": len(raw), "digest": digest_of(raw), "files": files}
         document = seen | {"files": [], "tensors": document["tensors"]}
     else:
