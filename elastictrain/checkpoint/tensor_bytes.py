@@ -18,7 +18,7 @@ from elastictrain.checkpoint.writer import ByteReader
 from elastictrain.errors import CheckpointError
 from elastictrain.torch_private import local_box
 
-SMALL_BYTES = 1 << 10  # of a box of which a read costs as much as one of no bytes
+COUNTER_BYTES = 64  # of a counter or flag, as optimizers have one for each parameter
 SEGMENT_BYTES = 32 << 20  # host memory that is page-locked at a time: the driver serves no other call meanwhile, about 10 ms
 
 
@@ -80,7 +80,7 @@ def choose_own(boxes: Sequence[Box], *, of_first: frozenset[str] = frozenset()) 
     for (replicas, replica), items in groups.items():
         # Ranks that need a box read its file and a part of the manifest: step counters spread over all hosts would cost each
         # rank hundreds of requests.
-        firsts = {item for item in items if item.name in of_first or item.size_bytes <= SMALL_BYTES}
+        firsts = {item for item in items if item.name in of_first or item.size_bytes <= COUNTER_BYTES}
         own |= firsts if replica == 0 else set()
         loads = sorted([(sum(item.size_bytes for item in firsts), 0), *((0, number) for number in range(1, replicas))])
         dealt = (item for item in items if item not in firsts)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.tensor_bytes import SMALL_BYTES, Box, box_of, choose_own, local_part, own_items
+from elastictrain.checkpoint.tensor_bytes import COUNTER_BYTES, Box, box_of, choose_own, local_part, own_items
 from tests.unit.examples import examples
 
 
@@ -38,7 +38,7 @@ def held(name: str, size: int, replicas: int, replica: int) -> Box:
     return Box(Item(name, "uint8", (size,), (0,), (size,)), replicas, replica)
 
 
-SIZES = st.lists(st.integers(SMALL_BYTES + 1, 9000), min_size=1, max_size=40)
+SIZES = st.lists(st.integers(COUNTER_BYTES + 1, 9000), min_size=1, max_size=40)
 
 
 @settings(max_examples=examples(200))
@@ -78,7 +78,7 @@ def test_groups_are_shared_out_apart_from_each_other() -> None:
 
 
 def test_the_first_replica_writes_the_smallest_pieces_and_less_of_the_others() -> None:
-    small = {f"s{number}": SMALL_BYTES - number for number in range(50)}
+    small = {f"s{number}": COUNTER_BYTES - number for number in range(50)}
     pieces = small | {f"t{number}": 10_000 for number in range(20)}
     items = [choose_own([held(name, size, 4, replica) for name, size in pieces.items()]) for replica in range(4)]
     assert small.keys() <= {item.name for item in items[0]}
