@@ -1,11 +1,12 @@
 """How the work around the bytes of a save grows with the world: plan, metadata, commit, and reading the manifest back.
 
-    python scripts/bench_planning.py        (8, 128, 1024 and 4096 ranks; about 8 minutes on an idle machine, 3 GB of memory)
+    python scripts/bench_planning.py        (8, 128, 1024 and 4096 ranks; about 2 minutes on an idle machine, 1 GB of memory)
     python scripts/bench_planning.py --ranks 8 128 --sharding fsdp
 
 One process plays all ranks of a Llama 8b with AdamW, 8 to a host: what they say of their boxes goes through the functions of
 a saver. A few ranks plan on DTensors of a process group that only pretends; the outcome for the others is computed, in a way
-that is checked against those few. Times are CPU seconds of one thread, so that a busy machine does not count.
+that is checked against those few. So is what hosts say with FSDP, but for 16 of them. Times are CPU seconds of one thread, so
+that a busy machine does not count.
 
 plan     what a rank does once: which boxes it writes, and where they lie in its files
 say      what the savers of all hosts do at each save to tell the leader, with their parts of the manifest if these are not for
@@ -27,6 +28,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -43,8 +45,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastictrain.checkpoint.layout import Item, split_item
-from elastictrain.checkpoint.manifest import Manifest, digest_of
+from elastictrain.checkpoint.manifest import Manifest, PartRecord, digest_of
 from elastictrain.checkpoint.manifest_format import check_manifest, encode_manifest, parse_manifest
+from elastictrain.checkpoint.manifest_parts import TensorGroup, WrittenPart
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, RankPart
 from elastictrain.checkpoint.reader import ManifestReader, parts_of
 from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts, missing_ranks
@@ -60,6 +63,7 @@ from recipes.llama.huggingface import parameter_shapes
 
 RANKS_PER_HOST = 8
 SAMPLED_RANKS = 5
+SAMPLED_HOSTS = 16
 SHARD_BYTES = 4 << 30
 INCARNATION = "i00001-0123456789ab"
 MANIFEST_BYTES = int(CheckpointGroup().manifest_mb * 2**20)
@@ -85,7 +89,6 @@ class Row:
 
     sharding: str
     ranks: int
-    boxes: int
     plan_ms: float
     said_kb: float
     say_ms: float
@@ -95,7 +98,7 @@ class Row:
     commit_s: float
     manifest_mb: float
     parts: int
-    parts_mb: float
+    part_kb: float
     read: int
     read_half: int
     parse_s: float
@@ -236,21 +239,47 @@ def said_by(layouts: Mapping[int, RankLayout], world: World, store: PartStore) -
 def say_all(
     state: Mapping[str, tuple[tuple[int, ...], bool]], world: World, store: PartStore
 ) -> tuple[list[bytes], float, int]:
-    """What all hosts say, the seconds of all of them together, and how many boxes of tensors their ranks write."""
-    told, seconds, boxes = [], 0.0, 0
+    """What all hosts say, the seconds of all of them together, and how many parts they write."""
+    told, seconds = [], []
+    hosts = [range(first, min(world.size, first + RANKS_PER_HOST)) for first in range(0, world.size, RANKS_PER_HOST)]
+    every = world.sharding != "fsdp" or len(hosts) <= SAMPLED_HOSTS
+    sampled = {len(hosts) * place // SAMPLED_HOSTS for place in range(SAMPLED_HOSTS)}
     # A saver has its own host's objects to look through, and not those of all hosts.
     gc.disable()
     try:
-        for first in range(0, world.size, RANKS_PER_HOST):
-            ranks = range(first, min(world.size, first + RANKS_PER_HOST))
+        for number, ranks in enumerate(hosts):
+            if not every and number not in sampled:
+                told.append(encode_parts([computed_part(state, world, ranks)]))
+                continue
             layouts = {rank: RankLayout(computed_items(state, world, rank), shard_bytes=SHARD_BYTES) for rank in ranks}
             text, took = said_by(layouts, world, store)
             told.append(text)
-            seconds += took
-            boxes += sum(len(layout.items) for layout in layouts.values())
+            seconds.append(took)
+            if not every:
+                (written,) = decode_parts(text, where="a host")
+                computed = computed_part(state, world, ranks)
+                if not isinstance(written, WrittenPart) or written.groups != computed.groups:
+                    sys.exit(f"the host of ranks {ranks} says something else than this benchmark thinks")
     finally:
         gc.enable()
-    return told, seconds, boxes
+    return told, sum(seconds) / len(seconds) * len(hosts), len(hosts) if store.objects else 0
+
+
+def computed_part(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World, ranks: range) -> WrittenPart:
+    """What a host says of its part with FSDP, without layouts. Sizes of files and digests are of nothing."""
+    names = defaultdict(list)
+    for name, (shape, sharded) in sorted(state.items()):
+        offsets, sizes = (0,) * len(shape), shape
+        if sharded:
+            held = [rows_of(shape[0], rank, world.shards) for rank in ranks]
+            rows = sum(count for _, count in held)
+            offsets, sizes = (held[0][0], *offsets[1:]), (rows, *shape[1:])
+        # The first rank has the step counters.
+        if math.prod(sizes) and (sharded or ranks[0] == 0):
+            names["float32", shape, ((offsets, sizes),)].append(name)
+    files = {f"{INCARNATION}-r{rank:05d}-000.safetensors": 123_456_789 for rank in ranks}
+    record = PartRecord(f"{INCARNATION}-r{ranks[0]:05d}-part.json", 1_234_567, digest_of(str(ranks).encode()), files)
+    return WrittenPart(tuple(ranks), record, tuple(TensorGroup(*about, tuple(alike)) for about, alike in names.items()))
 
 
 def commit_seconds(told: list[bytes], world: World) -> tuple[bytes, dict[str, float]]:
@@ -309,7 +338,7 @@ def match(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
 def measure(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World) -> Row:
     store = PartStore()
     plan_s = plan_seconds(state, world)
-    told, say_s, boxes = say_all(state, world, store)
+    told, say_s, num_parts = say_all(state, world, store)
     said_bytes = sum(map(len, told))
     raw, seconds = commit_seconds(told, world)
     del told
@@ -321,7 +350,6 @@ def measure(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World) -> 
     return Row(
         sharding=world.sharding,
         ranks=world.size,
-        boxes=boxes,
         plan_ms=1e3 * plan_s,
         said_kb=said_bytes / 1e3 / world.size,
         say_ms=ms(say_s),
@@ -330,8 +358,8 @@ def measure(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World) -> 
         encode_ms=ms(seconds["encode"]),
         commit_s=sum(seconds.values()),
         manifest_mb=len(raw) / 1e6,
-        parts=len(store.objects),
-        parts_mb=sum(map(len, store.objects.values())) / 1e6,
+        parts=num_parts,
+        part_kb=max(map(len, store.objects.values()), default=0) / 1e3,
         read=read,
         read_half=half_as_many(raw, state, world),
         parse_s=parse_s,
@@ -344,7 +372,6 @@ def measure(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World) -> 
 HEADINGS = (
     ("sharding", "sharding", "", "s"),
     ("ranks", "ranks", "", "d"),
-    ("boxes", "boxes", "in all", "d"),
     ("plan_ms", "plan", "ms/rank", ".1f"),
     ("said_kb", "said", "kB/rank", ".1f"),
     ("say_ms", "say", "ms/rank", ".2f"),
@@ -354,7 +381,7 @@ HEADINGS = (
     ("commit_s", "commit", "s", ".2f"),
     ("manifest_mb", "manifest", "MB", ".1f"),
     ("parts", "parts", "", "d"),
-    ("parts_mb", "parts", "MB", ".1f"),
+    ("part_kb", "largest", "kB", ".0f"),
     ("read", "read", "parts", "d"),
     ("read_half", "half", "parts", "d"),
     ("parse_s", "parse", "s", ".2f"),
