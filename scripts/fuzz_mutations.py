@@ -12,6 +12,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,11 @@ def any_manifest(rng: RNG, folder: Path) -> Path:
     return any_file(rng, folder / "checkpoints", "manifest.json")
 
 
+def any_part(rng: RNG, folder: Path) -> Path:
+    """A part of the manifest of some checkpoint."""
+    return any_file(rng, folder / "checkpoints", "*-part.json")
+
+
 def remove(path: Path) -> None:
     """Whatever it is."""
     if path.is_dir() and not path.is_symlink():
@@ -179,15 +185,65 @@ def replace_with_odd(rng: RNG, path: Path) -> None:
 
 
 def edit_manifest(change: Callable[[RNG, dict[str, Any]], None]) -> Callable[[RNG, Path, Path], None]:
-    """A change of the parsed manifest, sealed again."""
+    """A change of the parsed manifest, or of a part of it, sealed again."""
 
     def apply(rng: RNG, folder: Path, outside: Path) -> None:
         path = any_manifest(rng, folder)
         document = json.loads(read_file(path))
-        change(rng, document)
+        if document.get("parts") and rng.random() < 0.7:
+            edit_part(rng, document, path.parent, change)
+        else:
+            change(rng, document)
         path.write_bytes(seal(document))
 
     return apply
+
+
+def edit_part(rng: RNG, document: dict[str, Any], folder: Path, change: Callable[[RNG, dict[str, Any]], None]) -> None:
+    """The change sees the part's files and tensors in the places of the manifest's; what the manifest says of them follows."""
+    record = rng.choice(document["parts"])
+    path, tensors = folder / record["name"], document["tensors"]
+    part = json.loads(read_file(path))
+    document |= {name: part.pop(name) for name in ("files", "tensors")}
+    change(rng, document)
+    part |= {name: document.pop(name) for name in ("files", "tensors") if name in document}
+    with suppress(AttributeError, KeyError, TypeError):
+        record["files"] = {file["name"]: file["bytes"] for file in part["files"]}
+        for name in part["tensors"].keys() & tensors.keys():
+            tensors[name] |= {key: part["tensors"][name][key] for key in ("dtype", "shape")}
+    document |= {"files": [], "tensors": tensors}
+    raw = canonical(part)
+    record |= {"bytes": len(raw), "digest": xxhash.xxh3_128(raw).hexdigest()}
+    path.write_bytes(raw)
+
+
+def odd_parts(rng: RNG, document: dict[str, Any]) -> None:
+    """What a manifest says of its parts: which they are, what they hold, where that belongs."""
+    parts, boxes = document["parts"], document["boxes"]
+    box = rng.choice(rng.choice(boxes))
+    odd = rng.choice((-1, 0, 7, 2**63, 10**40, None, "x", 1.5, [], [1], [10**9, 10**9]))
+    kind = rng.randrange(8)
+    if kind == 0:
+        parts.pop(rng.randrange(len(parts)))
+    elif kind == 1:
+        parts.append(rng.choice(parts))
+    elif kind == 2:
+        rng.choice(parts)[rng.choice(("bytes", "digest", "files"))] = odd
+    elif kind == 3:
+        rng.choice(parts)["name"] = rng.choice((*SPECIAL_TEXTS, "manifest.json", parts[0]["name"]))
+    elif kind == 4:
+        box[rng.randrange(3)] = odd
+    elif kind == 5:
+        rng.choice(boxes).remove(box)
+    elif kind == 6:
+        rng.choice(sorted(document["tensors"].items()))[1]["boxes"] = odd
+    else:
+        document[rng.choice(("parts", "boxes"))] = odd
+
+
+def swap_part(rng: RNG, folder: Path, outside: Path) -> None:
+    """One part in the place of another, of the same checkpoint or of another one."""
+    any_part(rng, folder).write_bytes(read_file(any_part(rng, folder)))
 
 
 def some_chunk(rng: RNG, document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -417,6 +473,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("cut any file short", lambda rng, folder, _: truncate(rng, any_file(rng, folder))),
     Mutation("edit a shard's header", edit_shard_header),
     Mutation("swap shards", swap_shards),
+    Mutation("flip a bit of a part", lambda rng, folder, _: flip_byte(rng, any_part(rng, folder))),
+    Mutation("cut a part short", lambda rng, folder, _: truncate(rng, any_part(rng, folder))),
+    Mutation("swap parts", swap_part),
+    Mutation("part -> link", lambda rng, folder, out: replace_with_link(rng, any_part(rng, folder), out)),
+    Mutation("part -> FIFO, socket, folder", lambda rng, folder, _: replace_with_odd(rng, any_part(rng, folder))),
+    Mutation("noise in a part", lambda rng, folder, _: any_part(rng, folder).write_bytes(rng.choice(NOISE)) and None),
+    Mutation("odd parts", edit_manifest(odd_parts)),
     Mutation("file -> link", lambda rng, folder, out: replace_with_link(rng, any_file(rng, folder), out)),
     Mutation("shard -> link", lambda rng, folder, out: replace_with_link(rng, any_shard(rng, folder), out)),
     Mutation("manifest -> link", lambda rng, folder, out: replace_with_link(rng, any_manifest(rng, folder), out)),

@@ -38,6 +38,9 @@ from pathlib import Path
 
 from fuzz_mutations import MOST_BYTES, MUTATIONS
 
+from elastictrain.checkpoint.manifest_format import encode_manifest
+from elastictrain.checkpoint.reader import ManifestReader
+
 SIZES = (
     "recipe=llama_tiny",
     "preflight=off",
@@ -60,8 +63,10 @@ SIZES = (
     "checkpoint.buffers=0",
     "checkpoint.every_steps=5",
     "checkpoint.keep_last=3",
+    "checkpoint.manifest_mb=0",
 )
 SAVED = (5, 10, 15)
+WITHOUT_PARTS = 10
 LAST = 17
 CASE_S = 60.0
 MEMORY_BYTES = 2 * 2**30
@@ -111,6 +116,7 @@ class Fuzzer:
         command = [sys.executable, "-m", "elastictrain.launch", *SIZES, "launch.processes=2"]
         run = [*command, f"train.steps={SAVED[-1]}", f"run.dir={self._pristine}"]
         subprocess.run(run, check=True, capture_output=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        join_parts(self._pristine / "checkpoints" / f"step-{WITHOUT_PARTS:09d}")
         for step in SAVED:
             folder = self._work / f"reference-{step}" / "run"
             shutil.copytree(self._pristine, folder)
@@ -178,6 +184,14 @@ class Fuzzer:
         if verify.code == 0 and rejected_folders(folder):
             problems.append(f"verify found all valid, and the start rejected {rejected_folders(folder)}")
         return problems
+
+
+def join_parts(checkpoint: Path) -> None:
+    """As if the manifest had never had any."""
+    manifest = ManifestReader.at(str(checkpoint)).manifest
+    (checkpoint / "manifest.json").write_bytes(encode_manifest(manifest))
+    for path in checkpoint.glob("*-part.json"):
+        path.unlink()
 
 
 def make_outside(outside: Path) -> None:

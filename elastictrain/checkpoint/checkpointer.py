@@ -26,7 +26,7 @@ from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_p
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.tensor_bytes import local_part, own_items, reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
-from elastictrain.checkpoint.writer import Committer, write_files
+from elastictrain.checkpoint.writer import Committer, write_files, write_part
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, Event
@@ -160,7 +160,15 @@ class Checkpointer:
                 source=lambda item: reader_of(local_part(tensors[item.name]), item),
                 sha256=self.signing is not None,
             )
-            part = encode_parts([RankPart(self.rank, layout, digests)])
+            written = write_part(
+                self.store,
+                [RankPart(self.rank, layout, digests)],
+                folder=folder,
+                incarnation=self.incarnation,
+                world_size=self.world_size,
+                manifest_bytes=int(self.options.manifest_mb * 2**20),
+            )
+            part = encode_parts(written)
         except BaseException as error:  # noqa: BLE001  # the other ranks wait for this one's result
             failure = error
         results = gather_json(None if failure is None else describe(failure), group=self.group)

@@ -1,7 +1,7 @@
 """The manifest: the one object that makes a folder of files a checkpoint. Free of torch."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ MAX_COUNT = 2**63 - 1  # of steps, bytes and elements: torch and file systems co
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!manifest\.json\Z)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}\Z")]
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
@@ -33,19 +34,19 @@ class ChunkRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size
     sha256: Sha256 = ""  # only if the manifest is signed, and its signature was checked
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One tensor; its chunks fill it exactly."""
+class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tensor; its chunks, and those in its boxes of parts, fill it exactly."""
 
     dtype: str
     shape: tuple[Count, ...]
     chunks: tuple[ChunkRecord, ...]
+    boxes: Count | None = None  # the place in `Manifest.boxes`; None if no part has chunks of it
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
     """One shard file. `header_bytes` includes its length field."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^(?!manifest\.json\Z)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}\Z")]
+    name: FileName
     size_bytes: Count
     digest: Digest
     header_bytes: Count
@@ -53,8 +54,28 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_
     header_sha256: Sha256 = ""  # as a chunk's: header and chunks are all of a file
 
 
+class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
+    """A part of the manifest: an object of its own that describes the shard files of one host."""
+
+    name: FileName
+    size_bytes: Count
+    digest: Digest
+    files: dict[FileName, Count]  # the shard files that it describes, and their bytes
+    sha256: Sha256 = ""  # as a chunk's
+
+
+class PartBox(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor whose chunks are in the part of that number, and fill it."""
+
+    part: Count
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """What `manifest.json` says. With parts, `files` and chunks are only those that no part has."""
+
     step: Count
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
     incarnation: str
@@ -65,10 +86,20 @@ class Manifest:
     files: tuple[FileRecord, ...] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)  # `writer.build_manifest` sets files and tensors
     signature: str = ""
+    parts: tuple[PartRecord, ...] = ()
+    boxes: tuple[tuple[PartBox, ...], ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
+        """Of all shard files."""
+        return sum(file.size_bytes for file in self.files) + sum(sum(part.files.values()) for part in self.parts)
+
+    @property
+    def objects(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of all that the checkpoint consists of, beside the manifest itself."""
+        yield from ((file.name, file.size_bytes) for file in self.files)
+        for part in self.parts:
+            yield from ((part.name, part.size_bytes), *part.files.items())
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

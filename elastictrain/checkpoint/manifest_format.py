@@ -17,6 +17,7 @@ from elastictrain.checkpoint.manifest import (
     ChunkRecord,
     FileRecord,
     Manifest,
+    PartBox,
     TensorRecord,
     counters_of,
     digest_of,
@@ -26,7 +27,7 @@ from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, UnknownFormatError, UntrustedCheckpointError
 
 FORMAT = "elastictrain-checkpoint"
-VERSION = 1
+VERSION, VERSION_WITH_PARTS = 1, 2
 DIGEST_ALGORITHM = "xxh3_128"
 # Keys are sorted, so the digest goes before these bytes. No value contains them: quotation marks in values are escaped.
 _ALGORITHM_KEY = b'"digest_algorithm":'
@@ -45,14 +46,20 @@ def encode_manifest(manifest: Manifest, *, key: SigningKey | None = None) -> byt
     """
     document = msgspec.to_builtins(replace(manifest, versions={}, state={}))
     del document["signature"]
+    version = VERSION_WITH_PARTS if manifest.parts else VERSION
+    if not manifest.parts:
+        # A release that knows no parts can read it.
+        del document["parts"], document["boxes"]
     # Only json encodes all kinds of text and numbers in these.
     document |= {"versions": dict(manifest.versions), "state": dict(manifest.state)}
-    document |= {"format": FORMAT, "version": VERSION, "digest_algorithm": DIGEST_ALGORITHM}
+    document |= {"format": FORMAT, "version": version, "digest_algorithm": DIGEST_ALGORITHM}
     if key is not None:
         document["signature"] = key.sign(_canonical(document), purpose=_PURPOSE)
     raw = _sealed(_canonical(document))
     if (problem := excess(raw, limits=DOCUMENT)) is not None:
-        raise CheckpointError(f"{MANIFEST_NAME} {problem}; set a larger checkpoint.shard_mb or shard over fewer ranks")
+        raise CheckpointError(
+            f"{MANIFEST_NAME} {problem}; set a larger checkpoint.shard_mb, or a smaller checkpoint.manifest_mb"
+        )
     return raw
 
 
@@ -68,11 +75,12 @@ def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> 
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidCheckpointError(f"{where}: is JSON, but not a checkpoint manifest (`format` must be {FORMAT!r})")
     version, algorithm, stated = document.get("version"), document.get("digest_algorithm"), document.pop("digest", None)
+    known = version in (VERSION, VERSION_WITH_PARTS)
     unknown = UnknownFormatError(
-        f"{where}: is of format version {version!r}, but this release of elastictrain reads version {VERSION}; "
-        "use a release that reads it, or another `run.dir` for a new run. Nothing was changed"
+        f"{where}: is of format version {version!r}, but this release of elastictrain reads versions {VERSION} and "
+        f"{VERSION_WITH_PARTS}; use a release that reads it, or another `run.dir` for a new run. Nothing was changed"
     )
-    if isinstance(version, int) and version != VERSION and isinstance(algorithm, str) and algorithm != DIGEST_ALGORITHM:
+    if isinstance(version, int) and not known and isinstance(algorithm, str) and algorithm != DIGEST_ALGORITHM:
         raise unknown
     try:
         text = _canonical(document)
@@ -82,18 +90,26 @@ def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> 
     if not exact:
         computed = digest_of(text)
         raise InvalidCheckpointError(f"{where}: its digest is {computed}, but must be {stated}: bytes were changed or lost")
-    if version != VERSION:
+    if not known:
         # Only after the digest: a garbled version is damage, like any other byte.
         raise unknown
     if key is not None:
         _check_signature(document, key=key, where=where)
     try:
         manifest = as_record(document, Manifest)
-        chunks = (chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks)
+        if bool(manifest.parts) != (version == VERSION_WITH_PARTS):
+            raise ValueError(
+                f"must be of version {VERSION_WITH_PARTS} if it has parts, and of {VERSION} if not, but is of {version}"
+            )
         if key is None and b'sha256":' in raw:
-            manifest = _without_sha256(manifest)
-        elif key is not None and not all([*(file.header_sha256 for file in manifest.files), *(one.sha256 for one in chunks)]):
-            raise ValueError("must have the SHA-256 of every header and chunk, because it is signed")
+            # Unsigned SHA-256 prove nothing, and take longer to compute.
+            files, tensors = without_sha256(manifest.files, manifest.tensors)
+            parts = tuple(msgspec.structs.replace(part, sha256="") for part in manifest.parts)
+            manifest = replace(manifest, files=files, tensors=tensors, parts=parts)
+        elif key is not None:
+            check_sha256(manifest.files, manifest.tensors)
+            if not all(part.sha256 for part in manifest.parts):
+                raise ValueError("must have the SHA-256 of every part, because it is signed")
         check_manifest(manifest)
     except ValueError as error:
         raise InvalidCheckpointError(f"{where}: {error}") from error
@@ -124,14 +140,24 @@ def _sealed(text: bytes) -> bytes:
     return b"".join((text[:place], b'"digest":"', digest_of(text).encode(), b'",', text[place:]))
 
 
-def _without_sha256(manifest: Manifest) -> Manifest:
-    """Unsigned SHA-256 prove nothing, and take longer to compute."""
-    files = tuple(msgspec.structs.replace(file, header_sha256="") for file in manifest.files)
-    tensors = {
-        name: replace(tensor, chunks=tuple(msgspec.structs.replace(chunk, sha256="") for chunk in tensor.chunks))
-        for name, tensor in manifest.tensors.items()
+Files = tuple[FileRecord, ...]
+Tensors = Mapping[str, TensorRecord]
+
+
+def without_sha256(files: Files, tensors: Tensors) -> tuple[Files, dict[str, TensorRecord]]:
+    change = msgspec.structs.replace
+    bare = {
+        name: change(tensor, chunks=tuple(change(chunk, sha256="") for chunk in tensor.chunks))
+        for name, tensor in tensors.items()
     }
-    return replace(manifest, files=files, tensors=tensors)
+    return tuple(change(file, header_sha256="") for file in files), bare
+
+
+def check_sha256(files: Files, tensors: Tensors) -> None:
+    """Raises: ValueError unless every header and chunk has its SHA-256."""
+    chunks = (chunk for tensor in tensors.values() for chunk in tensor.chunks)
+    if not all([*(file.header_sha256 for file in files), *(one.sha256 for one in chunks)]):
+        raise ValueError("must have the SHA-256 of every header and chunk, because it is signed")
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -141,18 +167,27 @@ def check_manifest(manifest: Manifest) -> None:
     """
     if not 0 <= manifest.created <= MAX_CREATED:
         raise ValueError(f"`created` must be a time in seconds before the year 10000, but is {manifest.created}")
-    files = {file.name: file for file in manifest.files}
-    if len(files) != len(manifest.files):
+    names = [name for name, _ in manifest.objects]
+    if len(set(names)) != len(names):
         raise ValueError("two files have the same name")
-    for file in manifest.files:
+    if large := next((part for part in manifest.parts if part.size_bytes > DOCUMENT.max_bytes), None):
+        raise ValueError(f"{large.name} must have at most {DOCUMENT.max_bytes} bytes, but has {large.size_bytes}")
+    check_tensors(manifest.files, manifest.tensors)
+    _check_tiling(manifest)
+    counters_of(manifest.state, step=manifest.step)
+
+
+def check_tensors(files: Files, tensors: Tensors) -> None:
+    """That files and chunks are possible; not that the chunks fill the tensors. Raises: ValueError naming what is wrong."""
+    for file in files:
         most = min(file.size_bytes, LENGTH_BYTES + MAX_HEADER_BYTES)
         if not LENGTH_BYTES <= file.header_bytes <= most:
             raise ValueError(
                 f"{file.name} must have a header of {LENGTH_BYTES} to {most} bytes, but it has {file.header_bytes}"
             )
-    for name, tensor in manifest.tensors.items():
-        _check_tensor(name, tensor, files)
-    counters_of(manifest.state, step=manifest.step)
+    by_name = {file.name: file for file in files}
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, by_name)
 
 
 def _check_tensor(name: str, tensor: TensorRecord, files: Mapping[str, FileRecord]) -> None:
@@ -173,12 +208,31 @@ def _check_tensor(name: str, tensor: TensorRecord, files: Mapping[str, FileRecor
         file = files.get(chunk.file)
         if file is None or not file.header_bytes <= chunk.start <= chunk.start + chunk.size_bytes <= file.size_bytes:
             raise ValueError(f"a chunk of tensor {name!r} lies outside of the files")
-    problem = tiling_problem(tensor.shape, tensor.chunks)
-    if problem is not None:
-        raise ValueError(f"tensor {name!r}: its chunks {problem}")
 
 
-def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord]) -> str | None:
+def _check_tiling(manifest: Manifest) -> None:
+    """Raises: ValueError unless chunks and boxes of parts fill each tensor."""
+    checked: dict[int, tuple[int, ...] | None] = {}  # boxes, and the shape of the tensors that they fill without chunks
+    for name, tensor in manifest.tensors.items():
+        boxes: tuple[PartBox, ...] = ()
+        if tensor.boxes is not None:
+            if tensor.boxes >= len(manifest.boxes):
+                raise ValueError(f"tensor {name!r} has boxes number {tensor.boxes}, but there are {len(manifest.boxes)}")
+            if tensor.boxes in checked:
+                # Many tensors are divided alike. To check thousands of boxes for each would take hours.
+                if tensor.chunks or checked[tensor.boxes] != tensor.shape:
+                    raise ValueError(f"tensor {name!r} has the boxes of a tensor of another shape")
+                continue
+            checked[tensor.boxes] = None if tensor.chunks else tensor.shape
+            boxes = manifest.boxes[tensor.boxes]
+        for box in boxes:
+            if not len(box.offsets) == len(box.sizes) == len(tensor.shape) or box.part >= len(manifest.parts):
+                raise ValueError(f"a box of tensor {name!r} has another number of dimensions, or is in no part")
+        if (problem := tiling_problem(tensor.shape, [*tensor.chunks, *boxes])) is not None:
+            raise ValueError(f"tensor {name!r}: its chunks {problem}")
+
+
+def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord | PartBox]) -> str | None:
     """Why the chunks do not fill a tensor of that shape, as the end of a sentence on "its chunks"; None if they do.
 
     They are cut apart along one dimension after the other, until each is alone or no cut separates them.
@@ -190,7 +244,7 @@ def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord]) -> str |
     volume = sum(math.prod(chunk.sizes) for chunk in filled)
     if volume != math.prod(shape):
         return f"do not fill it: they have {volume} elements together, and the tensor has {math.prod(shape)}"
-    waiting: list[tuple[list[ChunkRecord], int, int]] = [(filled, 0, 0)]
+    waiting: list[tuple[list[ChunkRecord | PartBox], int, int]] = [(filled, 0, 0)]
     while waiting:
         group, dim, uncut = waiting.pop()
         if len(group) < 2:
@@ -205,9 +259,9 @@ def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord]) -> str |
     return None
 
 
-def _cut(chunks: list[ChunkRecord], dim: int) -> list[list[ChunkRecord]]:
+def _cut(chunks: list[ChunkRecord | PartBox], dim: int) -> list[list[ChunkRecord | PartBox]]:
     """Groups whose extents along `dim` touch those of no other group."""
-    parts: list[list[ChunkRecord]] = []
+    parts: list[list[ChunkRecord | PartBox]] = []
     end = -1
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
         if chunk.offsets[dim] >= end:
@@ -217,7 +271,7 @@ def _cut(chunks: list[ChunkRecord], dim: int) -> list[list[ChunkRecord]]:
     return parts
 
 
-def _overlap(chunks: list[ChunkRecord]) -> str | None:
+def _overlap(chunks: list[ChunkRecord | PartBox]) -> str | None:
     if len(chunks) > MOST_ENTANGLED:
         return f"lie in no grid: {len(chunks)} of them cannot be told apart by a cut, and at most {MOST_ENTANGLED} may be"
     import numpy as np
@@ -232,5 +286,5 @@ def _overlap(chunks: list[ChunkRecord]) -> str | None:
     return None
 
 
-def _box_text(chunk: ChunkRecord) -> str:
+def _box_text(chunk: ChunkRecord | PartBox) -> str:
     return "[" + ",".join(f"{first}:{first + size}" for first, size in zip(chunk.offsets, chunk.sizes, strict=True)) + "]"

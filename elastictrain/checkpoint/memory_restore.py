@@ -108,7 +108,8 @@ class MemoryRestore:
         parts: dict[int, RankPart] = {}
         for text in gather_json(encode_parts(told).decode(), group=self.group):
             try:
-                parts |= {part.rank: part for part in decode_parts(str(text).encode(), where="a snapshot")}
+                decoded = decode_parts(str(text).encode(), where="a snapshot")
+                parts |= {part.rank: part for part in decoded if isinstance(part, RankPart)}
             except InvalidCheckpointError as error:
                 logger.warning("the records of snapshots cannot be read: %s", error)
         if missing := [held for rank, held in enumerate(primary) if rank not in parts]:

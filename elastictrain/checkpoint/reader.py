@@ -23,16 +23,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from elastictrain.checkpoint.exchange import describe, gather_records
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, PER_RANK, ChunkRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.signing import SigningKey, load_key
-from elastictrain.checkpoint.tensor_bytes import copy_bytes, dtype_name, dtype_named, tensor_over
+from elastictrain.checkpoint.tensor_bytes import copy_bytes, dtype_name, dtype_named, overlap, tensor_over
 from elastictrain.checkpoint.verified_read import (
     CheckpointFolder,
     DamagedFileError,
     read_chunks,
+    read_parts,
     retry_read,
     verify_headers,
 )
@@ -45,6 +47,7 @@ from elastictrain.errors import (
     StorageError,
 )
 from elastictrain.storage.opening import open_store
+from elastictrain.torch_private import local_box
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +94,13 @@ class ManifestReader(StorageReader):
 
     @property
     def manifest(self) -> Manifest:
-        """Read at first use. Raises: InvalidCheckpointError, UnknownFormatError, StorageError."""
+        """With all its parts, read at first use. Raises: InvalidCheckpointError, UnknownFormatError, StorageError."""
+        self._manifest = read_parts(self._folder, self.root)
+        return self._manifest
+
+    @property
+    def root(self) -> Manifest:
+        """Without its parts, read at first use. Raises: as `manifest`."""
         if self._manifest is None:
             key = f"{self._folder.prefix}{MANIFEST_NAME}"
             try:
@@ -209,9 +218,26 @@ def result_of_all(results: Sequence[LoadResult]) -> LoadResult:
     return LoadResult("loaded", bytes_read=sum(result.bytes_read for result in results))
 
 
+def parts_of(manifest: Manifest, tensors: Mapping[str, Tensor]) -> set[int]:
+    """The parts of the manifest with chunks of what this rank has of `tensors`. Collective: no."""
+    found: set[int] = set()
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name in tensors.keys() & manifest.tensors.keys():
+        tensor, stored = tensors[name], manifest.tensors[name]
+        # One of another shape is an error that comes later.
+        if stored.boxes is None or stored.shape != (shape := tuple(tensor.shape)):
+            continue
+        sizes, offsets = local_box(tensor) if isinstance(tensor, DTensor) else (shape, (0,) * len(shape))
+        if (place := (stored.boxes, offsets, sizes)) not in seen:
+            seen.add(place)
+            boxes = manifest.boxes[stored.boxes]
+            found |= {box.part for box in boxes if overlap(box, offsets=offsets, sizes=sizes) is not None}
+    return found
+
+
 def load_tensors(folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor]) -> int:
     """Read into `tensors`; returns the bytes read. Collective: no. Raises: DamagedFileError, partly loaded; StorageError."""
-    reader = ManifestReader(folder, manifest=manifest)
+    reader = ManifestReader(folder, manifest=read_parts(folder, manifest, numbers=parts_of(manifest, tensors)))
     # DCP's load planner needs no other rank. We drive it ourselves, so errors keep their type.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # Several threads write the parts. Autograd is on in each new thread and forbids some writes to tensors that it tracks.
@@ -226,11 +252,18 @@ def load(
 ) -> LoadResult:
     """Load on all ranks of `group`. Nothing is overwritten before the headers and the fit are checked. Collective: yes."""
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    known = manifest
 
     def check_fit() -> int:
-        # Each rank checks its share of the headers. This first: a manifest whose tensors are not those of its files is damaged,
-        # and not of another model.
-        verify_headers(folder, manifest, files=manifest.files[rank::world_size])
+        # Each rank checks its share of the headers, neighbours together: in a world like the one that saved, its own part of
+        # the manifest has them. This first: a manifest whose tensors are not those of its files is damaged, and not of another
+        # model.
+        nonlocal known
+        files = [(file.name, -1) for file in manifest.files]
+        files += [(name, number) for number, part in enumerate(manifest.parts) for name in part.files]
+        share = dict(files[len(files) * rank // world_size : len(files) * (rank + 1) // world_size])
+        known = read_parts(folder, manifest, numbers=parts_of(manifest, tensors) | ({*share.values()} - {-1}))
+        verify_headers(folder, known, files=[file for file in known.files if file.name in share])
         for name in sorted(one for one in tensors.keys() & manifest.tensors.keys() if one.endswith(PER_RANK)):
             if (ranks := manifest.tensors[name].shape[0]) != world_size:
                 message = (
@@ -248,7 +281,7 @@ def load(
     checked = _together(check_fit, group=group)
     if checked.outcome != "loaded":
         return checked
-    return _together(lambda: load_tensors(folder, manifest, tensors=tensors), group=group)
+    return _together(lambda: load_tensors(folder, known, tensors=tensors), group=group)
 
 
 def _together(act: Callable[[], int], *, group: dist.ProcessGroup | None) -> LoadResult:

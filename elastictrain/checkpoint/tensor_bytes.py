@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
+from elastictrain.checkpoint.manifest import ChunkRecord, PartBox, TensorRecord
 from elastictrain.checkpoint.verified_read import READ_THREADS, CheckpointFolder, read_chunks
 from elastictrain.checkpoint.writer import ByteReader
 from elastictrain.errors import CheckpointError
 from elastictrain.torch_private import local_box
 
+COUNTER_BYTES = 64  # of a counter or flag, as optimizers have one for each parameter
 SEGMENT_BYTES = 32 << 20  # host memory that is page-locked at a time: the driver serves no other call meanwhile, about 10 ms
 
 
@@ -67,8 +68,8 @@ def own_items(
 
 
 def choose_own(boxes: Sequence[Box], *, of_first: frozenset[str] = frozenset()) -> tuple[Item, ...]:
-    """The boxes that this rank writes: exactly one rank writes each, the first one those of tensors `of_first`, and the
-    loads of the others are even. Pure.
+    """The boxes that this rank writes: exactly one rank writes each, the first those of tensors `of_first` and the smallest,
+    and the loads of the others are even. Pure.
 
     Ranks that share boxes must list the same ones: then they agree without messages, at any world size.
     """
@@ -77,9 +78,12 @@ def choose_own(boxes: Sequence[Box], *, of_first: frozenset[str] = frozenset()) 
         groups[(box.replicas, box.replica)].append(box.item)
     own: set[Item] = set()
     for (replicas, replica), items in groups.items():
-        loads = [(0, number) for number in range(replicas)]
-        own |= {item for item in items if item.name in of_first and replica == 0}
-        dealt = (item for item in items if item.name not in of_first)
+        # Ranks that need a box read its file and a part of the manifest: step counters spread over all hosts would cost each
+        # rank hundreds of requests.
+        firsts = {item for item in items if item.name in of_first or item.size_bytes <= COUNTER_BYTES}
+        own |= firsts if replica == 0 else set()
+        loads = sorted([(sum(item.size_bytes for item in firsts), 0), *((0, number) for number in range(1, replicas))])
+        dealt = (item for item in items if item not in firsts)
         for item in sorted(dealt, key=lambda item: (-item.size_bytes, item.key)):
             load, number = heapq.heappop(loads)
             if number == replica:
@@ -159,7 +163,7 @@ def read_box(folder: CheckpointFolder, record: TensorRecord, *, offsets: Bounds,
     return target
 
 
-def overlap(chunk: ChunkRecord, *, offsets: Bounds, sizes: Bounds) -> tuple[tuple[int, int], ...] | None:
+def overlap(chunk: ChunkRecord | PartBox, *, offsets: Bounds, sizes: Bounds) -> tuple[tuple[int, int], ...] | None:
     """The intersection of a chunk and a box, [begin, end) by dimension; None if empty. Pure."""
     common = tuple(
         (max(first, other), min(first + size, other + extent))

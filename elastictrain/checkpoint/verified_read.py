@@ -6,7 +6,7 @@ that a start takes exactly what `verify` calls valid.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of
 from elastictrain.checkpoint.layout import check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest
 from elastictrain.checkpoint.manifest_format import parse_manifest
+from elastictrain.checkpoint.manifest_parts import ManifestPart, parse_part, with_contents
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import MappedStore, ReadableStore, Store
@@ -191,6 +192,41 @@ def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Seque
         _twice(partial(check, file), DamagedFileError)
 
 
+def read_parts(
+    folder: CheckpointFolder,
+    manifest: Manifest,
+    *,
+    numbers: Collection[int] | None = None,
+    damaged: Callable[[DamagedFileError], None] | None = None,
+) -> Manifest:
+    """The manifest with the contents of its parts, or of those of `numbers`; if `damaged` takes those that are, without these.
+    Raises: DamagedFileError, StorageError."""
+
+    def read(number: int) -> ManifestPart:
+        record = manifest.parts[number]
+        raw = bytearray(record.size_bytes)
+        _read_range(folder, record.name, memoryview(raw), start=0)
+        try:
+            return parse_part(bytes(raw), manifest=manifest, number=number)
+        except ValueError as error:
+            raise DamagedFileError(f"{folder.url(record.name)}: {error}", file=record.name) from error
+
+    def read_twice(number: int) -> list[ManifestPart]:
+        try:
+            return [_twice(partial(read, number), DamagedFileError)]
+        except DamagedFileError as error:
+            if damaged is None:
+                raise
+            damaged(error)
+            return []
+
+    if not manifest.parts:
+        return manifest
+    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="parts") as pool:
+        found = pool.map(read_twice, sorted(range(len(manifest.parts)) if numbers is None else numbers))
+        return with_contents(manifest, [part for parts in found for part in parts])
+
+
 def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
     """A manifest and its bytes. Raises, if both reads fail: InvalidCheckpointError, UnknownFormatError, ObjectNotFoundError;
     UntrustedCheckpointError, if there is a key and the manifest is not signed with it; StorageError."""
@@ -206,18 +242,18 @@ def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = N
 
 
 def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Reject | None:
-    """The first file that neither the listing nor the store itself has in its size. Raises: StorageError."""
-    for file in manifest.files:
-        if folder.files.get(file.name) == file.size_bytes:
+    """The first file or part that neither the listing nor the store itself has in its size. Raises: StorageError."""
+    for name, bytes_then in manifest.objects:
+        if folder.files.get(name) == bytes_then:
             continue
         # A listing can lag behind what was written.
         size_bytes = None
         with suppress(errors.ObjectNotFoundError, errors.IrregularFileError):
-            size_bytes = store.stat(key_of(folder.name, file.name)).size_bytes
+            size_bytes = store.stat(key_of(folder.name, name)).size_bytes
         if size_bytes is None:
-            return Reject(folder.name, file.name, f"{file.name} is gone")
-        if size_bytes != file.size_bytes:
-            return Reject(folder.name, file.name, f"{file.name} must have {file.size_bytes} bytes, but has {size_bytes}")
+            return Reject(folder.name, name, f"{name} is gone")
+        if size_bytes != bytes_then:
+            return Reject(folder.name, name, f"{name} must have {bytes_then} bytes, but has {size_bytes}")
     return None
 
 

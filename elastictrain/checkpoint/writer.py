@@ -23,6 +23,7 @@ from elastictrain.checkpoint.manifest import (
     sha256_of,
 )
 from elastictrain.checkpoint.manifest_format import check_manifest, encode_manifest
+from elastictrain.checkpoint.manifest_parts import PART_SUFFIX, ManifestPart, WrittenPart, encode_part, with_written
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, joined
 from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.signing import SigningKey
@@ -33,6 +34,7 @@ from elastictrain.storage.store import Store
 FILES_AT_ONCE = 4
 
 ByteReader = Callable[[int, int], memoryview]  # bytes [begin, end) of one item, valid until the next call
+Written = RankPart | WrittenPart  # what the committer learns of a rank's files, or of a part of the manifest
 ByteSource = Callable[[Item], ByteReader]  # called when an item is written, so that only items being written need memory
 
 
@@ -66,15 +68,27 @@ def write_file(store: Store, file: ShardFile, *, prefix: str, source: ByteSource
     return RankDigests((whole.hexdigest(),), (digest_of(file.header),), tuple(chunks), tuple(strong))
 
 
-def build_manifest(parts: Iterable[RankPart], *, facts: Manifest) -> Manifest:
+def build_manifest(written: Iterable[Written], *, facts: Manifest) -> Manifest:
     """Add what all ranks wrote to `facts`, a manifest without files and tensors.
 
     Raises: CheckpointError if ranks disagree on a tensor's shape or element type, or digests are of another layout.
     """
+    told = list(written)
+    here = _together((one for one in told if isinstance(one, RankPart)), incarnation=facts.incarnation)
+    manifest = replace(facts, files=here.files, tensors=here.tensors)
+    parts = sorted((one for one in told if isinstance(one, WrittenPart)), key=lambda one: one.record.name)
+    try:
+        return with_written(manifest, parts) if parts else manifest
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _together(parts: Iterable[RankPart], *, incarnation: str) -> ManifestPart:
+    """Files and chunks of these ranks. Raises: CheckpointError."""
     files: dict[str, FileRecord] = {}
     first: dict[str, Item] = {}
     chunks: dict[str, list[ChunkRecord]] = {}
-    for file, item, records in (one for part in parts for one in part.written(facts.incarnation)):
+    for file, item, records in (one for part in parts for one in part.written(incarnation)):
         files[file.name] = file
         known = first.setdefault(item.name, item)
         if (known.dtype, known.shape) != (item.dtype, item.shape):
@@ -82,22 +96,33 @@ def build_manifest(parts: Iterable[RankPart], *, facts: Manifest) -> Manifest:
                 f"ranks disagree on tensor {item.name!r}: {known.dtype}{known.shape} and {item.dtype}{item.shape}"
             )
         chunks.setdefault(item.name, []).extend(records)
-    return replace(
-        facts,
-        files=tuple(files[name] for name in sorted(files)),
-        tensors={name: TensorRecord(first[name].dtype, first[name].shape, tuple(chunks[name])) for name in sorted(first)},
-    )
+    tensors = {name: TensorRecord(first[name].dtype, first[name].shape, tuple(chunks[name])) for name in sorted(first)}
+    return ManifestPart(tuple(files[name] for name in sorted(files)), tensors)
+
+
+def write_part(
+    store: Store, parts: Sequence[RankPart], *, folder: str, incarnation: str, world_size: int, manifest_bytes: int
+) -> list[Written]:
+    """What the committer is told of files that are written. If it is more than the share of these ranks in the manifest, of
+    which all ranks together have `manifest_bytes`, a part is written, too. Raises: CheckpointError; StorageError."""
+    contents, ranks = _together(parts, incarnation=incarnation), [part.rank for part in parts]
+    name, signed = f"{incarnation}-r{min(ranks):05d}{PART_SUFFIX}", any(part.digests.sha256 for part in parts)
+    raw, written = encode_part(contents, name=name, ranks=ranks, signed=signed)
+    if len(raw) <= manifest_bytes * len(parts) // world_size or not contents.files:
+        return [*parts]
+    create_exactly(store, key_of(folder, name), raw)
+    return [written]
 
 
 def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
     """Raises: CheckpointError if a file is missing or too short, as if another run used the folder; StorageError."""
     listed = read_listing(store.list(f"{ROOT}/{folder}")).folder(folder)
     present = listed.files if listed is not None else {}
-    for file in manifest.files:
-        if present.get(file.name) != file.size_bytes:
+    for name, size_bytes in manifest.objects:
+        if present.get(name) != size_bytes:
             raise CheckpointError(
-                f"{store.url}/{key_of(folder, file.name)} must have {file.size_bytes} bytes before the commit, but has "
-                f"{present.get(file.name, 'been removed')}; is another run using this folder?"
+                f"{store.url}/{key_of(folder, name)} must have {size_bytes} bytes before the commit, but has "
+                f"{present.get(name, 'been removed')}; is another run using this folder?"
             )
 
 
@@ -110,7 +135,7 @@ class Committer:
         self._pruner = Pruner(store, keep_last=keep_last, keep_every=keep_every, signing=signing)
         self._fence = Fence(store)
 
-    def commit(self, parts: Iterable[RankPart], *, facts: Manifest, folder: str, names: Set[str] | None = None) -> Manifest:
+    def commit(self, parts: Iterable[Written], *, facts: Manifest, folder: str, names: Set[str] | None = None) -> Manifest:
         """Commit what all ranks wrote; `names` of all tensors, if known. If this fails before the manifest may exist, delete
         what this incarnation wrote. Raises: LeaseLostError, CheckpointError, StorageError."""
         committing = False
@@ -140,8 +165,11 @@ class Committer:
 
 def commit(store: Store, manifest: Manifest, *, folder: str, signing: SigningKey | None = None) -> None:
     """Create the manifest, signed if there is a key. Raises: CheckpointError, StorageError; it may exist then, or not."""
-    raw = encode_manifest(manifest, key=signing)
-    key = key_of(folder, MANIFEST_NAME)
+    create_exactly(store, key_of(folder, MANIFEST_NAME), encode_manifest(manifest, key=signing))
+
+
+def create_exactly(store: Store, key: str, raw: bytes) -> None:
+    """Raises: CheckpointError, StorageError; it may exist then, or not."""
     try:
         store.create(key, raw)
     except (ObjectExistsError, TransientStorageError):

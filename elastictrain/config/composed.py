@@ -237,6 +237,9 @@ class CheckpointGroup:
     shard_mb: Annotated[float, Range(1.0)] = 4096.0
     """Size at which a rank begins another shard file (2^20 bytes)."""
 
+    manifest_mb: Annotated[float, Range(0.0, 128.0)] = 4.0
+    """Size of the manifest (2^20 bytes) that all ranks share evenly; a host with more to list puts it in a part of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class TelemetryGroup:

@@ -88,7 +88,7 @@ def _open(url: str) -> StoredWeights:
 
 
 def _checkpoint(folder: CheckpointFolder) -> StoredWeights:
-    manifest = ManifestReader(folder).manifest
+    manifest = ManifestReader(folder).root
     shapes = {name.removeprefix(_MODEL): tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(_MODEL)}
 
     def fetch(wanted: Mapping[str, Tensor]) -> None:

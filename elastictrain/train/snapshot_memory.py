@@ -91,6 +91,7 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
         flush_s=config.telemetry.flush_s,
         grace_s=config.fault.shutdown_grace_s,
         versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        manifest_bytes=int(options.manifest_mb * 2**20),
         key_env=options.key_env,
     )
     hello = WorkerHello(

@@ -24,6 +24,7 @@ ARGUMENTS = (
     f"train.global_batch={BATCH}",
     "train.eval_every_steps=0",
     "checkpoint.every_steps=20",
+    "checkpoint.manifest_mb=0",
     "data.ledger=true",
     "fault.heartbeat_s=0.2",
     "fault.step_timeout_s=30",

@@ -16,6 +16,7 @@ ARGUMENTS = (
     # Nothing is in storage before the end.
     "checkpoint.every_steps=0",
     "checkpoint.snapshot_every_steps=4",
+    "checkpoint.manifest_mb=0",
     "fault.heartbeat_s=0.2",
 )
 

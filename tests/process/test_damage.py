@@ -23,6 +23,7 @@ ARGUMENTS = (
     "train.eval_every_steps=0",
     "checkpoint.every_steps=5",
     "checkpoint.keep_last=3",
+    "checkpoint.manifest_mb=0",
 )
 
 
@@ -71,6 +72,13 @@ def delete_shard(checkpoint: Path) -> Path:
     return shard
 
 
+def flip_a_part(checkpoint: Path) -> Path:
+    (part,) = checkpoint.glob("*-part.json")
+    data = part.read_bytes()
+    part.write_bytes(data[:99] + bytes([data[99] ^ 1]) + data[100:])
+    return part
+
+
 def delete_manifest(checkpoint: Path) -> Path:
     manifest = checkpoint / "manifest.json"
     manifest.unlink()
@@ -100,7 +108,7 @@ def rejections(run_dir: Path) -> dict[str, str]:
     return {row["checkpoint"]: row["file"] for row in events(run_dir, "checkpoint_rejected")}
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, truncate, delete_shard, delete_manifest, garble_manifest])
+@pytest.mark.parametrize("damage", [flip_a_byte, truncate, delete_shard, flip_a_part, delete_manifest, garble_manifest])
 def test_damage_is_named_and_the_previous_checkpoint_used(damage: Callable[[Path], Path], run_dir: Path) -> None:
     culprit = damage(run_dir / "checkpoints" / NEWEST)
     code, output = start_again(run_dir)

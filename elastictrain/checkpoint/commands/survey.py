@@ -26,7 +26,7 @@ from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.memory.folder import Held, is_private, look, run_folder, run_name
 from elastictrain.checkpoint.run_folder import CONFIG_NAME
 from elastictrain.checkpoint.signing import SigningKey, load_key
-from elastictrain.checkpoint.verified_read import CheckpointFolder, examine
+from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, examine, read_parts
 from elastictrain.errors import EXIT_OK, NoValidCheckpointError, ObjectNotFoundError, UnknownFormatError, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -170,7 +170,7 @@ def _look_at(location: RunLocation, facts: FolderFacts) -> Surveyed | None:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint with a valid manifest and all files in their sizes; bytes are verified when they are read."""
+    """A checkpoint with a valid manifest, its parts, and all files in their sizes; bytes are verified when they are read."""
 
     name: str
     folder: CheckpointFolder
@@ -209,7 +209,11 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
             rejects[newest.name] = found.reject
         elif found.manifest is not None:
             note_unchecked(found.manifest, name=newest.name, signing=location.signing)
-            return Checkpoint(newest.name, CheckpointFolder(run, f"{ROOT}/{newest.name}/"), found.manifest)
+            folder = CheckpointFolder(run, f"{ROOT}/{newest.name}/")
+            try:
+                return Checkpoint(newest.name, folder, read_parts(folder, found.manifest))
+            except DamagedFileError as error:
+                rejects[newest.name] = Reject(newest.name, error.file, str(error))
 
 
 def note_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:

@@ -16,6 +16,7 @@ from elastictrain.checkpoint.folders import ROOT, FolderFacts, is_there, key_of,
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
+from elastictrain.checkpoint.manifest_parts import PART_SUFFIX
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import (
     READ_THREADS,
@@ -23,6 +24,7 @@ from elastictrain.checkpoint.verified_read import (
     DamagedFileError,
     coalesced_reads,
     read_chunks,
+    read_parts,
     wrong_chunks,
 )
 from elastictrain.storage.store import Store
@@ -86,6 +88,7 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
     """Read all files of `chosen`, `threads` at once, each in the memory of a span or chunk. Raises: StorageError."""
     stopped = Event()
     jobs: list[tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]] = []
+    chosen = [_with_parts(one) for one in chosen]
     for one in chosen:
         if one.manifest is not None:
             placed_in = chunks_by_file(one.manifest)
@@ -105,6 +108,7 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
     verdicts = []
     for one in chosen:
         bad_files = {file.name: bad for (owner, file, _), bad in zip(jobs, found, strict=True) if owner is one and bad}
+        bad_files |= one.bad_files
         verdict = replace(one, bad_files=bad_files)
         # A run that trains prunes: it deletes the manifest first.
         if bad_files and not is_there(one.run, key_of(one.name, MANIFEST_NAME)):
@@ -114,6 +118,18 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
             verdict = replace(verdict, state=CheckpointState.DAMAGED, reason="")
         verdicts.append(verdict)
     return verdicts
+
+
+def _with_parts(one: Surveyed) -> Surveyed:
+    """With the contents of the parts of its manifest, but for damaged ones. Raises: StorageError."""
+    if one.manifest is None:
+        return one
+    folder, bad = CheckpointFolder(one.run, f"{ROOT}/{one.name}/"), {}
+
+    def note_bad(error: DamagedFileError) -> None:
+        bad[error.file] = (str(error).removeprefix(folder.url(error.file)).lstrip(": "),)
+
+    return replace(one, manifest=read_parts(folder, one.manifest, damaged=note_bad), bad_files=bad)
 
 
 def check_file(
@@ -221,7 +237,8 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
 
 
 def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
-    """Replace the manifest atomically. The bytes read for SHA-256 have the digests that were verified before."""
+    """Replace the manifest atomically, by one without parts. The bytes read for SHA-256 have the digests that were verified
+    before."""
     folder = CheckpointFolder(one.run, f"{ROOT}/{one.name}/")
     chunks = {chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks}
     found = {chunk: sha256_of(b"") for chunk in chunks if not chunk.size_bytes}
@@ -231,8 +248,9 @@ def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
         found[chunk] = sha256_of(data)
 
     read_chunks(folder, chunks - found.keys(), take=take)
+    change = msgspec.structs.replace
     tensors = {
-        name: replace(tensor, chunks=tuple(msgspec.structs.replace(chunk, sha256=found[chunk]) for chunk in tensor.chunks))
+        name: change(tensor, chunks=tuple(change(chunk, sha256=found[chunk]) for chunk in tensor.chunks))
         for name, tensor in manifest.tensors.items()
     }
     files = []
@@ -240,6 +258,9 @@ def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
         head = one.run.read(key_of(one.name, file.name), end=file.header_bytes)
         if not has_digest(head, file.header_digest, sha256=""):
             raise DamagedFileError(f"{folder.url(file.name)}: its header was changed while it was signed", file=file.name)
-        files.append(msgspec.structs.replace(file, header_sha256=sha256_of(head)))
+        files.append(change(file, header_sha256=sha256_of(head)))
     raw = encode_manifest(replace(manifest, files=tuple(files), tensors=tensors, signature=""), key=signing)
     one.run.write(key_of(one.name, MANIFEST_NAME), raw)
+    for name in one.facts.files.keys() - {file.name for file in files}:
+        if name.endswith(PART_SUFFIX):
+            one.run.delete(key_of(one.name, name))

@@ -108,6 +108,10 @@ class RankPart:
     layout: RankLayout
     digests: RankDigests
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.rank,)
+
     def written(self, incarnation: str) -> list[tuple[FileRecord, Item, list[ChunkRecord]]]:
         """Each item as the manifest has it. Raises: InvalidCheckpointError if the digests are of another layout."""
         digests, files = self.digests, self.layout.files(incarnation=incarnation, rank=self.rank)

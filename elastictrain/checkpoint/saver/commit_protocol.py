@@ -21,8 +21,10 @@ from typing import TypeVar
 
 from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.folders import ROOT
+from elastictrain.checkpoint.manifest_parts import WrittenPart
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, layout_from_bytes
 from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.writer import Written
 from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
@@ -61,21 +63,25 @@ class CommitAttempt:
 
 @dataclass(frozen=True, slots=True)
 class _PartsRecord:
-    """Content of `host`: each layout once, by digest; number, layout digest and digests of each rank."""
+    """Content of `host`: each layout once, by digest; number, layout digest and digests of each rank; written parts."""
 
     layouts: dict[str, str]
     ranks: list[tuple[int, str, RankDigests]]
+    parts: list[WrittenPart]
 
 
-def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKey | None = None) -> bytes:
+def encode_parts(written: Sequence[Written], *, key: str = "", signing: SigningKey | None = None) -> bytes:
     """Content of `host-RANK`; signed for its `key` in the store if a signing key is given."""
-    layouts = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
-    ranks = [[part.rank, part.layout.digest, part.digests] for part in parts]
-    text = encode_record({"layouts": layouts, "ranks": ranks})
+    by_rank = [part for part in written if isinstance(part, RankPart)]
+    layouts = {part.layout.digest: part.layout.to_bytes().decode() for part in by_rank}
+    ranks = [[part.rank, part.layout.digest, part.digests] for part in by_rank]
+    text = encode_record(
+        {"layouts": layouts, "ranks": ranks, "parts": [one for one in written if isinstance(one, WrittenPart)]}
+    )
     return text if signing is None else signing.sign(text, purpose=f"elastictrain {key}").encode() + b"\n" + text
 
 
-def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey | None = None) -> list[RankPart]:
+def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey | None = None) -> list[Written]:
     """Decode a `host` object. Raises: InvalidCheckpointError naming `where`."""
     if signing is not None:
         signature, _, data = data.partition(b"\n")
@@ -84,13 +90,13 @@ def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey 
     try:
         record = parse_record(data, _PartsRecord, limits=DOCUMENT)
         layouts = {name: layout_from_bytes(text.encode(), where=where) for name, text in record.layouts.items()}
-        return [RankPart(rank, layouts[name], digests) for rank, name, digests in record.ranks]
+        return [*(RankPart(rank, layouts[name], digests) for rank, name, digests in record.ranks), *record.parts]
     except (MalformedJsonError, KeyError) as error:
         raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
 
 
-def missing_ranks(parts: Iterable[RankPart], *, world_size: int) -> list[int]:
-    covered = {part.rank for part in parts}
+def missing_ranks(written: Iterable[Written], *, world_size: int) -> list[int]:
+    covered = {rank for part in written for rank in part.ranks}
     return [rank for rank in range(world_size) if rank not in covered]
 
 
@@ -179,10 +185,10 @@ class CommitProtocol:
         self.attempt = begun.attempt
         return begun.folder
 
-    def acknowledge(self, parts: Sequence[RankPart]) -> None:
+    def acknowledge(self, written: Sequence[Written]) -> None:
         """Report that this host's files are durable. Raises: StorageError."""
         key = f"{self._folder}/host-{self._first_rank:05d}-{self.attempt}.json"
-        self._store.write(key, encode_parts(parts, key=key, signing=self._signing))
+        self._store.write(key, encode_parts(written, key=key, signing=self._signing))
 
     def report_failure(self, reason: str) -> None:
         """Report that this host cannot write its files; storage errors are only logged."""
@@ -205,8 +211,8 @@ class CommitProtocol:
             self.report_failure(reason)
 
     def wait_for_acknowledgements(
-        self, world_size: int, *, own: Sequence[RankPart], deadline: Deadline, wrote_s: float
-    ) -> list[RankPart]:
+        self, world_size: int, *, own: Sequence[Written], deadline: Deadline, wrote_s: float
+    ) -> list[Written]:
         """As the leader, who took `wrote_s` for its own files: return the parts of the other hosts.
         Raises: CheckpointError naming the hosts that failed or are missing; StorageError."""
         parts = list(own)

@@ -39,6 +39,7 @@ class SaverConfig:
     flush_s: float
     grace_s: float
     versions: dict[str, str]
+    manifest_bytes: int  # of files and chunks that the manifest has of all ranks; what is more goes to parts
     key_env: str = ""  # environment variable with the key that signs checkpoints; empty: none
 
 

@@ -21,7 +21,7 @@ from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SlotsRele
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SaveJob, cause_of
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.writer import ByteReader, Committer, write_file
+from elastictrain.checkpoint.writer import ByteReader, Committer, Written, write_file, write_part
 from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, UntrustedCheckpointError
 from elastictrain.events import CheckpointSaved, Event
 from elastictrain.storage.store import Store
@@ -144,9 +144,7 @@ class SnapshotWriter:
             return
         # The leader may be waiting, in an older step, for a part that this host refuses.
         folder = protocol.wait_for_prepared(job.deadline, over=self._over, meanwhile=self._report_refused)
-        parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
-        self._tell(job, SlotsReleased(job.step))
-        protocol.acknowledge(parts)
+        protocol.acknowledge(self._write(job, folder))
 
     def _save(self, job: SaveJob, protocol: CommitProtocol) -> None:
         """Write this host's files, wait for the other hosts' files, and commit."""
@@ -164,11 +162,10 @@ class SnapshotWriter:
         prepared = time.monotonic()
         try:
             try:
-                parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
-                self._tell(job, SlotsReleased(job.step))
+                written = self._write(job, folder)
                 wrote_s = time.monotonic() - prepared
-                parts += protocol.wait_for_acknowledgements(
-                    job.first.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s
+                written += protocol.wait_for_acknowledgements(
+                    job.first.world_size, own=written, deadline=job.deadline, wrote_s=wrote_s
                 )
                 self._check_run()
             except BaseException:
@@ -184,7 +181,7 @@ class SnapshotWriter:
                 versions=self._config.versions,
                 state=job.first.state,
             )
-            manifest = self._committer.commit(parts, facts=facts, folder=folder)
+            manifest = self._committer.commit(written, facts=facts, folder=folder)
         except BaseException:
             self._over.add(protocol.attempt)
             if not job.alone:
@@ -196,6 +193,19 @@ class SnapshotWriter:
         self._record(job.incarnation, saved)
         self._tell(job, Saved(job.step, folder, size_bytes))
         self._tidy(job, folder, manifest, listing, protocol)
+
+    def _write(self, job: SaveJob, folder: str) -> list[Written]:
+        """Write this host's files; returns what the committer has to know of them."""
+        parts = write_snapshots(self._store, job, folder, sha256=self._signing is not None)
+        self._tell(job, SlotsReleased(job.step))
+        return write_part(
+            self._store,
+            parts,
+            folder=folder,
+            incarnation=job.incarnation,
+            world_size=job.first.world_size,
+            manifest_bytes=self._config.manifest_bytes,
+        )
 
     def _tidy(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing, protocol: CommitProtocol) -> None:
         self._committer.tidy(

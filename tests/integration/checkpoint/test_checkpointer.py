@@ -14,6 +14,7 @@ from elastictrain.errors import (
     CheckpointError,
     ConfigError,
     NoValidCheckpointError,
+    ObjectExistsError,
     StorageFullError,
     TransientStorageError,
 )
@@ -141,16 +142,22 @@ CHANGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
     "manifest empty": ("manifest.json", lambda data: b""),
     "manifest garbled": ("manifest.json", lambda data: bytes(range(256))),
     "manifest gone": ("manifest.json", lambda data: None),
+    "part flipped": ("part.json", flip(0.4)),
+    "part cut short": ("part.json", lambda data: data[:-1]),
+    "part empty": ("part.json", lambda data: b""),
+    "part garbled": ("part.json", lambda data: bytes(len(data))),
+    "part gone": ("part.json", lambda data: None),
 }
+CASES = [(name, mb) for name, (end, _) in CHANGES.items() for mb in (4.0, 0.0) if not mb or end != "part.json"]
 
 
 @pytest.mark.parametrize("on_invalid", ["stop", "fresh"])
-@pytest.mark.parametrize("name", sorted(CHANGES))
-def test_damage_is_rejected_by_name_and_the_previous_one_used(name: str, on_invalid: str) -> None:
+@pytest.mark.parametrize(("name", "manifest_mb"), CASES)
+def test_damage_is_rejected_by_name_and_the_previous_one_used(name: str, manifest_mb: float, on_invalid: str) -> None:
     end, change = CHANGES[name]
     bench = Bench()
-    save(bench, 1)
-    save(bench, 2)
+    save(bench, 1, manifest_mb=manifest_mb)
+    save(bench, 2, manifest_mb=manifest_mb)
     key = key_ending(bench, 2, end)
     before = bench.store.objects[key]
     damaged = change(before)
@@ -171,6 +178,54 @@ def test_damage_is_rejected_by_name_and_the_previous_one_used(name: str, on_inva
     bench.store.before = lambda operation, key: reads.append(key) if operation == "read" else None
     assert restored_step(bench, on_invalid=on_invalid) == 1
     assert not any("step-000000002" in key for key in reads)
+
+
+def test_the_part_of_another_step_is_rejected() -> None:
+    bench = Bench()
+    save(bench, 11, manifest_mb=0)
+    save(bench, 12, manifest_mb=0)
+    old, new = (key_ending(bench, step, "part.json") for step in (11, 12))
+    assert len(bench.store.objects[old]) == len(bench.store.objects[new])
+    bench.store.objects[new] = bench.store.objects[old]
+    assert restored_step(bench) == 11
+    assert [event.file for event in rejects(bench)] == [new.split("/")[-1]]
+
+
+def test_retention_reads_no_part() -> None:
+    bench = Bench()
+    for step in (1, 2):
+        save(bench, step, manifest_mb=0)
+    reads: list[str] = []
+    bench.store.before = lambda operation, key: reads.append(key) if operation == "read" else None
+    save(bench, 3, manifest_mb=0, keep_last=2)
+    assert bench.folders() == {"step-000000002", "step-000000003"}
+    assert [key for key in reads if key.endswith("part.json")] == [key_ending(bench, 3, "part.json")], "what was written"
+    assert any("000000002/manifest.json" in key for key in reads)
+
+
+@pytest.mark.parametrize("survived", ["same", "other"])
+def test_a_part_that_is_there_is_taken_if_it_is_the_same(survived: str) -> None:
+    bench, parts = Bench(), []
+    save(bench, 1, manifest_mb=0)
+    key = key_ending(bench, 1, "part.json")
+    part = bench.store.objects[key]
+
+    def late(operation: str, key: str) -> None:
+        """A saver that was killed had written it."""
+        if operation == "create" and key.endswith("part.json"):
+            bench.store.objects[key] = part if survived == "same" else part + b" "
+            parts.append(key)
+
+    bench.store.objects = {}
+    bench.store.before = late
+    if survived == "same":
+        save(bench, 1, manifest_mb=0)
+        assert parts == [key]
+        assert restored_step(bench) == 1
+    else:
+        with pytest.raises(ObjectExistsError):
+            save(bench, 1, manifest_mb=0)
+        assert not bench.folders()
 
 
 def test_a_folder_that_was_moved_is_rejected() -> None:

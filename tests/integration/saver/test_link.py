@@ -15,7 +15,9 @@ from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
-FACTS = SaverConfig("unused", "run", keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={})
+FACTS = SaverConfig(
+    "unused", "run", keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={}, manifest_bytes=0
+)
 HELLO = WorkerHello(rank=0, ranks=(0,), world_size=1, incarnation="000001-aa", agent=0, address="")
 REASON = "too-late"
 WELCOME = {"op": "welcome", "pid": 4242, "port": 7}

@@ -20,14 +20,24 @@ from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapsho
 from elastictrain.checkpoint.saver.process import SaverConfig, load_config, store_config
 from elastictrain.checkpoint.saver.snapshot_writer import SaveOutcome, SnapshotWriter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey
-from elastictrain.checkpoint.verified_read import CheckpointFolder, read_chunks, verify_headers
+from elastictrain.checkpoint.verified_read import CheckpointFolder, read_chunks, read_parts, verify_headers
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, StorageError, UntrustedCheckpointError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, put
 
-FACTS = SaverConfig("unused", RUN, keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={"x": "1"})
+FACTS = SaverConfig(
+    "unused",
+    RUN,
+    keep_last=2,
+    keep_every=0,
+    save_timeout_s=5.0,
+    flush_s=1.0,
+    grace_s=1.0,
+    versions={"x": "1"},
+    manifest_bytes=0,
+)
 
 
 @dataclass
@@ -96,6 +106,8 @@ def job_of(
 
 def manifest_of(store: Store, step: int) -> Manifest:
     manifest = parse_manifest(store.read(f"{ROOT}/step-{step:09d}/manifest.json"), where="here")
+    assert manifest.parts
+    manifest = read_parts(CheckpointFolder(store, f"{ROOT}/step-{step:09d}/"), manifest)
     for file in manifest.files:
         assert digest_of(store.read(f"{ROOT}/step-{step:09d}/{file.name}")) == file.digest
     return manifest
@@ -461,6 +473,8 @@ def test_two_hosts_sign_one_checkpoint(tmp_path: Path, store: Store) -> None:
     raw = store.read(f"{ROOT}/step-000000005/manifest.json")
     manifest = parse_manifest(raw, where="here", key=KEY)
     folder = CheckpointFolder(store, f"{ROOT}/step-000000005/")
+    assert [len(part.sha256) for part in manifest.parts] == [64, 64]
+    manifest = read_parts(folder, manifest)
     verify_headers(folder, manifest, files=manifest.files)
     chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks]
     assert {len(chunk.sha256) for chunk in chunks} == {64}

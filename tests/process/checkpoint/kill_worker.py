@@ -34,7 +34,7 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 def checkpointer(run_dir: Path, incarnation: str, *, keep_last: int = 2) -> Checkpointer:
     return Checkpointer(
         open_store(str(run_dir)),
-        options=CheckpointGroup(keep_last=keep_last, shard_mb=0.006),
+        options=CheckpointGroup(keep_last=keep_last, shard_mb=0.006, manifest_mb=0),
         group=None,
         rank=0,
         world_size=1,

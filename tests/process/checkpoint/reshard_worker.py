@@ -65,7 +65,7 @@ def main(kind: str, run_dir: str, step: int) -> None:
     events: list[object] = []
     checkpointer = Checkpointer(
         open_store(run_dir),
-        options=CheckpointGroup(shard_mb=0.0005),
+        options=CheckpointGroup(shard_mb=0.0005, manifest_mb=0.0 if kind in ("fsdp", "single") else 4.0),
         group=group,
         rank=rank,
         world_size=world_size,

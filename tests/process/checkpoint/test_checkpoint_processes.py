@@ -27,6 +27,7 @@ def test_any_sharding_loads_any_other(tmp_path: Path) -> None:
         output = run("reshard_worker.py", kind, str(tmp_path), str(step), ranks=ranks, folder=tmp_path)
         assert last_json(output)["world_size"] == ranks
     manifests = {path.parent.name: json.loads(path.read_bytes()) for path in tmp_path.glob("checkpoints/*/manifest.json")}
+    assert [len(manifest.get("parts", ())) for _, manifest in sorted(manifests.items())] == [1, 3, 0]
     hsdp = manifests["step-000000005"]
     assert {file["name"].split("-")[1] for file in hsdp["files"]} == {f"r0000{rank}" for rank in range(4)}
 

@@ -21,6 +21,7 @@ ARGUMENTS = (
     "train.eval_every_steps=0",
     "checkpoint.every_steps=6",
     "checkpoint.snapshot_every_steps=2",
+    "checkpoint.manifest_mb=0",
     "fault.heartbeat_s=0.2",
 )
 
@@ -31,6 +32,7 @@ BODY = f"{_CHECKPOINT}.memory.slot:write_body"
 COMPLETE = f"{_CHECKPOINT}.memory.slot:Slot.complete"
 NOTE_DIGESTS = f"{_CHECKPOINT}.memory.records:store_digests"
 WRITE = "elastictrain.storage.posix:UnfinishedFile.write"
+CREATE = f"{_CHECKPOINT}.writer:create_exactly"  # first of a part of the manifest
 COMMIT = f"{_CHECKPOINT}.writer:commit"
 PRUNE = f"{_CHECKPOINT}.retention:delete_folder"
 FACTS = f"{_CHECKPOINT}.saver.process:load_config"

@@ -10,6 +10,7 @@ from faultyruns import (
     COMMIT,
     COMPLETE,
     COPY,
+    CREATE,
     LOAD,
     NOTE_DIGESTS,
     PRUNE,
@@ -46,6 +47,7 @@ ONE_RANK = (
     Fault(BODY, "both", "after", nth=2),
     Fault(WRITE, "saver", nth=5),
     Fault(NOTE_DIGESTS, "saver", "after"),
+    Fault(CREATE, "both", "after"),
     Fault(COMMIT, "both", "after"),
     Fault(PRUNE, "both"),
 )

@@ -105,8 +105,9 @@ def walk(value: JsonValue, path: tuple[str | int, ...]) -> list[tuple[str | int,
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("version",), 2, "is of format version 2, but .* reads version 1"),
-        (("version",), "new", "is of format version 'new', but .* reads version 1"),
+        (("version",), 3, "is of format version 3, but .* reads versions 1 and 2"),
+        (("version",), 2, "must be of version 2 if it has parts"),
+        (("version",), "new", "is of format version 'new', but .* reads versions 1 and 2"),
         (("format",), "other", "not a checkpoint manifest"),
         (("files", 0, "name"), "../../etc/passwd", "files.*name"),
         (("files", 0, "name"), "manifest.json", "files.*name"),
@@ -131,7 +132,7 @@ def test_reasons(path: tuple[str | int, ...], value: JsonValue, reason: str) -> 
     holder[path[-1]] = value
     with pytest.raises(CheckpointError, match=reason) as caught:
         parse_manifest(resigned(document), where="m")
-    assert caught.type is (UnknownFormatError if path == ("version",) else InvalidCheckpointError)
+    assert caught.type is (UnknownFormatError if path == ("version",) and value != 2 else InvalidCheckpointError)
 
 
 def test_a_garbled_version_is_damage_and_another_kind_of_digest_is_not() -> None:

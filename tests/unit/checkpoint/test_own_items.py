@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.tensor_bytes import Box, box_of, choose_own, local_part, own_items
+from elastictrain.checkpoint.tensor_bytes import COUNTER_BYTES, Box, box_of, choose_own, local_part, own_items
 from tests.unit.examples import examples
 
 
@@ -38,7 +38,7 @@ def held(name: str, size: int, replicas: int, replica: int) -> Box:
     return Box(Item(name, "uint8", (size,), (0,), (size,)), replicas, replica)
 
 
-SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
+SIZES = st.lists(st.integers(COUNTER_BYTES + 1, 9000), min_size=1, max_size=40)
 
 
 @settings(max_examples=examples(200))
@@ -69,8 +69,19 @@ def test_groups_are_shared_out_apart_from_each_other() -> None:
     writers: dict[str, list[int]] = {}
     for rank in range(4):
         shard, replica = rank % 2, rank // 2
-        boxes = [held(f"w{shard}", 100, 2, replica), held(f"v{shard}", 90, 2, replica), held("step", 8, 4, rank)]
+        boxes = [held(f"w{shard}", 10_000, 2, replica), held(f"v{shard}", 9_000, 2, replica), held("step", 8, 4, rank)]
         for item in choose_own(boxes):
             writers.setdefault(item.name, []).append(rank)
     assert {name: len(ranks) for name, ranks in writers.items()} == dict.fromkeys(["w0", "w1", "v0", "v1", "step"], 1)
     assert {rank for name, ranks in writers.items() if name != "step" for rank in ranks} == {0, 1, 2, 3}
+    assert writers["step"] == [0]
+
+
+def test_the_first_replica_writes_the_smallest_pieces_and_less_of_the_others() -> None:
+    small = {f"s{number}": COUNTER_BYTES - number for number in range(50)}
+    pieces = small | {f"t{number}": 10_000 for number in range(20)}
+    items = [choose_own([held(name, size, 4, replica) for name, size in pieces.items()]) for replica in range(4)]
+    assert small.keys() <= {item.name for item in items[0]}
+    assert sum(map(len, items)) == len(pieces)
+    loads = [sum(item.size_bytes for item in own) for own in items]
+    assert max(loads) - min(loads) <= 10_000

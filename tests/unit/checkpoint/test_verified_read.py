@@ -67,6 +67,17 @@ def test_a_manifest_read_wrong_twice_is_rejected(garble: Garble) -> None:
     assert [event.file for event in rejects(bench)] == ["manifest.json"]
 
 
+@pytest.mark.parametrize(("times", "step"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("garble", GARBLES)
+def test_a_part_read_wrong_once_is_no_damage(garble: Garble, times: int, step: int) -> None:
+    bench = Bench()
+    for saved in (1, 2):
+        save(bench, saved, manifest_mb=0)
+    garble_reads(bench.store, "part.json", garble=garble, times=times)
+    assert restored_step(bench) == step
+    assert [event.file for event in rejects(bench)] == ["inc1-r00000-part.json"] * (times - 1)
+
+
 @pytest.mark.parametrize("garble", GARBLES)
 def test_retention_reads_a_manifest_twice(garble: Garble) -> None:
     bench = Bench()

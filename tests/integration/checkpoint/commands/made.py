@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from elastictrain.checkpoint.manifest import JsonValue, Manifest, digest_of
 from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name, reader_of
-from elastictrain.checkpoint.writer import build_manifest, commit, write_files
+from elastictrain.checkpoint.writer import build_manifest, commit, write_files, write_part
 from elastictrain.storage.opening import open_store
 
 CREATED = 1_000_000.0
+Document = dict[str, Any]
 
 
 def state_of(value: float) -> dict[str, Tensor]:
@@ -43,8 +45,10 @@ def save(
     attempt: int = 1,
     uncommitted: bool = False,
     incarnation: str = "000001-aa",
+    ranks_per_part: int = 0,
 ) -> Path:
-    """Saves as `world_size` ranks, each of which has its part of the dimension `dim` of every tensor that has so many rows."""
+    """Saves as `world_size` ranks, each of which has its part of the dimension `dim` of every tensor that has so many rows. The
+    manifest has parts, each of so many ranks, unless that is 0."""
     store, name = open_store(str(run)), folder_name(step, attempt=attempt)
     values = state_of(step) if tensors is None else tensors
     facts = Manifest(
@@ -67,8 +71,11 @@ def save(
             store, files, prefix=f"{ROOT}/{name}", source=lambda item: reader_of(part(values[item.name], item), item)
         )
         parts.append(RankPart(rank, layout, digests))
+    hosts = [parts[first : first + ranks_per_part] for first in range(0, world_size, ranks_per_part)] if ranks_per_part else []
+    where = {"folder": name, "incarnation": incarnation}
+    written = [one for host in hosts for one in write_part(store, host, world_size=world_size, manifest_bytes=0, **where)]
     if not uncommitted:
-        commit(store, build_manifest(parts, facts=facts), folder=name)
+        commit(store, build_manifest(written or parts, facts=facts), folder=name)
     return run / ROOT / name
 
 
@@ -98,6 +105,36 @@ def shard(folder: Path, index: int = 0) -> Path:
     return sorted(folder.glob("*.safetensors"))[index]
 
 
+def part_file(folder: Path, index: int = 0) -> Path:
+    """One of the parts of the manifest, in order of rank."""
+    return sorted(folder.glob("*-part.json"))[index]
+
+
+def canonical(document: object) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def change_manifest(folder: Path, act: Callable[[Document], object], *, whole: bool = True) -> None:
+    """Every digest is right afterwards. If the manifest has one part, and `whole`, `act` sees its files and tensors in their
+    places."""
+    path = folder / "manifest.json"
+    document = json.loads(path.read_bytes())
+    del document["digest"]
+    if whole and "parts" in document:
+        (record,) = document["parts"]
+        part = json.loads((folder / record["name"]).read_bytes())
+        seen = document | {"files": part["files"], "tensors": part["tensors"]}
+        act(seen)
+        part |= {"files": seen.pop("files"), "tensors": seen.pop("tensors")}
+        (folder / record["name"]).write_bytes(raw := json.dumps(part).encode())
+        files = {file["name"]: file["bytes"] for file in part["files"]}
+        record |= {"bytes": len(raw), "digest": digest_of(raw), "files": files}
+        document = seen | {"files": [], "tensors": document["tensors"]}
+    else:
+        act(document)
+    path.write_bytes(canonical({**document, "digest": digest_of(canonical(document))}))
+
+
 def change(file: Path, act: Callable[[bytearray], None]) -> Path:
     """Damages a file behind everybody's back."""
     data = bytearray(file.read_bytes())
@@ -120,14 +157,9 @@ def truncate(file: Path) -> Path:
     return change(file, lambda data: data.__delitem__(-1))
 
 
-def as_version_2(folder: Path) -> None:
+def as_version_3(folder: Path) -> None:
     """A manifest that a later release could have written."""
-    document = json.loads((folder / "manifest.json").read_bytes())
-    document |= {"version": 2}
-    del document["digest"]
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-    document["digest"] = digest_of(canonical)
-    (folder / "manifest.json").write_text(json.dumps(document, sort_keys=True, separators=(",", ":")))
+    change_manifest(folder, lambda document: document.update(version=3), whole=False)
 
 
 def quarantine(folder: Path, reason: str = "a file was bad") -> None:

@@ -13,7 +13,7 @@ from elastictrain.checkpoint.folders import list_checkpoints
 from elastictrain.checkpoint.memory.folder import SlotName, make_private, run_folder, run_name
 from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
-from tests.integration.checkpoint.commands.made import CREATED, as_version_2, flip, quarantine, save, shard, truncate
+from tests.integration.checkpoint.commands.made import CREATED, as_version_3, flip, quarantine, save, shard, truncate
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
     truncate(shard(save(tmp_path, 50)))
     flip(save(tmp_path, 40) / "manifest.json")
     save(tmp_path, 30, world_size=3)
-    as_version_2(save(tmp_path, 20))
+    as_version_3(save(tmp_path, 20))
     save(tmp_path, 10)
     return tmp_path
 

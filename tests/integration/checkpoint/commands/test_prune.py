@@ -14,7 +14,7 @@ from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.retention import Deletion, delete_folder
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, InvalidCheckpointError
 from elastictrain.storage.opening import open_store
-from tests.integration.checkpoint.commands.made import as_version_2, flip, folders, quarantine, save, shard, truncate
+from tests.integration.checkpoint.commands.made import as_version_3, flip, folders, quarantine, save, shard, truncate
 
 STEPS = (10, 20, 30, 40, 50)
 
@@ -158,10 +158,10 @@ def test_a_remnant_that_is_committed_meanwhile_stays(run: Path, caplog: pytest.L
 
 
 def test_what_this_release_cannot_read_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    as_version_2(run / "checkpoints" / name(20))
+    as_version_3(run / "checkpoints" / name(20))
     assert prune(run, "--keep-last", "1", "--yes") == EXIT_OK
     assert folders(run) == [name(step) for step in (20, 50, 60)]
-    as_version_2(run / "checkpoints" / name(50))
+    as_version_3(run / "checkpoints" / name(50))
     assert prune(run, "--keep-last", "1", "--yes") == EXIT_STORAGE
     assert name(50) in capsys.readouterr().err
 

@@ -18,21 +18,14 @@ from elastictrain.checkpoint.manifest import digest_of
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE
 from elastictrain.storage.opening import open_store
-from tests.integration.checkpoint.commands.made import folders, save, shard, state_of
-
-Document = dict[str, Any]
-
-
-def canonical(document: Document) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-
-
-def change_manifest(folder: Path, act: Callable[[Document], None]) -> None:
-    path = folder / "manifest.json"
-    document = json.loads(path.read_bytes())
-    del document["digest"]
-    act(document)
-    path.write_bytes(canonical({**document, "digest": digest_of(canonical(document))}))
+from tests.integration.checkpoint.commands.made import (
+    Document,
+    change_manifest,
+    folders,
+    save,
+    shard,
+    state_of,
+)
 
 
 def change_header(folder: Path, act: Callable[[Document], bytes | None]) -> None:
@@ -171,10 +164,10 @@ def checkpointer(run: Path) -> Checkpointer:
     )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(params=[0, 2], ids=["whole", "parts"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     for step in (1, 2):
-        save(tmp_path, step, world_size=2)
+        save(tmp_path, step, world_size=2, ranks_per_part=request.param)
     return tmp_path
 
 
@@ -214,3 +207,54 @@ def test_a_chunk_whose_digest_alone_is_wrong(run: Path) -> None:
         run / "checkpoints" / "step-000000002", lambda document: weight(document)["chunks"][0].update(digest=digest_of(b"?"))
     )
     assert verdicts(run) == (EXIT_STORAGE, 1)
+
+
+def boxes_of_weight(document: Document) -> list[Any]:
+    return document["boxes"][weight(document)["boxes"]]  # type: ignore[no-any-return]
+
+
+def swap_parts(document: Document) -> None:
+    first, second = document["parts"]
+    first["name"], second["name"] = second["name"], first["name"]
+
+
+def swap_files(document: Document) -> None:
+    first, second = document["parts"]
+    first["files"], second["files"] = second["files"], first["files"]
+
+
+def boxes_of_another_shape(document: Document) -> None:
+    document["tensors"]["optim.step"] |= {"boxes": weight(document)["boxes"]}
+
+
+ROOTS: dict[str, Callable[[Document], None]] = {
+    "parts that are swapped": swap_parts,
+    "files of parts that are swapped": swap_files,
+    "a part that is missing": lambda document: document["parts"].pop(),
+    "no parts": lambda document: document.pop("parts"),
+    "a part twice": lambda document: document["parts"].append(document["parts"][0]),
+    "a part of terabytes": lambda document: document["parts"][0].update(bytes=1 << 42),
+    "a part with another digest": lambda document: document["parts"][0].update(digest=digest_of(b"")),
+    "the version without parts": lambda document: document.update(version=1),
+    "a box in no part": lambda document: boxes_of_weight(document)[0].__setitem__(0, 2),
+    "a box in another part": lambda document: boxes_of_weight(document)[0].__setitem__(0, 1),
+    "a box of another place": lambda document: boxes_of_weight(document)[1].__setitem__(1, [0, 0]),
+    "a box of other dimensions": lambda document: boxes_of_weight(document)[1].__setitem__(1, [0]),
+    "boxes for each other": lambda document: boxes_of_weight(document).sort(key=lambda box: (-box[0], box[1].reverse())),
+    "a box too few": lambda document: boxes_of_weight(document).pop(),
+    "a number of boxes that are not there": lambda document: weight(document).update(boxes=99),
+    "boxes of another shape": boxes_of_another_shape,
+    "a tensor in no part": lambda document: weight(document).pop("boxes"),
+    "a tensor of another type": lambda document: weight(document).update(dtype="int32"),
+    "a tensor that no part has": lambda document: document["tensors"].update(more=document["tensors"]["model.weight"]),
+    "a tensor too few": lambda document: document["tensors"].pop("model.weight"),
+}
+
+
+@pytest.mark.parametrize("act", ROOTS.values(), ids=ROOTS)
+def test_a_manifest_that_its_parts_do_not_fit(tmp_path: Path, act: Callable[[Document], None]) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, world_size=2, ranks_per_part=1)
+    assert len(list((tmp_path / "checkpoints" / "step-000000002").glob("*-part.json"))) == 2
+    change_manifest(tmp_path / "checkpoints" / "step-000000002", act, whole=False)
+    assert verdicts(tmp_path) == (EXIT_STORAGE, 1)

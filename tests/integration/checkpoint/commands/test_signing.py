@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,10 +24,8 @@ from elastictrain.errors import (
     UntrustedCheckpointError,
 )
 from elastictrain.storage.opening import open_store
-from tests.integration.checkpoint.commands.made import folders, shard, state_of
+from tests.integration.checkpoint.commands.made import Document, change_manifest, folders, shard, state_of
 from tests.unit.checkpoint.fakes import FakeStore
-
-Document = dict[str, Any]
 
 NAME, OTHER = "KEY_OF_THE_TEST", "ANOTHER_KEY_OF_THE_TEST"
 KEY = SigningKey(NAME, b"k" * LEAST_BYTES)
@@ -40,10 +37,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OTHER, "o" * LEAST_BYTES)
 
 
-def checkpointer(run: Path, key: SigningKey | None) -> Checkpointer:
+def checkpointer(run: Path, key: SigningKey | None, *, manifest_mb: float = 4.0) -> Checkpointer:
     return Checkpointer(
         open_store(str(run)),
-        options=CheckpointGroup(),
+        options=CheckpointGroup(manifest_mb=manifest_mb),
         group=None,
         rank=0,
         world_size=1,
@@ -54,11 +51,13 @@ def checkpointer(run: Path, key: SigningKey | None) -> Checkpointer:
     )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(params=[4.0, 0.0], ids=["whole", "parts"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A run with two signed checkpoints."""
     for step in (1, 2):
-        checkpointer(tmp_path, KEY).save(step, tensors=state_of(step), state={"step": step}, reason="step")
+        checkpointer(tmp_path, KEY, manifest_mb=request.param).save(
+            step, tensors=state_of(step), state={"step": step}, reason="step"
+        )
     return tmp_path
 
 
@@ -72,18 +71,6 @@ def restored_step(run: Path, key: SigningKey | None) -> int:
     assert restored is not None
     assert torch.equal(tensors["optim.step"], state_of(restored.step)["optim.step"])
     return restored.step
-
-
-def canonical(document: Document) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-
-
-def change_manifest(folder: Path, act: Callable[[Document], object]) -> None:
-    path = folder / "manifest.json"
-    document = json.loads(path.read_bytes())
-    del document["digest"]
-    act(document)
-    path.write_bytes(canonical({**document, "digest": digest_of(canonical(document))}))
 
 
 def forge_data(folder: Path) -> None:
@@ -187,9 +174,12 @@ def test_data_that_has_its_fast_digest_and_is_other_data_all_the_same() -> None:
         read_chunks(CheckpointFolder(FakeStore({"f": data}), ""), [chunk], take=lambda _, __: None)
 
 
-def test_an_existing_run_is_signed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("manifest_mb", [4.0, 0.0])
+def test_an_existing_run_is_signed(manifest_mb: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
-        checkpointer(tmp_path, None).save(step, tensors=state_of(step), state={"step": step}, reason="step")
+        checkpointer(tmp_path, None, manifest_mb=manifest_mb).save(
+            step, tensors=state_of(step), state={"step": step}, reason="step"
+        )
     assert main(["ls", str(tmp_path), "--json", "--key-env", NAME]) == EXIT_OK
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["state"], row["signed"], row["resume"]) for row in rows] == [("untrusted", None, False)] * 2

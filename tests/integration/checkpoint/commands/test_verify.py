@@ -17,17 +17,18 @@ from elastictrain.checkpoint.folders import key_of, list_checkpoints
 from elastictrain.checkpoint.layout import chunks_by_file
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
 from elastictrain.storage.store import ObjectInfo
-from tests.integration.checkpoint.commands.made import flip, manifest_of, quarantine, save, shard, truncate
+from tests.integration.checkpoint.commands.made import flip, manifest_of, part_file, quarantine, save, shard, truncate
 from tests.unit.checkpoint.fakes import FakeStore
 
 FILE = "000001-aa-r00001-000.safetensors"
+PART = "000001-aa-r00001-part.json"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(params=[0, 1], ids=["whole", "parts"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Two checkpoints of two ranks, and one that is being written."""
     for step in (10, 20):
-        save(tmp_path, step, world_size=2, chunk_bytes=32)
+        save(tmp_path, step, world_size=2, chunk_bytes=32, ranks_per_part=request.param)
     save(tmp_path, 30, uncommitted=True)
     return tmp_path
 
@@ -92,6 +93,48 @@ def test_the_bad_file_is_named_and_what_is_wrong_with_it(
     assert main(["verify", str(run), "--step", "10"]) == EXIT_OK
     assert main(["verify", str(run), "--all"]) == EXIT_STORAGE
     assert sorted(run.rglob("*")) == before, "nothing is written"
+
+
+def swap(folder: Path) -> None:
+    """The parts of two ranks, which may have as many bytes."""
+    first, second = part_file(folder).read_bytes(), part_file(folder, 1).read_bytes()
+    part_file(folder).write_bytes(second)
+    part_file(folder, 1).write_bytes(first)
+
+
+@pytest.mark.parametrize(
+    ("damage", "files"),
+    [
+        (lambda folder: flip(part_file(folder, 1), 100), (PART,)),
+        (lambda folder: truncate(part_file(folder, 1)), (PART,)),
+        (lambda folder: part_file(folder, 1).write_bytes(b""), (PART,)),
+        (lambda folder: part_file(folder, 1).unlink(), (PART,)),
+        (swap, (PART.replace("r00001", "r00000"), PART)),
+    ],
+    ids=["flipped", "cut", "empty", "gone", "swapped"],
+)
+def test_a_bad_part_is_named(
+    damage: Callable[[Path], None], files: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, step, world_size=2, ranks_per_part=1)
+    damage(newest(tmp_path))
+    assert main(["verify", str(tmp_path), "--json"]) == EXIT_STORAGE
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (found["state"], tuple(bad["name"] for bad in found["bad_files"])) == ("damaged", files)
+    assert all(str(tmp_path) not in problem for bad in found["bad_files"] for problem in bad["problems"])
+    # What works on a checkpoint takes the one before.
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--to", "safetensors"]) == EXIT_OK
+    assert "step-000000010" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path), "--keep-last", "1", "--yes"]) == EXIT_STORAGE
+    assert newest(tmp_path).is_dir()
+
+
+def test_only_verify_reads_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 20, world_size=2, ranks_per_part=1)
+    flip(part_file(newest(tmp_path)), 100)
+    assert main(["ls", str(tmp_path), "--json"]) == EXIT_OK
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == ["valid"]
 
 
 def test_several_problems_of_several_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

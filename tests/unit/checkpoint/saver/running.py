@@ -20,7 +20,9 @@ from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.memory.madeslots import RUN
 
-FACTS = SaverConfig("unused", RUN, keep_last=9, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=0.5, versions={})
+FACTS = SaverConfig(
+    "unused", RUN, keep_last=9, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=0.5, versions={}, manifest_bytes=0
+)
 NOBODY = 0
 """An agent that is no process: a saver does not wait for it."""
 
