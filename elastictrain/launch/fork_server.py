@@ -7,7 +7,6 @@ name is its rank. It inherits nothing harmful: the server has one thread, and no
 
 import gc
 import importlib
-import json
 import os
 import runpy
 import select
@@ -23,12 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from elastictrain.bounded_json import DOCUMENT, JsonLines, encode_record
 from elastictrain.entry_point import split_program
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
-from elastictrain.fault.launcher_channel import CHANNEL_VARIABLE, STANDBY_VARIABLE
-from elastictrain.fault.reasons import NO_RANK, Reason, leave_reason
+from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
+from elastictrain.fault.reasons import NO_RANK, Reason
 from elastictrain.fault.stop import STOP_SIGNALS
+from elastictrain.identity import CHANNEL
 from elastictrain.liveness.progress import Phase
 from elastictrain.torch_private import COMPILER
 
@@ -77,12 +78,11 @@ class ForkServer:
         self._composed = composed
         self._unfit = unfit
         self._workers: list[_Worker] = []
-        self._folder = ""  # folder of the generation, for this process's own reasons
         self._store_pid = 0
 
     def serve(self) -> int:
         """Serve until the launcher closes the socket; returns the exit code. Running workers end with this process."""
-        received, channels = b"", list[int]()
+        lines, channels = JsonLines(dict[str, Any], limits=DOCUMENT), list[int]()
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
             if (
@@ -96,11 +96,8 @@ class ForkServer:
                 for descriptor in descriptors:
                     # A worker that is no fork would inherit the channels of the others.
                     os.set_inheritable(descriptor, False)
-                received, channels = received + data, channels + descriptors
-                *orders, received = received.split(b"\n")
-                for text in orders:
-                    order = json.loads(text)
-                    self._folder = order.pop("folder")
+                channels += descriptors
+                for order in lines.feed(data):
                     own, channels = channels[: len(order["environments"])], channels[len(order["environments"]) :]
                     reason = self._start(**order, channels=own)
                     for descriptor in own:
@@ -141,7 +138,7 @@ class ForkServer:
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
             composed = self._composed if arguments == self._arguments else None
             for index, (variables, channel) in enumerate(zip(environments, channels, strict=True)):
-                environment = {**variables, CHANNEL_VARIABLE: str(channel)}
+                environment = {**variables, CHANNEL: str(channel)}
                 if unforked:
                     os.set_inheritable(channel, True)
                     command = [sys.executable, "-u", "-m", _MODULE, *arguments]
@@ -217,14 +214,14 @@ class ForkServer:
             self._tell({"order": order, "codes": ended})
 
     def _complain(self, reason: Reason) -> int:
-        leave_reason(self._folder, reason)
+        self._tell({"reason": reason})
         sys.stderr.write(f"elastictrain: {reason.sentence}\n")
         return _EXIT_FAILED
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         # A launcher that has ended is noticed at the next read.
         with suppress(OSError):
-            self._launcher.sendall(json.dumps(message).encode() + b"\n")
+            self._launcher.sendall(encode_record(message) + b"\n")
 
 
 def _descriptor_of(pid: int) -> int:

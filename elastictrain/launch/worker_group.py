@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from elastictrain.bounded_json import as_record
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
-from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE
-from elastictrain.identity import FOLDER, PREVIOUS_WORKERS
+from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE, Detach, Stop
+from elastictrain.fault.reasons import Reason, SlowRank
+from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.fork_server_link import ForkServerLink
 from elastictrain.launch.rank_variables import transport_variables
 from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, outlives, with_children
@@ -36,6 +38,8 @@ class WorkersEnd:
     code: int  # 0 if all ended well; negative: the fork server was ended by this signal, or the workers were killed
     codes: Mapping[int, int]  # by local rank, of those that failed first; negative for a signal
     step: int = 0  # the newest step in which a worker was seen
+    begun: int | None = None  # the step whose state was restored; None if the first step was not done
+    reasons: tuple[Reason, ...] = ()  # that the workers, their monitor or the fork server have left, by rank
 
 
 @dataclass(slots=True)
@@ -50,6 +54,23 @@ class _Run:
     unknown: list[psutil.Process] = field(default_factory=list)  # children of a server that was killed before it told of them
     killed: list[psutil.Process] = field(default_factory=list)
     killed_s: float | None = None
+    reason: Reason | None = None  # of the fork server
+
+    @property
+    def begun(self) -> int | None:
+        return next((one.begun for one in self.workers if one.begun is not None), None)
+
+    @property
+    def step(self) -> int:
+        return max((one.monitor.newest_step for one in self.workers if one.monitor is not None), default=0)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        left = {one.rank: one for one in (self.reason, *(one.reason for one in self.workers)) if one is not None}
+        for reason, own_counts in (pair for one in self.workers if one.monitor is not None for pair in one.monitor.reasons):
+            if not (own_counts and reason.rank in left):
+                left[reason.rank] = reason
+        return tuple(left[rank] for rank in sorted(left))
 
     @property
     def codes(self) -> dict[int, int]:
@@ -79,8 +100,8 @@ class WorkerGroup:
         self._wakes, self._woken = socket.socketpair()
         self.unforked = ""  # why the running workers are no forks; empty if they are
         self._transport = ""  # variables for NCCL and gloo that a preflight has set on this host, for new workers
-        self._released: set[Process] = set()  # those of `_leaving` that nobody has seen to end
-        self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
+        # Workers, also of earlier generations, that may still hold devices and memory; whether nobody has waited for their end.
+        self._leaving: dict[Process, bool] = {}
 
     @property
     def failed(self) -> Mapping[int, int]:
@@ -91,6 +112,16 @@ class WorkerGroup:
     def waiting(self) -> list[WorkerProcess]:
         """Workers that have left the last generation, and wait for a rank."""
         return [one for one in self._workers if one.waiting is not None and not one.standby and one.lives]
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first step of the present generation is done on this host."""
+        return self._run is not None and self._run.begun is not None
+
+    @property
+    def slow(self) -> SlowRank | None:
+        """For which rank the workers ask to leave this host out; None if they do not."""
+        return next((one.slow for one in self._run.workers if one.slow is not None), None) if self._run is not None else None
 
     @property
     def attached(self) -> bool:
@@ -128,7 +159,7 @@ class WorkerGroup:
         previous_workers = {PREVIOUS_WORKERS: encode(self._still_there())}
         places = [{**environment, **previous_workers} for environment in environments]
         new = [{**transport_variables(self._transport), **place} for rank, place in enumerate(places) if rank not in chosen]
-        forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
+        forked = iter(self._send_order(arguments, new, store_port=store_port))
         members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
         self._run = _Run(self._order, members, reused=all(one.built for one in members))
         for rank, one in chosen.items():
@@ -151,7 +182,7 @@ class WorkerGroup:
         self.release([one for one in there if one not in found.values()])
         missing = [{**one, STANDBY_VARIABLE: kind} for index, one in enumerate(environments) if index not in found]
         if missing:
-            for one in self._send_order(arguments, missing, folder=missing[0].get(FOLDER, ""), store_port=None):
+            for one in self._send_order(arguments, missing, store_port=None):
                 one.standby, one.bound = True, bound
 
     def poll(self) -> WorkersEnd | None:
@@ -172,9 +203,9 @@ class WorkerGroup:
         if left and run.killed_s is not None and self._clock() < run.killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
         codes, code = run.codes, server_code or -signal.SIGKILL if run.killed_s is not None else 0
-        step = max((one.monitor.newest_step for one in run.workers if one.monitor is not None), default=0)
+        end = WorkersEnd(_EXIT_FAILED if codes else code, codes, run.step, run.begun, run.reasons)
         self._give_up(run, left)
-        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step)
+        return end
 
     def detach(self, reason: str) -> None:
         """Have the workers leave their groups, and wait for their ranks in the next generation."""
@@ -185,15 +216,12 @@ class WorkerGroup:
         if self._run is not None:
             for one in self._run.workers:
                 if not one.over:
-                    one.detach(reason)
+                    one.send(Detach(reason))
 
-    def ask_to_stop(self) -> None:
-        if self._run is not None:
-            self._receive()
-            for one in self._run.workers:
-                if one.process is not None and one.lives and one.waiting is None:
-                    with suppress(psutil.Error):
-                        one.process.send_signal(signal.SIGTERM)
+    def ask_to_stop(self, message: Stop) -> None:
+        for one in self._run.workers if self._run is not None else ():
+            if not one.over:
+                one.send(message)
 
     def kill(self) -> None:
         """Kill the workers that take part, and their children, except saver and monitor; `poll` then returns how they ended."""
@@ -218,13 +246,7 @@ class WorkerGroup:
             self._transport = ""
         if not chosen:
             return  # a look at all processes of the host would delay the next generation
-        for one in with_children([one.process for one in chosen if one.process is not None]):
-            if not outlives(one):
-                if (known := identify(one.pid)) is not None:
-                    self._leaving.add(known)
-                    self._released.add(known)
-                with suppress(psutil.Error):
-                    one.kill()
+        self._kill_family([one.process for one in chosen if one.process is not None], released=True)
         for worker in chosen:
             worker.killed, worker.waiting, worker.code = True, None, -signal.SIGKILL
 
@@ -275,18 +297,12 @@ class WorkerGroup:
         return chosen | assign(standbys, {rank: place for rank, place in enumerate(places) if rank not in chosen})
 
     def _send_order(
-        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, folder: str, store_port: int | None
+        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int | None
     ) -> list[WorkerProcess]:
         assert self._server is not None  # noqa: S101
         self._order += 1
         pairs = [socket.socketpair() for _ in environments]
-        message = {
-            "order": self._order,
-            "arguments": arguments,
-            "environments": environments,
-            "store_port": store_port,
-            "folder": folder,
-        }
+        message = {"order": self._order, "arguments": arguments, "environments": environments, "store_port": store_port}
         self._server.order(message, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
@@ -307,17 +323,20 @@ class WorkerGroup:
     def _note(
         self,
         *,
-        order: int,
+        order: int = 0,
         pids: Sequence[int] | None = None,
         store_pid: int = 0,
         unforked: str = "",
         codes: Sequence[tuple[int, int]] = (),
+        reason: Mapping[str, object] | None = None,
     ) -> None:
-        """Take note of a report of the fork server."""
+        """Take note of a report of the fork server. `reason`: why it ends itself."""
         run, of_order = self._run, {one.index: one for one in self._workers if one.order == order}
+        if run is not None and reason is not None:
+            run.reason = as_record(reason, Reason)
         if pids is not None:
             # The store is reaped with them, should its server end first.
-            self._leaving.update(known for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None)
+            self._leaving |= {known: False for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None}
             for index, pid in enumerate(pids):
                 # A standby may have been given up before it was known.
                 if (one := of_order.get(index)) is not None:
@@ -349,11 +368,16 @@ class WorkerGroup:
         for one in taking_part:
             one.killed = True
         family = [*run.unknown, *(one.process for one in taking_part if one.process is not None)]
-        run.killed = [one for one in with_children(family) if not outlives(one)]
-        self._leaving.update(known for one in run.killed if (known := identify(one.pid)) is not None and one.is_running())
-        for one in run.killed:
+        run.killed = self._kill_family(family, released=False)
+
+    def _kill_family(self, family: Sequence[psutil.Process], *, released: bool) -> list[psutil.Process]:
+        """SIGKILL processes and all that they have started, except saver and monitor; returns them."""
+        killed = [one for one in with_children(family) if not outlives(one)]
+        self._leaving |= {known: released for one in killed if (known := identify(one.pid)) is not None}
+        for one in killed:
             with suppress(psutil.Error):
                 one.kill()
+        return killed
 
     def _left(self, run: _Run) -> list[int]:
         """Killed processes that may still run: one that waits for a device dies only when the device has answered."""
@@ -364,7 +388,7 @@ class WorkerGroup:
     def _still_there(self) -> list[Process]:
         """Processes that hold resources but no longer run; of those that still run the released ones, which nobody has waited
         for yet."""
-        return [one for one in self._leaving if is_there(one) and (one in self._released or not runs(one.pid))]
+        return [one for one, released in self._leaving.items() if is_there(one) and (released or not runs(one.pid))]
 
     def _reap(self) -> None:
         """Reap processes that hold nothing any more: as pid 1 of a container this process is their parent."""
@@ -372,8 +396,7 @@ class WorkerGroup:
             if identify(one.pid) == one:
                 with suppress(ChildProcessError):
                     os.waitpid(one.pid, os.WNOHANG)
-            self._leaving.discard(one)
-            self._released.discard(one)
+            del self._leaving[one]
 
     def _give_up(self, run: _Run, left: Sequence[int]) -> None:
         if left and run.killed_s is not None:

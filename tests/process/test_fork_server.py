@@ -15,8 +15,7 @@ from test_worker_group import hold, is_gone, lives
 from torchruns import environment, free_port, rendezvous_arguments, wait_until
 
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, EXIT_UNFIT
-from elastictrain.fault.reasons import Reason, read_reasons
-from elastictrain.identity import FOLDER
+from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import GenerationMember
 from elastictrain.launch.rank_variables import plan_workers
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
@@ -52,6 +51,7 @@ class Server:
             monkeypatch.setenv(name, value)
         self.group = WorkerGroup()
         self.unforked = ""
+        self.reasons: tuple[Reason, ...] = ()
 
     def start(
         self, *arguments: str, program: str = "", worker: str = "", count: int = 1, store_port: int = 0, ignored: bool = False
@@ -81,7 +81,7 @@ class Server:
 
     def again(self, *arguments: str, count: int = 1, store_port: int = 0) -> None:
         """The next workers of the same server."""
-        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), FOLDER: str(self.folder)}
+        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         environments = tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
         self.group.start(arguments, environments, store_port=store_port)
 
@@ -94,7 +94,8 @@ class Server:
             return bool(found)
 
         wait_until(ended, timeout_s=timeout_s, what="the end of the workers")
-        return found[0]
+        self.reasons = found[0].reasons
+        return replace(found[0], reasons=())
 
     def workers(self, server: psutil.Process, count: int) -> list[psutil.Process]:
         """When all of them are what they are to be."""
@@ -108,7 +109,7 @@ class Server:
 
     @property
     def reason(self) -> Reason:
-        (found,) = read_reasons(str(self.folder))
+        (found,) = self.reasons
         return found
 
 

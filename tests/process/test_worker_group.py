@@ -248,7 +248,7 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     previous_workers = {PREVIOUS_WORKERS: encode_processes([leaving])}
     environments = [{"A": "b", **previous_workers}, {"A": "c", **previous_workers}]
     assert json.loads(told.read_text()) == {
-        "arguments": ["x=1"], "environments": environments, "store_port": 7, "order": 2, "folder": "",
+        "arguments": ["x=1"], "environments": environments, "store_port": 7, "order": 2,
     }  # fmt: skip
     leaver.release()
 

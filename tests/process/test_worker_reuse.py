@@ -13,18 +13,21 @@ from test_worker_group import is_gone, lives, spare
 from torchruns import wait_until
 
 from elastictrain.fault.exits import decode
-from elastictrain.identity import FOLDER
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER
 from elastictrain.launch.worker_group import WorkersEnd
 
 # Speaks with its launcher as a worker does, and notes where it took part; of rank `DEAF` it does not listen.
 WORKER = """
 import os, time
 from pathlib import Path
-from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, Attached, Detached, Introduced, open_channel
+from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, Attached, Detached, Introduced, open_channel, tell_launcher
+from elastictrain.fault.stop import StopListener
+from elastictrain.identity import read_identity
 
-channel, environment = open_channel(os.environ), os.environ
+environment, identity = os.environ, read_identity(os.environ)
+channel = open_channel(identity, StopListener())
 if STANDBY_VARIABLE in os.environ:
-    channel.send(Detached(0))
+    tell_launcher(identity, Detached(0))
     Path(environment["ELASTICTRAIN_LAUNCH_FOLDER"], f"standby-{os.getpid()}").touch()
     environment = channel.wait()
 while environment is not None:
@@ -32,11 +35,11 @@ while environment is not None:
     Path(environment["ELASTICTRAIN_LAUNCH_FOLDER"], f"part-{number}-{rank}").write_text(
         f"{os.getpid()} {environment['ELASTICTRAIN_PREVIOUS_WORKERS']}"
     )
-    channel.send(Introduced())
-    channel.send(Attached(f'{{"OF": "{rank}"}}'))
+    tell_launcher(identity, Introduced())
+    tell_launcher(identity, Attached(f'{{"OF": "{rank}"}}'))
     while channel.detach_reason is None or rank == os.environ.get("DEAF"):
         time.sleep(0.01)
-    channel.send(Detached(71))
+    tell_launcher(identity, Detached(71))
     environment = channel.wait()
 """
 
@@ -52,7 +55,8 @@ class Host:
     def environments(self, count: int) -> list[dict[str, str]]:
         common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "NUMBER": str(self.number)}
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        return [{**common, FOLDER: str(self.server.folder), **rank} for rank in ranks]
+        launched = {FOLDER: str(self.server.folder), GENERATION: str(self.number), LAUNCHER: str(os.getpid())}
+        return [{**common, **launched, **rank} for rank in ranks]
 
     def begin(self, count: int, *, program: str = "") -> dict[str, int]:
         """The next generation; returns the pid of each rank, once its groups are made."""

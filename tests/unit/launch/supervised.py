@@ -22,7 +22,8 @@ from elastictrain.config.composed import (
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.events import Event
-from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text
+from elastictrain.fault.launcher_channel import Stop
+from elastictrain.fault.reasons import JOB_NAME, Reason, SlowRank, leave_text
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
@@ -147,6 +148,9 @@ class FakeWorkers:
     reused: bool = False
     silent: list[int] = field(default_factory=list)
     attached: bool = True
+    resumed_step: int | None = None
+    slow: SlowRank | None = None
+    asked: list[Stop] = field(default_factory=list)
     standbys: list[tuple[Sequence[Mapping[str, str]], tuple[str, ...]]] = field(default_factory=list)
     """The likely ranks, and what they are bound to."""
 
@@ -158,6 +162,12 @@ class FakeWorkers:
         self.diary.note("start")
         self.orders.append((arguments, environments, store_port))
         self.running, self.ended, self.failed = True, None, {}
+        self.resumed_step = self.slow = None
+        self.asked = []
+
+    @property
+    def begun(self) -> bool:
+        return self.resumed_step is not None
 
     def poll(self) -> WorkersEnd | None:
         assert self.running
@@ -179,12 +189,13 @@ class FakeWorkers:
         assert not self.orders or arguments == self.orders[-1][0]
         self.standbys.append((environments, bound))
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, message: Stop) -> None:
         self.diary.note("ask")
+        self.asked.append(message)
 
     def kill(self) -> None:
         self.diary.note("kill")
-        self.ended = WorkersEnd(KILLED, {})
+        self.ended = WorkersEnd(KILLED, {}, begun=self.resumed_step)
 
     def close(self) -> None:
         self.diary.note("close-workers")
@@ -284,27 +295,22 @@ class SupervisedHost:
         assert self.go(0.2) is None
         assert self.workers.running
 
-    def begin_training(self, number: int, *, resumed_step: int = 0) -> None:
+    def begin_training(self, *, resumed_step: int = 0) -> None:
         """The first step is through."""
-        leave_begun(str(self.folder_of(number)), resumed_step=resumed_step)
+        self.workers.resumed_step = resumed_step
 
     def note_committed(self, step: int) -> None:
         """The workers know that this step is in storage."""
         leave_text(self.folder / JOB_NAME, json.dumps({"incarnations": [], "step": step}))
 
-    def end_workers(self, number: int, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
+    def end_workers(self, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
         """They end by themselves."""
-        for reason in reasons:
-            leave_reason(str(self.folder_of(number)), reason)
-        self.workers.ended = WorkersEnd(code, codes or {})
+        self.workers.ended = WorkersEnd(code, codes or {}, begun=self.workers.resumed_step, reasons=reasons)
 
     def ask(self, *, notice_s: float | None, reason: str = "SIGTERM") -> None:
         """A person, a scheduler or the cloud wants this host back."""
         now_s = self.diary.now_s
         self.stop_request = StopRequest(reason, now_s, None if notice_s is None else now_s + notice_s)
-
-    def folder_of(self, number: int) -> Path:
-        return self.folder / f"generation-{number}"
 
     def is_said_at_the_end(self, *parts: str) -> bool:
         """Whether the last thing that a person was told has all of these in it."""

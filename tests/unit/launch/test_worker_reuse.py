@@ -4,17 +4,33 @@ import json
 import random
 import threading
 import time
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced
+from elastictrain.fault.launcher_channel import (
+    Attach,
+    Attached,
+    Begun,
+    Detach,
+    Detached,
+    Introduced,
+    Monitored,
+    Stop,
+    Straggler,
+)
+from elastictrain.fault.reasons import NO_RANK, Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
+from elastictrain.launch import worker_process
 from elastictrain.launch.worker_group import WorkersEnd
 from elastictrain.launch.worker_process import BUILT_FOR
 from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
 
 __all__ = ["world"]
 KILLED = WorkersEnd(-9, {})
+STOP = Stop("spot", 1000.0, host_stays=False)
+FORK_SERVER = Reason(NO_RANK, 70, "start", 0, "the store has ended")
 
 
 def environments(world: World) -> list[dict[str, str]]:
@@ -31,7 +47,7 @@ class TestNewWorkers:
     def test_each_gets_its_rank_and_a_channel_of_its_own(self, world: World) -> None:
         first, second = world.begin(2)
         order = world.server.orders[0]
-        assert (order["arguments"], order["store_port"], order["folder"]) == (list(ARGUMENTS), 7, "/tmp/1")
+        assert (order["arguments"], order["store_port"]) == (list(ARGUMENTS), 7)
         assert world.server.command[-1] == ARGUMENTS[0], "the server prepares for them"
         assert [(one["RANK"], one[PREVIOUS_WORKERS]) for one in order["environments"]] == [("0", ""), ("1", "")]
         first.say(Introduced())
@@ -217,15 +233,58 @@ class TestHowAGenerationEnds:
         left.say(Detached(71))
         assert world.group.poll() is None
         world.group.detach("over")
-        world.group.ask_to_stop()
-        assert (left.heard(), hangs.heard()) == ([], [Detach("over")])
-        assert (left.process.signals, hangs.process.signals) == ([], [15])
+        world.group.ask_to_stop(STOP)
+        assert (left.heard(), hangs.heard()) == ([], [Detach("over"), STOP])
         world.group.kill()
         assert world.group.poll() == WorkersEnd(1, {0: 71})
         assert (left.was_killed, hangs.was_killed) == (False, True)
         assert len(world.group.waiting) == 1
         world.begin(2)
         assert ranks(world) == ["1"]
+
+    def test_what_workers_monitor_and_fork_server_have_left_explains_it(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A worker that hangs may have left a reason before; one that ends is only slow."""
+        own = [Reason(rank, 70, "reduce", 9, "boom") for rank in range(4)]
+        outside = [Reason(rank, 71, "forward", 9, "hang", guilty=True) for rank in range(5)]
+        left = ((outside[1], False), (outside[2], True), (outside[4], True))
+        monkeypatch.setattr(worker_process, "_start_monitor", lambda *_: SimpleNamespace(newest_step=9, reasons=left))
+        workers = world.begin(5)
+        world.train(workers)
+        workers[0].say(Monitored("/folder", "facts"), Begun(7))
+        for one, reason in zip(workers, own, strict=False):
+            one.say(Reason(reason.rank, 71, "forward", 9, "the last one counts"), reason)
+        assert world.group.poll() is None
+        assert world.group.begun
+        world.server.tell(reason=msgspec.to_builtins(FORK_SERVER))
+        for one in workers:
+            one.die(70)
+        ended = world.group.poll()
+        assert ended is not None
+        assert ended.reasons == (FORK_SERVER, own[0], outside[1], own[2], own[3], outside[4])
+        assert (ended.step, ended.begun) == (9, 7)
+        world.begin(5)
+        assert (world.group.begun, world.group.slow) == (False, None)
+
+    def test_a_worker_that_stays_leaves_reasons_and_requests_behind(self, world: World) -> None:
+        (one,) = world.begin(1)
+        world.train([one])
+        slow = SlowRank(0, "rank 0 is slow")
+        for request in (slow, None, slow):
+            one.say(Straggler(request))
+            assert world.group.poll() is None
+            assert world.group.slow == request
+        one.say(Begun(3), Reason(0, 71, "reduce", 9, "gone"), Detached(71, built=True))
+        ended = world.group.poll()
+        assert ended is not None
+        assert [reason.sentence for reason in ended.reasons] == ["gone"]
+        world.group.start(ARGUMENTS, world.places(1), store_port=7)
+        assert world.server.start_workers() == []
+        assert world.group.poll() is None
+        assert (world.group.begun, world.group.slow) == (False, None)
+        one.say(Detached(71))
+        assert world.group.poll() == WorkersEnd(1, {0: 71})
 
     def test_those_that_were_killed_by_us_explain_nothing(self, world: World) -> None:
         one, other = world.begin(2)
@@ -375,7 +434,7 @@ class TestStandby:
         standby.say(Detached(0))
         assert world.group.poll() is None
         world.group.detach("over")
-        world.group.ask_to_stop()
+        world.group.ask_to_stop(STOP)
         assert (standby.heard(), standby.process.signals) == ([], [])
         assert world.group.waiting == []
         for one in workers:
