@@ -87,27 +87,25 @@ class Attempt:
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, request: StopRequest | None) -> bool:
         """End the generation here; returns whether this is the first request. `stop_limit_s` limits an orderly end; `request`:
         that to this host, None if it stays."""
-        deadline_s = request.deadline_s if request is not None else None
-        stayed, self.host_stays = self.host_stays, request is None
+        deadline_s = inf if request is None or request.deadline_s is None else request.deadline_s
+        self.host_stays = request is None
         if at_once:
             # Also during an orderly end: without the group it cannot complete.
             self.break_off(now_s=now_s)
         asked = self.asked
-        other = asked is not None and not asked.loses_state and (asked.host, asked.kind) != (end.host, EndKind.LEAVING)
-        if other and end.kind is EndKind.LEAVING and request is not None:
-            # It was asked to leave in another orderly end: the next generation must not count on it.
-            self.asked, self.ask_s = end, min(self.ask_s, now_s)
-            self.kill_s = min(self.kill_s, deadline_s if deadline_s is not None else inf)
+        if asked is None:
+            self.asked, self.asked_s = end, now_s
+            if not at_once:
+                self.kill_s = min(self.kill_s, now_s + stop_limit_s if deadline_s == inf else deadline_s)
+                self.ask_s = now_s
             return True
-        if self.asked is not None:
-            if stayed != self.host_stays or (deadline_s is not None and deadline_s < self.kill_s):
-                # The host is taken away, or sooner than announced: an end for another reason gets less time.
-                self.kill_s = min(self.kill_s, deadline_s if deadline_s is not None else inf)
+        # The host may be taken away, or sooner than announced: an end for another reason gets less time.
+        self.kill_s = min(self.kill_s, deadline_s)
+        is_own = (asked.host, asked.kind) == (end.host, EndKind.LEAVING)
+        if asked.loses_state or is_own or end.kind is not EndKind.LEAVING or request is None:
             return False
-        self.asked, self.asked_s = end, now_s
-        if not at_once:
-            self.kill_s = min(self.kill_s, now_s + stop_limit_s if deadline_s is None else deadline_s)
-            self.ask_s = now_s
+        # It was asked to leave in another orderly end: the next generation must not count on it.
+        self.asked, self.ask_s = end, min(self.ask_s, now_s)
         return True
 
     @property

@@ -69,12 +69,10 @@ class _Worker:
 class ForkServer:
     """Runs the workers of one generation after another, and their rendezvous store if this host is the first."""
 
-    def __init__(
-        self, launcher: socket.socket, *, unfit: str = "", arguments: Sequence[str] = (), composed: "Composed | None" = None
-    ) -> None:
+    def __init__(self, launcher: socket.socket, *, unfit: str, arguments: Sequence[str], composed: "Composed | None") -> None:
         """`unfit`: why no worker can be started here. `composed`: the configuration of workers with these `arguments`."""
         self._launcher = launcher
-        self._arguments = list(arguments)
+        self._arguments = arguments
         self._composed = composed
         self._unfit = unfit
         self._workers: list[_Worker] = []
@@ -114,7 +112,6 @@ class ForkServer:
         self,
         *,
         order: int,
-        arguments: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         channels: Sequence[int],
         store_port: int | None,
@@ -136,18 +133,17 @@ class ForkServer:
             if store_port and (problem := self._start_store(store_port)):
                 where = f"the store that the workers meet through cannot be opened at port {store_port}"
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
-            composed = self._composed if arguments == self._arguments else None
             for index, (variables, channel) in enumerate(zip(environments, channels, strict=True)):
                 environment = {**variables, CHANNEL: str(channel)}
                 if unforked:
                     os.set_inheritable(channel, True)
-                    command = [sys.executable, "-u", "-m", _MODULE, *arguments]
+                    command = [sys.executable, "-u", "-m", _MODULE, *self._arguments]
                     pid = os.posix_spawn(sys.executable, command, {**os.environ, **environment}, setsid=True)
                     os.set_inheritable(channel, False)
                 else:
                     others = [one for one in channels if one != channel]
                     others += [one.descriptor for one in (*self._workers, *started) if one.descriptor >= 0]
-                    pid = self._fork(partial(_become_worker, arguments, environment, composed, others))
+                    pid = self._fork(partial(_become_worker, self._arguments, environment, self._composed, others))
                 started.append(_Worker(order, index, pid, identify(pid), _descriptor_of(pid)))
         except OSError as error:
             if store_port is None:

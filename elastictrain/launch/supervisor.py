@@ -63,7 +63,6 @@ class Supervisor:
     """One launcher's life, from its first look at the registry to its exit code. Built in __main__.py."""
 
     config: RunConfig
-    run_arguments: tuple[str, ...]
     registry: HostRegistry
     heartbeat: HeartbeatMesh
     workers: WorkerGroup
@@ -87,7 +86,6 @@ class Supervisor:
         self._attempt: Attempt | None = None
         self._recovery: Recovering | None = None  # from the failure of a generation until a step of a later one is done
         self._stop_cost_s: float | None = None  # duration of the last end; waiting for hosts after it is no restart cost
-        self._reached_last_step = False
         self._restart_cost_s = 0.0
         self._known = KnownStep()
         self._stopped_step, self._unforked = 0, ""
@@ -102,12 +100,11 @@ class Supervisor:
         while True:
             self._look_after_workers()
             self._exchange_records()
-            for leave in (self._leave_if_asked, self._leave_if_taken):
-                if (code := leave()) is not None:
-                    return code
+            if (code := self._leave_if_taken()) is not None:
+                return code
             if self.registry.record.state is HostState.UNFIT and self.clock() >= self._retry_s:
                 self._check_again()
-            if self.registry.known.reads:
+            if self.registry.known.reads or self.stop_request() is not None:
                 decision = decide(self._cluster_state(), self.config.launch)
                 if isinstance(decision, Leave):
                     return self._leave(decision.exit_code, decision.reason)
@@ -130,6 +127,7 @@ class Supervisor:
 
     def _cluster_state(self) -> ClusterState:
         (heard, heard_since_s), hours = self.heartbeat.heard, self.config.launch.max_hours
+        request, run = self.stop_request(), self.workers.run
         return replace(
             self.registry.known,
             now_s=self.clock(),
@@ -144,8 +142,8 @@ class Supervisor:
             on_poisoned=self.config.fault.on_poisoned,
             left_s=max(0.0, self._began_s + 3600 * hours - self.clock()) if hours else float("inf"),
             stop_limit_s=self._stop_limit_s,
-            wants_to_leave=self.stop_request() is not None,
-            straggles=self.workers.slow,
+            stop_reason=f"asked to stop ({request.reason})" if request is not None else "",
+            straggles=run.slow if run is not None else None,
         )
 
     def _act(self, decision: Decision) -> None:
@@ -188,10 +186,10 @@ class Supervisor:
             self.workers.release()
         environments = self._plan(generation, restarted=restarted, recovery=recovery)
         store_port = generation.master_port if generation.members[0].host == host else 0
-        self.workers.start(self.run_arguments, environments, store_port=store_port)
+        run = self.workers.start(environments, store_port=store_port)
         attempt.start(
             now_s=self.clock(),
-            reused=self.workers.reused,
+            reused=run.reused,
             in_place=recovery is not None and recovery.rung == "in_place",
             init_timeout_s=self.config.fault.init_timeout_s,
         )
@@ -229,16 +227,17 @@ class Supervisor:
             self.workers.ask_to_stop(attempt.stop_message(now_s=now_s))
         if now_s >= attempt.kill_s:
             self.workers.kill()
-        ended = self.workers.poll()
-        if ended is None:
-            if self.workers.failed:
-                attempt.lose_worker(self.workers.failed, now_s=now_s)
-            elif late := attempt.late(now_s=now_s, silent=self.workers.silent, attached=self.workers.attached):
+        ended, run = self.workers.poll(), self.workers.run
+        if ended is None and run is not None:
+            if codes := run.codes:
+                attempt.lose_worker(codes, now_s=now_s)
+            elif late := attempt.late(now_s=now_s, silent=run.silent, attached=run.attached):
                 number, host = attempt.generation.number, self.registry.record.host
                 end = End(number, host, EndKind.FAILED, EXIT_TRANSPORT, str(Phase.START), 0, 0, late, blames=(host,))
                 self._finish(attempt, end, at_once=True)
-            self._note_begin(attempt)
-        else:
+            if run.begun is not None and not attempt.begun:
+                self._note_begin(attempt, unforked=run.unforked)
+        elif ended is not None:
             self._over(attempt, self._judge(attempt, ended))
 
     def _judge(self, attempt: Attempt, ended: WorkersEnd) -> End:
@@ -259,7 +258,7 @@ class Supervisor:
         if not end.loses_state and EXIT_TRANSPORT in attempt.codes.values():
             self.workers.release()  # connections broke: that may be the network, which new processes check
         self._hurried_until_s = self.clock() + _HURRIED_S
-        self._attempt, self._reached_last_step = None, end.kind is EndKind.DONE
+        self._attempt = None
         # The fork server may have ended, too; prepare() starts it again before the next generation.
         self.workers.prepare()
         self._stop_cost_s = self.clock() - attempt.asked_s if attempt.asked is not None else 0.0
@@ -289,7 +288,7 @@ class Supervisor:
         say it; None: all. `bound`: see `WorkerProcess`."""
         environments = self._plan(generation, restarted=True)
         number = auto if self.config.launch.standbys == "auto" else self.config.launch.standbys
-        self.workers.keep_standbys(self.run_arguments, environments[:number], bound=bound)
+        self.workers.keep_standbys(environments[:number], bound=bound)
 
     def _leave_out(self, reason: str, *, ended: int) -> None:
         self.workers.release()
@@ -298,34 +297,18 @@ class Supervisor:
             self._retry_s = self.clock() + (self.config.launch.retry_unfit_s or float("inf"))
         self.registry.update(HostState.UNFIT, reason=reason, ended=max(ended, before.ended), committed_step=self._known.step)
 
-    def _note_begin(self, attempt: Attempt) -> None:
+    def _note_begin(self, attempt: Attempt, *, unforked: str) -> None:
         """After the first step: measure the restart cost, and report what makes restarts slow."""
-        if attempt.begun or not self.workers.begun:
-            return
         attempt.begun, self._recovery = True, None
         # On a device a standby is built for one rank; on CPUs it takes any.
         self._keep_standbys(attempt.generation, auto=None if self.uses_gpus else 1, bound=BUILT_FOR if self.uses_gpus else ())
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
         # Once: slow restarts are no reason not to train.
-        if (unforked := self.workers.unforked) and unforked != self._unforked:
+        if unforked and unforked != self._unforked:
             self._unforked = unforked
             self.print_line(f"each restart imports torch anew, which takes seconds longer: {unforked}")
             self.recorder.record(attempt.generation.number, WorkersNotForked(reason=unforked))
-
-    def _leave_if_asked(self) -> int | None:
-        request, attempt = self.stop_request(), self._attempt
-        if request is None:
-            return None
-        reason = f"asked to stop ({request.reason})"
-        if attempt is None:
-            is_done = self._reached_last_step
-            return self._leave(EXIT_OK, "the last step is done") if is_done else self._leave(EXIT_STOPPED, reason)
-        if attempt.asked is None:
-            host, number = self.registry.record.host, attempt.generation.number
-            end = End(number, host, EndKind.LEAVING, EXIT_STOPPED, "", 0, 0, reason)
-            self._finish(attempt, end, at_once=False)
-        return None
 
     def _leave_if_taken(self) -> int | None:
         """Leave if a run that no launcher started took the folder, at the start or while this host was frozen or cut off.

@@ -63,14 +63,14 @@ class Host:
         self.number += 1
         if self.process is None:
             self.process = self.server.prepare(program=program, worker=WORKER)
-        self.server.group.start((), self.environments(count), store_port=0)
+        self.server.group.start(self.environments(count), store_port=0)
         self.wait_until_attached()
         return {str(rank): self.part(rank)[0] for rank in range(count)}
 
     def wait_until_attached(self) -> None:
         def attached() -> bool:
             assert self.server.group.poll() is None
-            return self.server.group.attached
+            return self.server.group.run.attached
 
         wait_until(attached, timeout_s=30, what="the groups")
 
@@ -83,7 +83,7 @@ class Host:
         """Returns its pid, once it waits."""
         assert self.process is not None
         before = set(self.process.children())
-        self.server.group.keep_standbys((), self.environments(count)[-1:], bound=())
+        self.server.group.keep_standbys(self.environments(count)[-1:], bound=())
         wait_until(lambda: len(set(self.process.children()) - before) == 1, timeout_s=30, what="the standby")  # type: ignore[union-attr]
         (standby,) = set(self.process.children()) - before
         wait_until((self.server.folder / f"standby-{standby.pid}").exists, timeout_s=30, what="its word")
@@ -94,7 +94,7 @@ class Host:
         """Kill a worker, and have the others detach."""
         os.kill(pid, signal.SIGKILL)
         group = self.server.group
-        wait_until(lambda: group.poll() is None and group.failed == {rank: -9}, timeout_s=20, what="the death")
+        wait_until(lambda: group.poll() is None and group.run.codes == {rank: -9}, timeout_s=20, what="the death")
         group.detach("a worker has died")
         return self.server.end(timeout_s=20)
 
@@ -179,7 +179,7 @@ def test_a_worker_that_does_not_detach_is_killed_and_the_others_are_kept(host: H
     first = host.begin(2)
     group = host.server.group
     group.detach("over")
-    wait_until(lambda: group.poll() is None and group.failed == {0: 71}, timeout_s=20, what="the one that listens")
+    wait_until(lambda: group.poll() is None and group.run.codes == {0: 71}, timeout_s=20, what="the one that listens")
     group.kill()
     assert host.server.end(timeout_s=20) == WorkersEnd(1, {0: 71})
     deaf = psutil.Process(first["1"]) if psutil.pid_exists(first["1"]) else None
@@ -261,10 +261,10 @@ def test_a_standby_for_which_there_is_no_room_costs_the_generation_nothing(host:
     assert host.process is not None
     for _ in range(2):
         # Each first step tries it again.
-        group.keep_standbys((), host.environments(2)[-1:], bound=())
+        group.keep_standbys(host.environments(2)[-1:], bound=())
         time.sleep(0.3)
         assert group.poll() is None
-        assert group.failed == {}
+        assert group.run.codes == {}
     assert lives(host.process)
     assert {one.pid for one in host.process.children()} == {*first.values()}
     assert host.lose(first["1"], rank=1) == WorkersEnd(1, {1: -9})

@@ -158,7 +158,7 @@ class World:
 
     def begin(self, num_workers: int, *, store_port: int = 7, **place: int) -> list[FakeWorker]:
         """The next generation; returns the workers that were started for it."""
-        self.group.start(ARGUMENTS, self.places(num_workers, **place), store_port=store_port)
+        self.group.start(self.places(num_workers, **place), store_port=store_port)
         return self.server.start_workers()
 
     def train(self, workers: Sequence[FakeWorker], *, transport: str = "") -> None:

@@ -140,15 +140,15 @@ class FakeWorkers:
     """They run until they are killed, or are told how they end."""
 
     diary: Diary
-    orders: list[tuple[Sequence[str], Sequence[Mapping[str, str]], int]] = field(default_factory=list)
+    orders: list[tuple[Sequence[Mapping[str, str]], int]] = field(default_factory=list)
     running: bool = False
     ended: WorkersEnd | None = None
     unforked: str = ""
-    failed: dict[int, int] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
     reused: bool = False
     silent: list[int] = field(default_factory=list)
     attached: bool = True
-    resumed_step: int | None = None
+    begun: int | None = None
     slow: SlowRank | None = None
     asked: list[Stop] = field(default_factory=list)
     standbys: list[tuple[Sequence[Mapping[str, str]], tuple[str, ...]]] = field(default_factory=list)
@@ -157,17 +157,19 @@ class FakeWorkers:
     def prepare(self) -> None:
         self.diary.note("prepare")
 
-    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
+    def start(self, environments: Sequence[Mapping[str, str]], *, store_port: int) -> "FakeWorkers":
         assert not self.running
         self.diary.note("start")
-        self.orders.append((arguments, environments, store_port))
-        self.running, self.ended, self.failed = True, None, {}
-        self.resumed_step = self.slow = None
+        self.orders.append((environments, store_port))
+        self.running, self.ended, self.codes = True, None, {}
+        self.begun = self.slow = None
         self.asked = []
+        return self
 
     @property
-    def begun(self) -> bool:
-        return self.resumed_step is not None
+    def run(self) -> "FakeWorkers | None":
+        """They are those of one generation after the other."""
+        return self if self.running else None
 
     def poll(self) -> WorkersEnd | None:
         assert self.running
@@ -183,10 +185,7 @@ class FakeWorkers:
         assert not self.running
         self.diary.note("release")
 
-    def keep_standbys(
-        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]
-    ) -> None:
-        assert not self.orders or arguments == self.orders[-1][0]
+    def keep_standbys(self, environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]) -> None:
         self.standbys.append((environments, bound))
 
     def ask_to_stop(self, message: Stop) -> None:
@@ -195,7 +194,7 @@ class FakeWorkers:
 
     def kill(self) -> None:
         self.diary.note("kill")
-        self.ended = WorkersEnd(KILLED, {}, begun=self.resumed_step)
+        self.ended = WorkersEnd(KILLED, {}, begun=self.begun)
 
     def close(self) -> None:
         self.diary.note("close-workers")
@@ -297,7 +296,7 @@ class SupervisedHost:
 
     def begin_training(self, *, resumed_step: int = 0) -> None:
         """The first step is through."""
-        self.workers.resumed_step = resumed_step
+        self.workers.begun = resumed_step
 
     def note_committed(self, step: int) -> None:
         """The workers know that this step is in storage."""
@@ -305,7 +304,7 @@ class SupervisedHost:
 
     def end_workers(self, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
         """They end by themselves."""
-        self.workers.ended = WorkersEnd(code, codes or {}, begun=self.workers.resumed_step, reasons=reasons)
+        self.workers.ended = WorkersEnd(code, codes or {}, begun=self.workers.begun, reasons=reasons)
 
     def ask(self, *, notice_s: float | None, reason: str = "SIGTERM") -> None:
         """A person, a scheduler or the cloud wants this host back."""
@@ -337,7 +336,6 @@ class SupervisedHost:
     def _supervise(self, options: RunConfig) -> Supervisor:
         return Supervisor(
             config=options,
-            run_arguments=("recipe=made_up",),
             registry=cast(HostRegistry, self.registry),
             heartbeat=cast(HeartbeatMesh, self.heartbeat),
             workers=cast(WorkerGroup, self.workers),

@@ -221,13 +221,11 @@ class TestAskedToLeave:
         assert (host.registry.record.state, host.registry.record.ended) == (HostState.GONE, 1)
 
     @pytest.mark.parametrize(("hosts", "has_store"), [("a", True), ("ab", True), ("ba", False)])
-    def test_workers_get_the_arguments_and_the_first_host_has_the_store(
-        self, host: SupervisedHost, hosts: str, has_store: bool
-    ) -> None:
+    def test_the_first_host_has_the_store(self, host: SupervisedHost, hosts: str, has_store: bool) -> None:
         made = generation(1, hosts)
         host.run_workers(made)
-        ((arguments, environments, store_port),) = host.workers.orders
-        assert (arguments, store_port) == (("recipe=made_up",), made.master_port if has_store else 0)
+        ((environments, store_port),) = host.workers.orders
+        assert store_port == (made.master_port if has_store else 0)
         assert len(environments) == made.members[0].processes
 
     def test_workers_that_end_in_time_are_not_killed(self, host: SupervisedHost) -> None:
@@ -618,7 +616,7 @@ class TestRestartCost:
 def test_workers_that_have_lost_one_are_detached_at_once(codes: dict[int, int], host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = codes
+    host.workers.codes = codes
     assert host.go(10.0) is None
     assert host.diary.when("detach") == near(lost_s)
     assert host.diary.when("kill") == near(lost_s + DETACHED_S)
@@ -632,7 +630,7 @@ def test_workers_have_half_a_second_to_find_the_error_of_one_and_half_a_minute_b
 ) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = {1: code}
+    host.workers.codes = {1: code}
     assert host.go(30.0) is None
     assert host.diary.when("ask")[:1] == near(lost_s + 0.5)
     assert host.diary.order("detach", "kill") == []
@@ -643,7 +641,7 @@ def test_workers_have_half_a_second_to_find_the_error_of_one_and_half_a_minute_b
 def test_what_is_left_to_workers_that_have_lost_one_is_not_more_when_this_host_is_to_leave(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = {1: 70}
+    host.workers.codes = {1: 70}
     assert host.go(0.2) is None
     host.ask(notice_s=600.0)
     assert host.go(60.0) is not None or host.diary.when("kill")

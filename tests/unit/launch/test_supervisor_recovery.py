@@ -51,7 +51,7 @@ def fail(host: SupervisedHost, number: int, *, codes: dict[int, int] | None = No
 
 def plan_of(host: SupervisedHost) -> RecoveryPlan | None:
     """What the newest workers are told of their recovery."""
-    launcher = read_identity(host.workers.orders[-1][1][0]).launcher
+    launcher = read_identity(host.workers.orders[-1][0][0]).launcher
     assert launcher is not None
     return launcher.recovery
 
@@ -163,7 +163,7 @@ class TestStandbys:
         host.begin_training()
         assert host.go(5.0) is None
         ((environments, bound),) = host.workers.standbys
-        places = host.workers.orders[0][1]
+        places = host.workers.orders[0][0]
         assert list(environments) == [one | {"ELASTICTRAIN_RESTARTED": "1"} for one in places[: len(environments)]]
         return [one["RANK"] for one in environments], bound
 

@@ -47,18 +47,18 @@ class TestNewWorkers:
     def test_each_gets_its_rank_and_a_channel_of_its_own(self, world: World) -> None:
         first, second = world.begin(2)
         order = world.server.orders[0]
-        assert (order["arguments"], order["store_port"]) == (list(ARGUMENTS), 7)
+        assert order["store_port"] == 7
         assert world.server.command[-1] == ARGUMENTS[0], "the server prepares for them"
         assert [(one["RANK"], one[PREVIOUS_WORKERS]) for one in order["environments"]] == [("0", ""), ("1", "")]
         first.say(Introduced())
         assert world.group.poll() is None
-        assert world.group.silent == [1]
+        assert world.group.run.silent == [1]
         second.say(Introduced(), Attached(""))
         assert world.group.poll() is None
-        assert (world.group.silent, world.group.attached, world.group.reused) == ([], False, False)
+        assert (world.group.run.silent, world.group.run.attached, world.group.run.reused) == ([], False, False)
         first.say(Attached(""))
         assert world.group.poll() is None
-        assert world.group.attached
+        assert world.group.run.attached
 
     def test_none_is_told_to_attach(self, world: World) -> None:
         workers = world.begin(2)
@@ -73,7 +73,7 @@ class TestSurvivors:
         world.fail(dead, [first, last])
         assert [one.heard() for one in (first, last)] == [[Detach("a worker is gone")]] * 2
         assert len(world.group.waiting) == 2
-        world.group.start(ARGUMENTS, world.places(3), store_port=8)
+        world.group.start(world.places(3), store_port=8)
         (new,) = world.server.start_workers(told=False)
         assert ranks(world) == ["1"]
         assert world.group.poll() is None
@@ -85,7 +85,7 @@ class TestSurvivors:
         got = [one.environment for (one,) in told if isinstance(one, Attach)]
         assert [(one["RANK"], one["ELASTICTRAIN_GENERATION"]) for one in got] == [("0", "2"), ("2", "2")]
         assert not any(one.was_killed for one in (first, last))
-        assert (world.group.silent, world.group.attached, world.group.reused) == ([0, 1, 2], False, False)
+        assert (world.group.run.silent, world.group.run.attached, world.group.run.reused) == ([0, 1, 2], False, False)
 
     def test_all_of_them_are_used_again_where_another_host_failed(self, world: World) -> None:
         workers = world.begin(2, world_size=4, first=2)
@@ -98,7 +98,7 @@ class TestSurvivors:
             assert world.begin(2, world_size=4, first=2) == []
             assert world.group.poll() is None
             # Who had not built anything yet needs the time of a new worker.
-            assert world.group.reused is built
+            assert world.group.run.reused is built
 
     @pytest.mark.parametrize("place", [{"world_size": 5}, {"world_size": 4, "first": 1}], ids=["world", "rank"])
     def test_that_were_built_for_another_group_are_killed(self, place: dict[str, int], world: World) -> None:
@@ -111,7 +111,7 @@ class TestSurvivors:
         assert world.group.poll() is None
         first.die()
         assert world.group.poll() is None
-        assert world.group.failed == {}, "its end is none of the new ones"
+        assert world.group.run.codes == {}, "its end is none of the new ones"
 
     def test_that_are_too_many_are_killed(self, world: World) -> None:
         workers = world.begin(2)
@@ -151,7 +151,7 @@ class TestSurvivors:
         world.begin(3)
         assert ranks(world) == ["1", "2"]
         assert world.group.poll() is None
-        assert world.group.failed == {}
+        assert world.group.run.codes == {}
 
     def test_one_that_has_died_unseen_is_no_survivor(self, world: World) -> None:
         """The fork server has not told of it yet."""
@@ -170,7 +170,7 @@ class TestSurvivors:
         (new,) = world.begin(2)
         first.die(-11)
         assert world.group.poll() is None
-        assert world.group.failed == {0: -11}
+        assert world.group.run.codes == {0: -11}
         new.say(Introduced(), Detached(71))
         assert world.group.poll() == WorkersEnd(1, {0: -11})
         assert len(world.group.waiting) == 1
@@ -183,7 +183,7 @@ class TestHowAGenerationEnds:
         world.train([first, dead])
         world.fail(dead, [first])
         first.heard()
-        world.group.start(ARGUMENTS, world.places(2), store_port=7)
+        world.group.start(world.places(2), store_port=7)
         world.group.detach("b has failed")
         (new,) = world.server.start_workers()
         assert world.group.poll() is None
@@ -199,10 +199,10 @@ class TestHowAGenerationEnds:
         first, dead, last = world.begin(3)
         first.say(Detached(71))
         assert world.group.poll() is None
-        assert world.group.failed == {0: 71}
+        assert world.group.run.codes == {0: 71}
         dead.die(-6)
         assert world.group.poll() is None
-        assert world.group.failed == {1: -6}
+        assert world.group.run.codes == {1: -6}
         last.say(Detached(71))
         assert world.group.poll() == WorkersEnd(1, {1: -6})
 
@@ -212,7 +212,7 @@ class TestHowAGenerationEnds:
         assert world.group.poll() is None
         first.die(-15)
         assert world.group.poll() is None
-        assert world.group.failed == {1: -9}
+        assert world.group.run.codes == {1: -9}
         workers[2].die(0)
         assert world.group.poll() == WorkersEnd(1, {1: -9})
 
@@ -256,7 +256,7 @@ class TestHowAGenerationEnds:
         for one, reason in zip(workers, own, strict=False):
             one.say(Reason(reason.rank, 71, "forward", 9, "the last one counts"), reason)
         assert world.group.poll() is None
-        assert world.group.begun
+        assert world.group.run.begun == 7
         world.server.tell(reason=msgspec.to_builtins(FORK_SERVER))
         for one in workers:
             one.die(70)
@@ -265,7 +265,7 @@ class TestHowAGenerationEnds:
         assert ended.reasons == (FORK_SERVER, own[0], outside[1], own[2], own[3], outside[4])
         assert (ended.step, ended.begun) == (9, 7)
         world.begin(5)
-        assert (world.group.begun, world.group.slow) == (False, None)
+        assert (world.group.run.begun, world.group.run.slow) == (None, None)
 
     def test_a_worker_that_stays_leaves_reasons_and_requests_behind(self, world: World) -> None:
         (one,) = world.begin(1)
@@ -274,15 +274,15 @@ class TestHowAGenerationEnds:
         for request in (slow, None, slow):
             one.say(Straggler(request))
             assert world.group.poll() is None
-            assert world.group.slow == request
+            assert world.group.run.slow == request
         one.say(Begun(3), Reason(0, 71, "reduce", 9, "gone"), Detached(71, built=True))
         ended = world.group.poll()
         assert ended is not None
         assert [reason.sentence for reason in ended.reasons] == ["gone"]
-        world.group.start(ARGUMENTS, world.places(1), store_port=7)
+        world.group.start(world.places(1), store_port=7)
         assert world.server.start_workers() == []
         assert world.group.poll() is None
-        assert (world.group.begun, world.group.slow) == (False, None)
+        assert (world.group.run.begun, world.group.run.slow) == (None, None)
         one.say(Detached(71))
         assert world.group.poll() == WorkersEnd(1, {0: 71})
 
@@ -336,7 +336,7 @@ def test_new_workers_get_the_variables_that_a_preflight_has_set_even_where_none_
 
 class TestStandby:
     def keep(self, world: World) -> FakeWorker:
-        world.group.keep_standbys(ARGUMENTS, [{**world.places(2)[-1]}], bound=())
+        world.group.keep_standbys([{**world.places(2)[-1]}], bound=())
         (standby,) = world.server.start_workers()
         return standby
 
@@ -353,9 +353,9 @@ class TestStandby:
         (told,) = standby.heard()
         assert isinstance(told, Attach)
         assert (told.environment["RANK"], told.environment["ELASTICTRAIN_GENERATION"]) == ("1", str(world.number))
-        assert world.group.reused
+        assert world.group.run.reused
         world.train([first, standby])
-        assert world.group.attached
+        assert world.group.run.attached
 
     def test_that_still_warms_stays_a_standby(self, world: World) -> None:
         """A new worker may be there earlier; and nobody takes its word that it is ready for the end of a generation."""
@@ -376,7 +376,7 @@ class TestStandby:
     @pytest.mark.parametrize("bound", [(), ("LOCAL_RANK",), BUILT_FOR])
     def test_of_a_device_takes_the_place_of_its_local_rank_only(self, bound: tuple[str, ...], world: World) -> None:
         workers = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[:1], bound=bound)
+        world.group.keep_standbys(world.places(2)[:1], bound=bound)
         (standby,) = world.server.start_workers()
         assert standby.environment["ELASTICTRAIN_STANDBY"] == ("exact" if bound == BUILT_FOR else "any")
         world.train(workers)
@@ -389,7 +389,7 @@ class TestStandby:
     @pytest.mark.parametrize("bound", [(), ("LOCAL_RANK",), BUILT_FOR])
     def test_that_is_built_for_another_world_makes_room(self, bound: tuple[str, ...], world: World) -> None:
         workers = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[1:], bound=bound)
+        world.group.keep_standbys(world.places(2)[1:], bound=bound)
         (standby,) = world.server.start_workers()
         world.train(workers)
         standby.say(Detached(0))
@@ -400,7 +400,7 @@ class TestStandby:
     def test_of_devices_are_replaced_for_the_same_devices(self, world: World) -> None:
         workers = world.begin(3)
         places = world.places(3)[:2]
-        world.group.keep_standbys(ARGUMENTS, places, bound=("LOCAL_RANK",))
+        world.group.keep_standbys(places, bound=("LOCAL_RANK",))
         standbys = world.server.start_workers()
         assert ranks(world) == ["0", "1"]
         world.train(workers)
@@ -410,21 +410,21 @@ class TestStandby:
         assert world.begin(3) == []
         assert world.group.poll() is None
         assert [bool(one.heard()) for one in standbys] == [False, True]
-        world.group.keep_standbys(ARGUMENTS, places, bound=("LOCAL_RANK",))
+        world.group.keep_standbys(places, bound=("LOCAL_RANK",))
         world.server.start_workers()
         assert ranks(world) == ["1"]
 
     def test_as_many_as_are_wanted(self, world: World) -> None:
         world.begin(3)
         for wanted, started in ((2, ["0", "1"]), (3, ["2"])):
-            world.group.keep_standbys(ARGUMENTS, world.places(3)[:wanted], bound=())
+            world.group.keep_standbys(world.places(3)[:wanted], bound=())
             assert len(world.server.start_workers()) == len(started)
             assert ranks(world) == started
 
     def test_one_is_enough(self, world: World) -> None:
         world.begin(2)
         self.keep(world)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], bound=())
+        world.group.keep_standbys(world.places(2)[-1:], bound=())
         with pytest.raises(BlockingIOError):
             world.server.start_workers()
 
@@ -446,7 +446,7 @@ class TestStandby:
         standby = self.keep(world)
         standby.die(78)
         assert world.group.poll() is None
-        assert world.group.failed == {}
+        assert world.group.run.codes == {}
         again = self.keep(world)
         again.say(Detached(0))
         world.train([first, dead])
@@ -486,7 +486,7 @@ class TestReleasing:
 
     def test_kills_those_that_wait_and_the_standbys(self, world: World) -> None:
         first, dead, last = world.begin(3)
-        world.group.keep_standbys(ARGUMENTS, world.places(3)[-1:], bound=())
+        world.group.keep_standbys(world.places(3)[-1:], bound=())
         (standby,) = world.server.start_workers()
         standby.say(Detached(0))
         world.train([first, dead, last])
@@ -500,11 +500,11 @@ class TestReleasing:
         for one in (first, last, standby):
             one.die()
         assert world.group.poll() is None
-        assert world.group.failed == {}
+        assert world.group.run.codes == {}
 
     def test_closing_kills_the_standby_as_well(self, world: World) -> None:
         first, dead = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], bound=())
+        world.group.keep_standbys(world.places(2)[-1:], bound=())
         (standby,) = world.server.start_workers()
         world.train([first, dead])
         world.fail(dead, [first])
@@ -519,7 +519,7 @@ class TestWaiting:
         assert world.group.poll() is None
         threading.Timer(0.05, lambda: worker.say(Introduced())).start()
         began = time.monotonic()
-        while world.group.silent:
+        while world.group.run.silent:
             world.group.wait(10.0)
         assert time.monotonic() - began < 5
 
@@ -575,7 +575,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
             assert one not in warming
             one.say(Introduced(), Attached(""))
         assert world.group.poll() is None
-        assert (world.group.attached, world.group.silent) == (True, [])
+        assert (world.group.run.attached, world.group.run.silent) == (True, [])
         if chance.random() < 0.7:
             warming += keep_standby(world, environments_of(part)[-1], chance)
         dead = [one for one in part.values() if chance.random() < 0.4]
@@ -603,7 +603,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
 
 def keep_standby(world: World, environment: dict[str, str], chance: random.Random) -> list[FakeWorker]:
     """Have one prepared, which may be ready, or dead; returns it if it still warms."""
-    world.group.keep_standbys(ARGUMENTS, [environment], bound=() if chance.random() < 0.7 else ("LOCAL_RANK",))
+    world.group.keep_standbys([environment], bound=() if chance.random() < 0.7 else ("LOCAL_RANK",))
     try:
         (standby,) = world.server.start_workers()
     except BlockingIOError:
