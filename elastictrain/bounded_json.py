@@ -111,9 +111,11 @@ def as_record(value: object, kind: type[T]) -> T:
 class JsonLines(Generic[T]):
     """Assembles records of one `kind` from the bytes of a stream that has one on each line."""
 
-    def __init__(self, kind: type[T], *, limits: JsonLimits = RECORD) -> None:
+    def __init__(self, kind: type[T], *, limits: JsonLimits = RECORD, lenient: bool = False) -> None:
+        """`lenient`: a line that is no such record, or too long, is left out."""
         self._kind = kind
         self._limits = limits
+        self._lenient = lenient
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
@@ -125,8 +127,12 @@ class JsonLines(Generic[T]):
             try:
                 yield parse_record(line, self._kind, limits=self._limits)
             except MalformedJsonError as error:
-                raise MalformedJsonError(f"a message {error}") from error
-        if len(self._rest) > self._limits.max_bytes:
+                if not self._lenient:
+                    raise MalformedJsonError(f"a message {error}") from error
+        if len(self._rest) > self._limits.max_bytes and self._lenient:
+            # What is left of the line is no record either.
+            self._rest.clear()
+        elif len(self._rest) > self._limits.max_bytes:
             raise MalformedJsonError(f"a message has more than {self._limits.max_bytes} bytes")
 
 

@@ -39,7 +39,7 @@ class Detach(msgspec.Struct, tag="detach", frozen=True):
     reason: str
 
 
-class Stop(msgspec.Struct, tag="stop", frozen=True):
+class AskToStop(msgspec.Struct, tag="stop", frozen=True):
     """To a worker, repeatedly: save and leave in order, with the other ranks."""
 
     reason: str
@@ -70,7 +70,7 @@ class Begun(msgspec.Struct, tag="begun", frozen=True):
     resumed_step: int  # whose state was restored
 
 
-class Straggler(msgspec.Struct, tag="straggler", frozen=True):
+class LeaveOutSlow(msgspec.Struct, tag="straggler", frozen=True):
     """From the first worker of a host: leave this host out, whose rank holds up the others; None: not any more."""
 
     slow: SlowRank | None
@@ -83,8 +83,8 @@ class Detached(msgspec.Struct, tag="detached", frozen=True):
     built: bool = False  # whether it has its part of the model already
 
 
-ToWorker = Attach | Detach | Stop
-FromWorker = Introduced | Monitored | Attached | Begun | Straggler | Reason | Detached
+ToWorker = Attach | Detach | AskToStop
+FromWorker = Introduced | Monitored | Attached | Begun | LeaveOutSlow | Reason | Detached
 
 
 def tell_launcher(identity: Identity, message: FromWorker) -> None:
@@ -107,7 +107,7 @@ def encode_line(message: ToWorker | FromWorker) -> bytes:
 class LauncherChannel:
     """A worker's end. `detach_reason` is set from the moment in which the launcher ends the present generation."""
 
-    def __init__(self, connection: socket.socket, *, on_stop: Callable[[Stop], None]) -> None:
+    def __init__(self, connection: socket.socket, *, on_stop: Callable[[AskToStop], None]) -> None:
         """`on_stop` is called in another thread."""
         self._connection = connection
         self.on_stop = on_stop
@@ -175,7 +175,7 @@ def open_channel(identity: Identity, stop: StopListener) -> LauncherChannel | No
     if identity.launcher is None or identity.launcher.channel < 0:
         return None
 
-    def ask(message: Stop) -> None:
+    def ask(message: AskToStop) -> None:
         stop.ask(message.reason, deadline=message.deadline, host_stays=message.host_stays)
 
     os.set_inheritable(identity.launcher.channel, False)

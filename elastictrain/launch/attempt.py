@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from elastictrain import errors
-from elastictrain.fault.launcher_channel import Stop
+from elastictrain.fault.launcher_channel import AskToStop
 from elastictrain.fault.reasons import Reason
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.membership.messages import listed
@@ -113,10 +113,10 @@ class Attempt:
         """Why the workers are to leave the generation."""
         return self.asked.reason if self.asked is not None else "a worker of this host has failed"
 
-    def stop_message(self, *, now_s: float) -> Stop:
+    def stop_message(self, *, now_s: float) -> AskToStop:
         # Workers add "asked to stop" themselves.
         reason = self.reason.removeprefix("asked to stop (").removesuffix(")")
-        return Stop(reason, time.time() + self.kill_s - now_s, self.host_stays)
+        return AskToStop(reason, time.time() + self.kill_s - now_s, self.host_stays)
 
 
 def judge_end(ended: WorkersEnd, *, generation: Generation, host: str, committed_step: int) -> End:

@@ -7,6 +7,7 @@ name is its rank. It inherits nothing harmful: the server has one thread, and no
 
 import gc
 import importlib
+import json
 import os
 import runpy
 import select
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastictrain.bounded_json import DOCUMENT, JsonLines, encode_record
+from elastictrain.bounded_json import encode_record
 from elastictrain.entry_point import split_program
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
@@ -80,7 +81,7 @@ class ForkServer:
 
     def serve(self) -> int:
         """Serve until the launcher closes the socket; returns the exit code. Running workers end with this process."""
-        lines, channels = JsonLines(dict[str, Any], limits=DOCUMENT), list[int]()
+        received, channels = b"", list[int]()
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
             if (
@@ -94,8 +95,10 @@ class ForkServer:
                 for descriptor in descriptors:
                     # A worker that is no fork would inherit the channels of the others.
                     os.set_inheritable(descriptor, False)
+                *orders, received = (received + data).split(b"\n")
                 channels += descriptors
-                for order in lines.feed(data):
+                # Not bounded: a folder's name may be no UTF-8.
+                for order in map(json.loads, orders):
                     own, channels = channels[: len(order["environments"])], channels[len(order["environments"]) :]
                     reason = self._start(**order, channels=own)
                     for descriptor in own:

@@ -24,7 +24,8 @@ class ForkServerLink:
     def __init__(self, program: Sequence[str]) -> None:
         """Start the process."""
         self.channel, theirs = socket.socketpair()
-        self._lines = JsonLines(dict[str, Any], limits=DOCUMENT)
+        # A reason may name a file whose name is no UTF-8.
+        self._lines = JsonLines(dict[str, Any], limits=DOCUMENT, lenient=True)
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603  # our own module
                 program,

@@ -16,7 +16,7 @@ import psutil
 from elastictrain.bounded_json import as_record
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
-from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE, Detach, Stop
+from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE, AskToStop, Detach
 from elastictrain.fault.reasons import Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.fork_server_link import ForkServerLink
@@ -197,7 +197,7 @@ class WorkerGroup:
                 if not one.over:
                     one.send(Detach(reason))
 
-    def ask_to_stop(self, message: Stop) -> None:
+    def ask_to_stop(self, message: AskToStop) -> None:
         for one in self.run.workers if self.run is not None else ():
             if not one.over:
                 one.send(message)

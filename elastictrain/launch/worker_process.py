@@ -18,8 +18,8 @@ from elastictrain.fault.launcher_channel import (
     Detached,
     FromWorker,
     Introduced,
+    LeaveOutSlow,
     Monitored,
-    Straggler,
     ToWorker,
     encode_line,
 )
@@ -57,7 +57,7 @@ class WorkerProcess:
     begun: int | None = None  # the step whose state was restored, once this process has reported its first step
     slow: SlowRank | None = None  # for which it asks to leave this host out
     reason: Reason | None = None  # that it has left
-    _lines: JsonLines[FromWorker] = field(default_factory=lambda: JsonLines(FromWorker))  # type: ignore[arg-type]
+    _lines: JsonLines[FromWorker] = field(default_factory=lambda: JsonLines(FromWorker, lenient=True))  # type: ignore[arg-type]
 
     @property
     def lives(self) -> bool:
@@ -88,7 +88,7 @@ class WorkerProcess:
 
     def receive(self) -> None:
         """Take note of what it has sent."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             while True:
                 data = self.connection.recv(1 << 16, socket.MSG_DONTWAIT)
                 if not data:
@@ -101,12 +101,13 @@ class WorkerProcess:
                             self.reason = message
                         case Begun(step):
                             self.begun = step
-                        case Straggler(slow):
+                        case LeaveOutSlow(slow):
                             self.slow = slow
                         case Introduced():
                             self.introduced = True
                         case Monitored(folder, facts):
-                            self.monitor = _start_monitor(folder, facts)
+                            with suppress(ValueError):
+                                self.monitor = _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
                         case Detached(exit_code, built):
@@ -132,7 +133,7 @@ def assign(workers: Iterable[WorkerProcess], places: Mapping[int, Mapping[str, s
 
 
 def _start_monitor(folder: str, facts: str) -> RankMonitor:
-    """Watch the workers of a generation in a thread, which ends with the last of them."""
+    """Watch the workers of a generation in a thread, which ends with the last of them. Raises: ValueError."""
     # json.loads keeps paths that are not UTF-8; `parse_record` would refuse them.
     host = as_record(json.loads(facts), MonitoredHost)
     monitor = RankMonitor(folder, host, record=partial(keep, facts=host), survivor_s=LAUNCHED_S)

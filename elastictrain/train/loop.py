@@ -12,7 +12,7 @@ from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
 from elastictrain.events import Evaluated, Skip, Step, StepSkipped
-from elastictrain.fault.launcher_channel import Straggler, tell_launcher
+from elastictrain.fault.launcher_channel import LeaveOutSlow, tell_launcher
 from elastictrain.fault.reasons import SlowRank
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.attachment import Attachment
@@ -247,7 +247,7 @@ class Loop:
         if is_told or identity.local_rank > 0:
             return
         self._reported = slow
-        tell_launcher(identity, Straggler(slow))
+        tell_launcher(identity, LeaveOutSlow(slow))
 
     def _follow(self, step: int, actions: StepActions, *, saved: bool) -> None:
         """`saved`: the save of this step is already under way. Raises: StopRequestedError."""

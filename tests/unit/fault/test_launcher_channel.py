@@ -12,6 +12,7 @@ from elastictrain.bounded_json import JsonLines
 from elastictrain.errors import EXIT_TRANSPORT, DetachedError
 from elastictrain.fault import launcher_channel as module
 from elastictrain.fault.launcher_channel import (
+    AskToStop,
     Attach,
     Attached,
     Begun,
@@ -20,8 +21,7 @@ from elastictrain.fault.launcher_channel import (
     FromWorker,
     Introduced,
     LauncherChannel,
-    Stop,
-    Straggler,
+    LeaveOutSlow,
     encode_line,
     has_been_called,
     open_channel,
@@ -45,11 +45,11 @@ class Launcher:
 
     def __init__(self) -> None:
         self.connection, self.theirs = socket.socketpair()
-        self.stops: list[Stop] = []
+        self.stops: list[AskToStop] = []
         self.channel = LauncherChannel(self.theirs, on_stop=self.stops.append)
         self.identity = with_channel(self.theirs.fileno())
 
-    def say(self, *messages: Attach | Detach | Stop) -> None:
+    def say(self, *messages: Attach | Detach | AskToStop) -> None:
         self.connection.sendall(b"".join(map(encode_line, messages)))
 
     def close(self) -> None:
@@ -226,8 +226,8 @@ def test_the_launcher_reads_what_the_worker_says(launcher: Launcher) -> None:
         Introduced(),
         Attached('{"NCCL_DEBUG": "INFO"}'),
         Begun(12),
-        Straggler(SlowRank(3, "rank 3 is slow")),
-        Straggler(None),
+        LeaveOutSlow(SlowRank(3, "rank 3 is slow")),
+        LeaveOutSlow(None),
         Reason(3, 71, "reduce", 12, "a peer is gone: “é”\nand more", guilty=True, missing=(1, 2)),
         Detached(71),
     ]
@@ -248,12 +248,12 @@ def test_who_does_not_read_its_channel_can_see_that_it_is_called(launcher: Launc
     with ours, theirs:
         identity = with_channel(theirs.fileno())
         assert not has_been_called(identity)
-        ours.sendall(encode_line(Stop("a worker has failed", 0.0, host_stays=False)))
+        ours.sendall(encode_line(AskToStop("a worker has failed", 0.0, host_stays=False)))
         assert has_been_called(identity)
 
 
 def test_a_stop_is_passed_on_and_ends_no_generation(launcher: Launcher) -> None:
-    stop = Stop("b leaves", 1100.0, host_stays=True)
+    stop = AskToStop("b leaves", 1100.0, host_stays=True)
     launcher.say(stop, Attach(FIRST), stop)
     assert launcher.channel.wait() == FIRST
     wait_for(lambda: len(launcher.stops) == 2)
@@ -273,7 +273,7 @@ def test_without_a_launcher_there_is_no_channel() -> None:
 
 
 def test_the_descriptor_is_taken_over_and_goes_to_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[socket.socket, Callable[[Stop], None]]] = []
+    made: list[tuple[socket.socket, Callable[[AskToStop], None]]] = []
     monkeypatch.setattr(module, "LauncherChannel", lambda connection, *, on_stop: made.append((connection, on_stop)))
     stop = StopListener(lambda: 42.0, wall=lambda: 1042.0)
     ours, theirs = socket.socketpair()
@@ -286,5 +286,5 @@ def test_the_descriptor_is_taken_over_and_goes_to_no_child(monkeypatch: pytest.M
             assert not connection.get_inheritable()
             ours.sendall(b"x")
             assert connection.recv(9) == b"x"
-        on_stop(Stop("spot", 1100.0, host_stays=True))
+        on_stop(AskToStop("spot", 1100.0, host_stays=True))
         assert stop.request == StopRequest("spot", 42.0, 100.0, host_stays=True)

@@ -22,7 +22,7 @@ from elastictrain.config.composed import (
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.events import Event
-from elastictrain.fault.launcher_channel import Stop
+from elastictrain.fault.launcher_channel import AskToStop
 from elastictrain.fault.reasons import JOB_NAME, Reason, SlowRank, leave_text
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.heartbeat import HeartbeatMesh
@@ -150,7 +150,7 @@ class FakeWorkers:
     attached: bool = True
     begun: int | None = None
     slow: SlowRank | None = None
-    asked: list[Stop] = field(default_factory=list)
+    asked: list[AskToStop] = field(default_factory=list)
     standbys: list[tuple[Sequence[Mapping[str, str]], tuple[str, ...]]] = field(default_factory=list)
     """The likely ranks, and what they are bound to."""
 
@@ -188,7 +188,7 @@ class FakeWorkers:
     def keep_standbys(self, environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]) -> None:
         self.standbys.append((environments, bound))
 
-    def ask_to_stop(self, message: Stop) -> None:
+    def ask_to_stop(self, message: AskToStop) -> None:
         self.diary.note("ask")
         self.asked.append(message)
 

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from elastictrain.fault.launcher_channel import (
+    AskToStop,
     Attach,
     Attached,
     Begun,
     Detach,
     Detached,
     Introduced,
+    LeaveOutSlow,
     Monitored,
-    Stop,
-    Straggler,
 )
 from elastictrain.fault.reasons import NO_RANK, Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
@@ -29,7 +29,7 @@ from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
 
 __all__ = ["world"]
 KILLED = WorkersEnd(-9, {})
-STOP = Stop("spot", 1000.0, host_stays=False)
+STOP = AskToStop("spot", 1000.0, host_stays=False)
 FORK_SERVER = Reason(NO_RANK, 70, "start", 0, "the store has ended")
 
 
@@ -267,12 +267,22 @@ class TestHowAGenerationEnds:
         world.begin(5)
         assert (world.group.run.begun, world.group.run.slow) == (None, None)
 
+    def test_a_reason_that_is_no_text_is_passed_over(self, world: World) -> None:
+        (one,) = world.begin(1)
+        world.train([one])
+        sentence = "no module in /x\udcff"
+        world.server.tell(reason={"rank": NO_RANK, "exit_code": 70, "phase": "start", "step": 0, "sentence": sentence})
+        one.connection.sendall(json.dumps({"type": "reason", "sentence": sentence}).encode() + b"\n")
+        one.say(Begun(3))
+        one.die(0)
+        assert world.group.poll() == WorkersEnd(0, {}, begun=3)
+
     def test_a_worker_that_stays_leaves_reasons_and_requests_behind(self, world: World) -> None:
         (one,) = world.begin(1)
         world.train([one])
         slow = SlowRank(0, "rank 0 is slow")
         for request in (slow, None, slow):
-            one.say(Straggler(request))
+            one.say(LeaveOutSlow(request))
             assert world.group.poll() is None
             assert world.group.run.slow == request
         one.say(Begun(3), Reason(0, 71, "reduce", 9, "gone"), Detached(71, built=True))

@@ -53,7 +53,7 @@ from elastictrain.events import (
     StepSkipped,
     StragglerFound,
 )
-from elastictrain.fault.launcher_channel import FromWorker, Straggler
+from elastictrain.fault.launcher_channel import FromWorker, LeaveOutSlow
 from elastictrain.fault.reasons import SlowRank
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher, RecoveryPlan
@@ -764,7 +764,7 @@ def with_channel(folder: Path) -> Launcher:
 def to_leave_out(launcher: Launcher) -> SlowRank | None:
     lines: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
     told = lines.feed(Path(launcher.folder, "channel").read_bytes())
-    slow = [one.slow for one in told if isinstance(one, Straggler)]
+    slow = [one.slow for one in told if isinstance(one, LeaveOutSlow)]
     return slow[-1] if slow else None
 
 

@@ -143,3 +143,10 @@ def test_a_peer_with_a_wrong_field_is_refused(change: dict[str, object]) -> None
 def test_no_roster(change: dict[str, object]) -> None:
     with pytest.raises(MalformedJsonError):
         as_record(ROSTER | change, SaverRoster)
+
+
+def test_whoever_is_lenient_reads_on() -> None:
+    lines = JsonLines(ToSaver, lenient=True)
+    long = b"[" + b"1," * RECORD.max_bytes
+    assert list(lines.feed(b"{\n" + encode(RunFinished()) + long)) == [RunFinished()]
+    assert list(lines.feed(b"1]\n" + encode(RunFinished()))) == [RunFinished()]
