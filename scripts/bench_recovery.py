@@ -13,8 +13,8 @@ happened to. Exit code 1 if they are not. The goodput is that of
 On GPUs losses are equal with `run.deterministic=true` only. Both runs and their checkpoints are in TMPDIR until the end. Deaths
 without a newly committed step between them count as failures: with many in a row set `launch.max_failures`.
 
-With `--calm S` nobody is killed: it trains for S seconds, and prints how long saves held training up (by the events of all
-ranks) and how regular heartbeats were (in the ranks' store, and as the rank monitor sees them).
+With `--calm S` nobody is killed: it trains for S seconds, and prints how long saves held training up (by the events of rank 0)
+and how regular heartbeats were (in the ranks' store, and as the rank monitor sees them).
 """
 
 import argparse

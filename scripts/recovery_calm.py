@@ -67,9 +67,9 @@ def watch(run: Run, *, seconds: float) -> SignsOfLife:
 
 
 def stalls(run_dir: Path) -> dict[str, list[float]]:
-    """How long training waited for each snapshot, on any rank: for those of steps that were saved, and for others."""
+    """How long rank 0 waited for each of its snapshots: for those of steps that became checkpoints, and for others."""
     rows: list[Row] = []
-    for path in (run_dir / "events").glob("*-r*.jsonl"):
+    for path in (run_dir / "events").glob("*-[rk]*.jsonl"):
         for line in path.read_text().splitlines():
             # The last line may be torn.
             with suppress(json.JSONDecodeError):
