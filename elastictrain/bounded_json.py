@@ -10,9 +10,9 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -106,6 +106,34 @@ def as_record(value: object, kind: type[T]) -> T:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise MalformedJsonError(f"must be a valid record, but is not: {error}") from error
+
+
+class JsonLines(Generic[T]):
+    """Assembles records of one `kind` from the bytes of a stream that has one on each line."""
+
+    def __init__(self, kind: type[T], *, limits: JsonLimits = RECORD, lenient: bool = False) -> None:
+        """`lenient`: a line that is no such record, or too long, is left out."""
+        self._kind = kind
+        self._limits = limits
+        self._lenient = lenient
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Yield the records that are complete now. Raises: MalformedJsonError."""
+        self._rest += data
+        while (end := self._rest.find(b"\n")) >= 0:
+            line = bytes(self._rest[:end])
+            del self._rest[: end + 1]
+            try:
+                yield parse_record(line, self._kind, limits=self._limits)
+            except MalformedJsonError as error:
+                if not self._lenient:
+                    raise MalformedJsonError(f"a message {error}") from error
+        if len(self._rest) > self._limits.max_bytes and self._lenient:
+            # What is left of the line is no record either.
+            self._rest.clear()
+        elif len(self._rest) > self._limits.max_bytes:
+            raise MalformedJsonError(f"a message has more than {self._limits.max_bytes} bytes")
 
 
 def encode_record(value: object) -> bytes:

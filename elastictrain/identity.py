@@ -9,7 +9,7 @@ from typing import Literal
 from elastictrain.bounded_json import parse_record
 from elastictrain.errors import ConfigError, Problem
 
-LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST, RECOVERY, POISONED = (
+LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST, RECOVERY, POISONED, CHANNEL = (
     f"ELASTICTRAIN_{name}"
     for name in (
         "LAUNCHER",
@@ -20,6 +20,7 @@ LAUNCHER, GENERATION, RESTARTED, FOLDER, PREVIOUS_WORKERS, STORE_HOST, RECOVERY,
         "STORE_HOST",
         "RECOVERY",
         "POISONED",
+        "CHANNEL",
     )
 )
 
@@ -59,12 +60,13 @@ class Launcher:
     pid: int
     generation: int
     restarted: bool  # whether this start follows another one of the same launch
-    folder: str
+    folder: str  # its own, for notes that outlive the workers
     previous_workers: str = (
         ""  # processes of the previous generation that held devices and memory, as `fault.exits` writes them
     )
     recovery: RecoveryPlan | None = None  # None where no generation of this launch has failed before this one
     poisoned: PoisonedSteps = PoisonedSteps()  # frozen
+    channel: int = -1  # descriptor of this process's end of its channel; -1: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
         with suppress(ValueError):
             poisoned = parse_record(environment.get(POISONED, ""), PoisonedSteps)
         restarted = environment.get(RESTARTED) == "1"
-        launcher = Launcher(int(pid), int(generation), restarted, folder, previous_workers, recovery, poisoned)
+        channel = int(text) if (text := environment.get(CHANNEL, "")).isdecimal() else -1
+        launcher = Launcher(int(pid), int(generation), restarted, folder, previous_workers, recovery, poisoned, channel)
     return Identity(**ranks, host=host, launched=True, launcher=launcher)
 
 

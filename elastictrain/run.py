@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from elastictrain.entry_point import leave_process, split_program
 from elastictrain.errors import EXIT_OK, ElasticTrainError
-from elastictrain.fault.reasons import Reason, elect_reporter, leave_reason
+from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, has_been_called, tell_launcher
+from elastictrain.fault.reasons import Reason, elect_reporter
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase
@@ -54,23 +55,21 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     times.end_part("configuration")
     from elastictrain.distributed.device import start_device
     from elastictrain.fault.exits import wait_for_previous_workers
-    from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, open_channel
 
     start_device(config.parallel, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import run_worker
 
     times.end_part("imports")
-    channel, standby = open_channel(os.environ), os.environ.get(STANDBY_VARIABLE, "")
-    return run_worker(config, identity, parent=parent, channel=channel, standby=standby, times=times)
+    return run_worker(config, identity, parent=parent, standby=os.environ.get(STANDBY_VARIABLE, ""), times=times)
 
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
     """Print once per host what is wrong; returns the exit code."""
-    if identity is not None and identity.launcher is not None:
-        leave_reason(identity.launcher.folder, Reason(identity.rank, error.exit_code, str(Phase.START), 0, str(error)))
+    if identity is not None:
+        tell_launcher(identity, Reason(identity.rank, error.exit_code, str(Phase.START), 0, str(error)))
     # A pending SIGTERM ends this process here: no handler is installed yet. The launcher may have blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if identity is None or elect_reporter(identity.local_rank, ending=lambda: False):
+    if identity is None or elect_reporter(identity.local_rank, ending=partial(has_been_called, identity)):
         sys.stderr.write(f"elastictrain: {error}\n")
     return error.exit_code
 

@@ -2,6 +2,7 @@
 
     python scripts/bench_recovery.py --workers 2 --kills 20 [-- data=stdlib train.compile=false ...]
     python scripts/bench_recovery.py --recipe llama_fsdp --workers 4 --kills 5 --every 60 -- data=stdlib
+    python scripts/bench_recovery.py --workers 8 --calm 60 -- checkpoint.snapshot_every_steps=5 checkpoint.every_steps=20
 
 Starts `python -m elastictrain.launch recipe=...` on this machine. After each kill it prints the time until the next step that
 no process had done before, how many steps were repeated, and how many survivors kept their process; at the end the same by kind
@@ -11,6 +12,9 @@ happened to. Exit code 1 if they are not. The goodput is that of
 
 On GPUs losses are equal with `run.deterministic=true` only. Both runs and their checkpoints are in TMPDIR until the end. Deaths
 without a newly committed step between them count as failures: with many in a row set `launch.max_failures`.
+
+With `--calm S` nobody is killed: it trains for S seconds, and prints how long saves held training up (by the events of rank 0)
+and how regular heartbeats were (in the ranks' store, and as the rank monitor sees them).
 """
 
 import argparse
@@ -33,6 +37,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from recovery_calm import calm_table, stalls, watch  # noqa: E402
 from recovery_report import (  # noqa: E402
     Outcome,
     Row,
@@ -191,6 +196,22 @@ def report(parsed: argparse.Namespace, bench: Bench, *, undisturbed: Sequence[Ro
         Path(parsed.json).write_text(json.dumps(figures, indent=1, default=str) + "\n")
 
 
+def stay_calm(parsed: argparse.Namespace, run: Run) -> None:
+    """Train for a while after the first steps, stop, and print what was measured."""
+    run.wait(lambda: last_step(run.events.look()) >= parsed.steps, what="the first steps")
+    first = last_step(run.events.rows)
+    found = watch(run, seconds=parsed.calm)
+    if (code := run.stop()) not in (0, 75):
+        raise StuckError(f"the launcher was asked to stop, and ended with exit code {code}")
+    rows = run.events.look()
+    stalled = stalls(run.folder / "run")
+    print(f"{parsed.workers} workers, {os.cpu_count()} CPU cores, steps {first} to {last_step(rows)}, ", end="")
+    print(f"usually {usual_step_s(steps_of(rows)):.3f} s each\n\n" + "\n".join(calm_table(found, stalled)))
+    if parsed.json:
+        figures = {"arguments": vars(parsed), "stalls_s": stalled, "between_s": asdict(found)}
+        Path(parsed.json).write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="llama_tiny")
@@ -210,6 +231,7 @@ def arguments() -> argparse.Namespace:
         f"of several (build,restore,resume,0.2,{NEVER}) one by chance",
     )
     parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
+    parser.add_argument("--calm", type=float, metavar="S", help="kill nobody, and measure stalls and heartbeats for S seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compare", action="store_true", help="do not train an undisturbed run")
     parser.add_argument("--json", metavar="FILE")
@@ -228,6 +250,9 @@ def main() -> int:
         undisturbed, problems = [], []
         with started(overrides, folders[0], memories[0]) as run:
             try:
+                if parsed.calm:
+                    stay_calm(parsed, run)
+                    return 0
                 bench = disturb(parsed, run, memories[0])
             except StuckError as error:
                 print(f"{(folders[0] / 'log.txt').read_text(errors='replace')[-6000:]}\n{error}")

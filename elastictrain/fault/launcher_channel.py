@@ -6,6 +6,7 @@ it leaves its groups, keeps what it has built, and waits for the rank of the nex
 
 import logging
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -14,11 +15,14 @@ from queue import SimpleQueue
 
 import msgspec
 
+from elastictrain.bounded_json import JsonLines, MalformedJsonError, encode_record
 from elastictrain.errors import DetachedError
+from elastictrain.fault.reasons import Reason, SlowRank
+from elastictrain.fault.stop import StopListener
+from elastictrain.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_VARIABLE = "ELASTICTRAIN_CHANNEL"  # descriptor of the worker's end
 STANDBY_VARIABLE = "ELASTICTRAIN_STANDBY"  # the process gets its rank later; the variables of a rank are a likely one, or:
 ANY_RANK, EXACT = "any", "exact"  # that rank and no other
 
@@ -33,6 +37,14 @@ class Detach(msgspec.Struct, tag="detach", frozen=True):
     """To a worker: its generation has ended."""
 
     reason: str
+
+
+class AskToStop(msgspec.Struct, tag="stop", frozen=True):
+    """To a worker, repeatedly: save and leave in order, with the other ranks."""
+
+    reason: str
+    deadline: float  # unix time at which the worker is killed
+    host_stays: bool  # this host takes part in a later generation: what its memory holds is safe there
 
 
 class Introduced(msgspec.Struct, tag="introduced", frozen=True):
@@ -52,6 +64,18 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
     transport: str  # the variables that the preflight has set for NCCL and gloo, as `preflight.transport.settings` keeps them
 
 
+class Begun(msgspec.Struct, tag="begun", frozen=True):
+    """From the first worker of a host: the first step is done."""
+
+    resumed_step: int  # whose state was restored
+
+
+class LeaveOutSlow(msgspec.Struct, tag="straggler", frozen=True):
+    """From the first worker of a host: leave this host out, whose rank holds up the others; None: not any more."""
+
+    slow: SlowRank | None
+
+
 class Detached(msgspec.Struct, tag="detached", frozen=True):
     """From a worker: it takes part in nothing, and waits for a rank."""
 
@@ -59,44 +83,40 @@ class Detached(msgspec.Struct, tag="detached", frozen=True):
     built: bool = False  # whether it has its part of the model already
 
 
-ToWorker = Attach | Detach
-FromWorker = Introduced | Monitored | Attached | Detached
+ToWorker = Attach | Detach | AskToStop
+FromWorker = Introduced | Monitored | Attached | Begun | LeaveOutSlow | Reason | Detached
 
 
-class Lines:
-    """The messages in a stream of bytes."""
+def tell_launcher(identity: Identity, message: FromWorker) -> None:
+    """From any thread. Never raises: a launcher that has ended is noticed by whoever reads from it."""
+    if identity.launcher is not None:
+        with suppress(OSError):
+            os.write(identity.launcher.channel, encode_line(message))
 
-    def __init__(self, kinds: object) -> None:
-        """`kinds`: a union of messages."""
-        self._decoder = msgspec.json.Decoder(kinds)
-        self._rest = b""
 
-    def feed(self, data: bytes) -> list[object]:
-        """The messages that `data` completes. Raises: msgspec.MsgspecError."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [self._decoder.decode(line) for line in lines]
+def has_been_called(identity: Identity) -> bool:
+    """Whether the launcher has asked a process to end that does not read its channel yet."""
+    launcher = identity.launcher
+    return launcher is not None and launcher.channel >= 0 and bool(select.select([launcher.channel], [], [], 0.0)[0])
 
 
 def encode_line(message: ToWorker | FromWorker) -> bytes:
-    return msgspec.json.encode(message) + b"\n"
+    return encode_record(message) + b"\n"
 
 
 class LauncherChannel:
     """A worker's end. `detach_reason` is set from the moment in which the launcher ends the present generation."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, on_stop: Callable[[AskToStop], None]) -> None:
+        """`on_stop` is called in another thread."""
         self._connection = connection
+        self.on_stop = on_stop
         self._lock = threading.Lock()  # guards the fields below: the generation may end while the worker attaches to it
         self._acting = threading.Lock()  # held while `_on_detach` is called
         self._on_detach: Callable[[], None] | None = None
         self.detach_reason: str | None = None
         self._offers: SimpleQueue[Attach | None] = SimpleQueue()
         threading.Thread(target=self._read, name="launcher-channel", daemon=True).start()
-
-    def send(self, message: FromWorker) -> None:
-        """A launcher that has ended is noticed by the reader."""
-        with suppress(OSError):
-            self._connection.sendall(encode_line(message))
 
     def on_detach(self, act: Callable[[], None] | None) -> None:
         """Have `act` called, in another thread, when the generation ends; None waits until such a call is over. Raises:
@@ -127,33 +147,36 @@ class LauncherChannel:
     def wait(self) -> Mapping[str, str] | None:
         """Wait for a rank; returns its variables, or None if the launcher has ended."""
         offer = self._offers.get()
-        if offer is None:
-            return None
-        return offer.environment
+        return None if offer is None else offer.environment
 
     def _read(self) -> None:
-        lines = Lines(ToWorker)
+        lines: JsonLines[ToWorker] = JsonLines(ToWorker)  # type: ignore[arg-type]
         try:
-            with suppress(OSError, msgspec.MsgspecError):
+            with suppress(OSError, MalformedJsonError):
                 while data := self._connection.recv(1 << 16):
                     for message in lines.feed(data):
                         self._receive(message)
         finally:
             self._offers.put(None)
 
-    def _receive(self, message: object) -> None:
+    def _receive(self, message: ToWorker) -> None:
         if isinstance(message, Attach):
             with self._lock:
                 self.detach_reason = None
             self._offers.put(message)
         elif isinstance(message, Detach):
             self.end_generation(message.reason)
+        else:
+            self.on_stop(message)
 
 
-def open_channel(environment: Mapping[str, str]) -> LauncherChannel | None:
-    """The worker's end of its channel; None if no launcher has started this process."""
-    descriptor = environment.get(CHANNEL_VARIABLE, "")
-    if not descriptor.isdecimal():
+def open_channel(identity: Identity, stop: StopListener) -> LauncherChannel | None:
+    """The worker's end of its channel; None if no launcher has started this process. `stop` gets what the launcher asks for."""
+    if identity.launcher is None or identity.launcher.channel < 0:
         return None
-    os.set_inheritable(int(descriptor), False)
-    return LauncherChannel(socket.socket(fileno=int(descriptor)))
+
+    def ask(message: AskToStop) -> None:
+        stop.ask(message.reason, deadline=message.deadline, host_stays=message.host_stays)
+
+    os.set_inheritable(identity.launcher.channel, False)
+    return LauncherChannel(socket.socket(fileno=identity.launcher.channel), on_stop=ask)

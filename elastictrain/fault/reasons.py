@@ -1,29 +1,23 @@
-"""Why workers end: what an exception means for the run, and the files in which workers leave that for the launcher.
-
-torchrun swallows exit codes.
-"""
+"""Why workers end: what an exception means for the run, and who reports it. torchrun swallows exit codes."""
 
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from elastictrain.bounded_json import encode_record, parse_record
+import msgspec
+
+from elastictrain.bounded_json import parse_record
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, ElasticTrainError, TransportError
 
 logger = logging.getLogger(__name__)
 
 NO_RANK = -1
 
-JOB_NAME = "job.json"  # the job's notes on its run, beside the folders of its generations
-_BEGUN_NAME = "begun.json"
-_STRAGGLER_NAME = "straggler.json"
+JOB_NAME = "job.json"  # the job's notes on its run, in the launcher's folder
 
 _TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
 _TRANSPORT_WORDS = (
@@ -43,8 +37,6 @@ _TRANSPORT_WORDS = (
 _GLOO_TRANSPORT = re.compile(
     r"\[\S*gloo/(transport|rendezvous)/\S*:\d+\]"
 )  # "[PATH:LINE]": where gloo found a connection broken
-
-T = TypeVar("T")
 
 TURN_S = 10.0  # how long other workers of a host leave the report to the first one
 
@@ -73,8 +65,9 @@ def elect_reporter(
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(msgspec.Struct, tag="reason", frozen=True):
+    """Why a worker ends, or takes no part in its generation any more; from the worker to its launcher."""
+
     rank: int  # `NO_RANK` for the process that workers are forked from
     exit_code: int
     phase: str
@@ -99,67 +92,24 @@ class _JobNote:
     step: int
 
 
-def leave_reason(folder: str, reason: Reason, *, only_if_none: bool = False) -> None:
-    """Never raises, because it is the last act of a process. `only_if_none`: a reason that the rank left itself is kept."""
-    leave_text(Path(folder) / f"rank-{reason.rank:05d}.json", encode_record(reason).decode(), only_if_none=only_if_none)
-
-
-def leave_begun(folder: str, *, resumed_step: int) -> None:
-    """Record that the first step is done; `resumed_step` is the one whose state was restored. Never raises."""
-    leave_text(Path(folder) / _BEGUN_NAME, str(resumed_step))
-
-
-def read_begun(folder: str) -> int | None:
-    """The step whose state the generation restored; None if its first step was not done."""
-    return _read(Path(folder) / _BEGUN_NAME, int)
-
-
-def leave_straggler(folder: str, slow: SlowRank | None) -> None:
-    """Ask the launcher to leave its host out, which holds up the others; None: not any more. Never raises."""
-    leave_text(Path(folder) / _STRAGGLER_NAME, encode_record(slow).decode())
-
-
-def read_straggler(folder: Path) -> SlowRank | None:
-    """For which rank the workers ask to leave this host out; None if they do not."""
-    return _read(folder / _STRAGGLER_NAME, SlowRank)
-
-
 def read_noted_step(folder: str) -> int:
     """The newest step that the job's workers on this host knew to be committed; 0 if none. `folder` is the launcher's own."""
-    note = _read(Path(folder) / JOB_NAME, _JobNote)
-    return note.step if note is not None else 0
-
-
-def read_reasons(folder: str) -> list[Reason]:
-    """The reasons of one generation's workers, in order of rank; unreadable ones are skipped."""
-    found = (_read(path, Reason) for path in sorted(Path(folder).glob("rank-*.json")))
-    return [reason for reason in found if reason is not None]
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
     try:
-        return parse_record(path.read_bytes(), kind)
+        return parse_record((Path(folder) / JOB_NAME).read_bytes(), _JobNote).step
     except (OSError, ValueError):
-        return None
+        return 0
 
 
-def leave_text(path: Path, text: str, *, only_if_none: bool = False) -> None:
+def leave_text(path: Path, text: str) -> None:
     """Replace a file atomically. Never raises."""
-    # The watchdog's thread and the main thread may write at the same time.
-    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
+        # Cleaners delete old temporary folders, and a run may last for weeks.
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text)
-        if only_if_none:
-            # A link, because it never replaces a file that another process has left meanwhile.
-            with suppress(FileExistsError):
-                path.hardlink_to(temporary)
-        else:
-            temporary.replace(path)
+        temporary.replace(path)
     except OSError as error:
-        logger.warning("cannot report to the launcher: %s", error)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        logger.warning("cannot note for the launcher: %s", error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,17 +112,10 @@ def _start(arguments: tuple[str, ...]) -> int:
         _print_findings(place)
         return wait_for_launcher(place.job)
     log = HostLog.begin(config.launch.log_dir, host=socket.gethostname()) if config.launch.log_dir else None
-    code = _exit_code(partial(_take_part, config, arguments, place, surroundings))
+    code = _exit_code(partial(_launch, config, arguments, place, surroundings))
     if log is not None:
         log.close(code)
     return code
-
-
-def _take_part(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
-    _print_findings(place)
-    if place.kind == "slurm":
-        acquire_task_lock(place.job, print_line=print_line)
-    return _launch(config, arguments, place, surroundings)
 
 
 def print_line(text: str) -> None:
@@ -150,6 +143,9 @@ def _print_findings(place: ClusterPlace) -> None:
 
 def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
     """Raises: UsageError, HostUnfitError; as `HostAgent.put_together`."""
+    _print_findings(place)
+    if place.kind == "slurm":
+        acquire_task_lock(place.job, print_line=print_line)
     with ExitStack() as ending:
         lock = lock_run(config.run.dir)
         ending.callback(lock.close)
@@ -163,7 +159,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         workers = WorkerGroup(arguments)
         ending.callback(workers.close)
         workers.prepare()
-        agent = HostAgent(config, arguments, place, surroundings, lock, listener, folder, workers)
+        agent = HostAgent(config, place, surroundings, lock, listener, folder, workers)
         if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
             print_line(f"this host is unfit: {unfit}")
             return errors.EXIT_UNFIT
@@ -185,7 +181,6 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
 @dataclass(frozen=True, slots=True)
 class HostAgent:
     config: RunConfig
-    arguments: tuple[str, ...]
     place: ClusterPlace
     surroundings: Surroundings
     lock: HostLock
@@ -238,7 +233,6 @@ class HostAgent:
         recorder.record(0, LauncherStarted(launcher=host, host=name, processes=record.processes))
         return Supervisor(
             config=config,
-            run_arguments=self.arguments,
             registry=registry,
             heartbeat=heartbeat,
             workers=self.workers,

@@ -1,22 +1,18 @@
 """One host's part in a generation: its state, and how the end of its workers is judged."""
 
-import logging
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 
 from elastictrain import errors
+from elastictrain.fault.launcher_channel import AskToStop
 from elastictrain.fault.reasons import Reason
-from elastictrain.fault.stop import StopNote, StopRequest, write_stop_note
+from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.membership.messages import listed
 from elastictrain.launch.membership.records import End, EndKind, Generation
-from elastictrain.launch.rank_variables import STOP_NAME
 from elastictrain.launch.worker_group import WorkersEnd
-
-logger = logging.getLogger(__name__)
 
 _BY_THEMSELVES_S = 0.5  # grace period after a worker has reported an error: the others find and report it, too
 _ASKED_S = 30.0  # after SIGTERM, before SIGKILL; the same as torchrun
@@ -37,7 +33,6 @@ class Attempt:
     """A generation in which this host takes part. Times are monotonic."""
 
     generation: Generation
-    folder: Path  # for the messages between launcher and workers
     joined_s: float
     started: bool = False
     introduced_by_s: float = inf  # by when all workers of this host must have gone to meet the others
@@ -47,7 +42,7 @@ class Attempt:
     host_stays: bool = False  # whether this host takes part in a later generation, as its workers were told
     asked_s: float = inf
     detach_s: float = inf  # when to have the workers detach
-    ask_s: float = inf  # next SIGTERM to the workers: some may not have existed at the last one
+    ask_s: float = inf  # when to ask the workers to stop; repeated, as they forget what they hear before they begin their part
     kill_s: float = inf
     codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of its workers that failed first, by local rank
     step: int = 0  # the newest step in which a worker was seen
@@ -92,54 +87,41 @@ class Attempt:
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, request: StopRequest | None) -> bool:
         """End the generation here; returns whether this is the first request. `stop_limit_s` limits an orderly end; `request`:
         that to this host, None if it stays."""
-        deadline_s = request.deadline_s if request is not None else None
-        stayed, self.host_stays = self.host_stays, request is None
+        deadline_s = inf if request is None or request.deadline_s is None else request.deadline_s
+        self.host_stays = request is None
         if at_once:
             # Also during an orderly end: without the group it cannot complete.
             self.break_off(now_s=now_s)
         asked = self.asked
-        other = asked is not None and not asked.loses_state and (asked.host, asked.kind) != (end.host, EndKind.LEAVING)
-        if other and end.kind is EndKind.LEAVING and request is not None:
-            # It was asked to leave in another orderly end: the next generation must not count on it.
-            self.asked, self.ask_s = end, min(self.ask_s, now_s)
-            self.kill_s = min(self.kill_s, deadline_s if deadline_s is not None else inf)
-            self._write_stop_note(end, now_s=now_s)
+        if asked is None:
+            self.asked, self.asked_s = end, now_s
+            if not at_once:
+                self.kill_s = min(self.kill_s, now_s + stop_limit_s if deadline_s == inf else deadline_s)
+                self.ask_s = now_s
             return True
-        if self.asked is not None:
-            if stayed != self.host_stays or (deadline_s is not None and deadline_s < self.kill_s):
-                # The host is taken away, or sooner than announced: an end for another reason gets less time.
-                self.kill_s = min(self.kill_s, deadline_s if deadline_s is not None else inf)
-                self._write_stop_note(self.asked, now_s=now_s)
+        # The host may be taken away, or sooner than announced: an end for another reason gets less time.
+        self.kill_s = min(self.kill_s, deadline_s)
+        is_own = (asked.host, asked.kind) == (end.host, EndKind.LEAVING)
+        if asked.loses_state or is_own or end.kind is not EndKind.LEAVING or request is None:
             return False
-        self.asked, self.asked_s = end, now_s
-        if not at_once:
-            self.kill_s = min(self.kill_s, now_s + stop_limit_s if deadline_s is None else deadline_s)
-            self.ask_s = now_s
-            self._write_stop_note(end, now_s=now_s)
+        # It was asked to leave in another orderly end: the next generation must not count on it.
+        self.asked, self.ask_s = end, min(self.ask_s, now_s)
         return True
 
-    def _write_stop_note(self, end: End, *, now_s: float) -> None:
-        """Write reason and deadline of the stop for the workers, which read them at their next SIGTERM."""
-        if self.ask_s == inf:
-            return
+    @property
+    def reason(self) -> str:
+        """Why the workers are to leave the generation."""
+        return self.asked.reason if self.asked is not None else "a worker of this host has failed"
+
+    def stop_message(self, *, now_s: float) -> AskToStop:
         # Workers add "asked to stop" themselves.
-        reason = end.reason.removeprefix("asked to stop (").removesuffix(")")
-        try:
-            # Cleaners delete old temporary folders, and a generation may last for weeks.
-            self.folder.mkdir(parents=True, exist_ok=True)
-            note = StopNote(reason, time.time() + self.kill_s - now_s, self.host_stays)
-            write_stop_note(str(self.folder / STOP_NAME), note)
-        except OSError as error:
-            # SIGTERM alone makes them save, too.
-            logger.warning("the workers cannot be told why they are stopped: %s", error)
+        reason = self.reason.removeprefix("asked to stop (").removesuffix(")")
+        return AskToStop(reason, time.time() + self.kill_s - now_s, self.host_stays)
 
 
-def judge_end(
-    ended: WorkersEnd, reasons: Sequence[Reason], *, generation: Generation, host: str, committed_step: int, begun: int | None
-) -> End:
-    """Return how the generation ended here, where no end was requested. `reasons`: what this host's workers left; `begun`: the
-    step that they had restored, known once the next one is done."""
-    number = generation.number
+def judge_end(ended: WorkersEnd, *, generation: Generation, host: str, committed_step: int) -> End:
+    """Return how the generation ended here, where no end was requested."""
+    number, reasons = generation.number, ended.reasons
     if ended.code == errors.EXIT_OK:
         return End(number, host, EndKind.DONE, errors.EXIT_OK, "", 0, committed_step, "the last step is done")
     # A reason left by or for a worker explains its code: a hung worker is ended by SIGKILL.
@@ -147,7 +129,7 @@ def judge_end(
     strange = [(rank, code) for rank, code in sorted(ended.codes.items()) if code not in _OWN_CODES and rank not in explained]
     # A local rank whose exit code is none of ours; preferably one that was not sent SIGTERM.
     dead = min(strange, key=lambda one: one[1] == -signal.SIGTERM, default=None)
-    chosen = _choose(ended, reasons, dead)
+    chosen = _choose(ended, dead)
     if chosen is None:
         exit_code, sentence = _describe_death(ended, dead)
         where = next((reason for reason in reasons if reason.exit_code == errors.EXIT_TRANSPORT), None)
@@ -172,7 +154,7 @@ def judge_end(
         sentence,
         lost=lost,
         blames=(host,) if any(reason.guilty for reason in reasons) else tuple(missing),
-        restored_step=max(0, chosen.step - 1) if begun is None else begun,
+        restored_step=max(0, chosen.step - 1) if ended.begun is None else ended.begun,
     )
 
 
@@ -199,15 +181,15 @@ def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[in
     return errors.EXIT_BUG, f"workers ended and left no reason (fork server: {ended.code})"
 
 
-def _choose(ended: WorkersEnd, reasons: Sequence[Reason], dead: tuple[int, int] | None) -> Reason | None:
+def _choose(ended: WorkersEnd, dead: tuple[int, int] | None) -> Reason | None:
     """Return the reason that explains most; None if a worker or the fork server died without one: the others only noticed."""
     # The fork server's own reason (no rank) comes last: it knows least of the workers.
-    last_first = sorted(reasons, key=lambda reason: (reason.rank >= 0, -reason.rank))
+    last_first = sorted(ended.reasons, key=lambda reason: (reason.rank >= 0, -reason.rank))
     by_code = {reason.exit_code: reason for reason in last_first}
     for code in _EXPLAINS_MOST:
         if code in by_code:
             return by_code[code]
-    guilty = next((reason for reason in reasons if reason.guilty), None)
+    guilty = next((reason for reason in ended.reasons if reason.guilty), None)
     # A hung worker was killed by its host, which left the reason.
     if guilty is None and (ended.code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
         return None

@@ -5,18 +5,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from elastictrain.bounded_json import JsonLines, MalformedJsonError
 from elastictrain.checkpoint.folders import ROOT, read_listing
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.folder import is_private, look, run_folder, run_name
-from elastictrain.checkpoint.saver.messages import (
-    Flushed,
-    FlushRequest,
-    MalformedError,
-    MessageLines,
-    ToWorker,
-    WorkerRefused,
-    encode,
-)
+from elastictrain.checkpoint.saver.messages import Flushed, FlushRequest, ToWorker, WorkerRefused, encode
 from elastictrain.checkpoint.saver.process import connect_saver, peer_pid
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
@@ -71,7 +64,7 @@ class SaverConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lines: MessageLines[ToWorker] = MessageLines(ToWorker)  # type: ignore[arg-type]
+        self._lines: JsonLines[ToWorker] = JsonLines(ToWorker)  # type: ignore[arg-type]
         self._writes = True
         self.pid = peer_pid(connection)
         connection.setblocking(False)
@@ -87,7 +80,7 @@ class SaverConnection:
                 self._writes = bool(data) and not any(isinstance(one, Flushed | WorkerRefused) for one in answers)
         except BlockingIOError:
             pass
-        except (OSError, MalformedError):
+        except (OSError, MalformedJsonError):
             self._writes = False
         return self._writes
 

@@ -23,12 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.entry_point import split_program
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
-from elastictrain.fault.launcher_channel import CHANNEL_VARIABLE, STANDBY_VARIABLE
-from elastictrain.fault.reasons import NO_RANK, Reason, leave_reason
+from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
+from elastictrain.fault.reasons import NO_RANK, Reason
 from elastictrain.fault.stop import STOP_SIGNALS
+from elastictrain.identity import CHANNEL
 from elastictrain.liveness.progress import Phase
 from elastictrain.torch_private import COMPILER
 
@@ -68,16 +70,13 @@ class _Worker:
 class ForkServer:
     """Runs the workers of one generation after another, and their rendezvous store if this host is the first."""
 
-    def __init__(
-        self, launcher: socket.socket, *, unfit: str = "", arguments: Sequence[str] = (), composed: "Composed | None" = None
-    ) -> None:
+    def __init__(self, launcher: socket.socket, *, unfit: str, arguments: Sequence[str], composed: "Composed | None") -> None:
         """`unfit`: why no worker can be started here. `composed`: the configuration of workers with these `arguments`."""
         self._launcher = launcher
-        self._arguments = list(arguments)
+        self._arguments = arguments
         self._composed = composed
         self._unfit = unfit
         self._workers: list[_Worker] = []
-        self._folder = ""  # folder of the generation, for this process's own reasons
         self._store_pid = 0
 
     def serve(self) -> int:
@@ -96,11 +95,10 @@ class ForkServer:
                 for descriptor in descriptors:
                     # A worker that is no fork would inherit the channels of the others.
                     os.set_inheritable(descriptor, False)
-                received, channels = received + data, channels + descriptors
-                *orders, received = received.split(b"\n")
-                for text in orders:
-                    order = json.loads(text)
-                    self._folder = order.pop("folder")
+                *orders, received = (received + data).split(b"\n")
+                channels += descriptors
+                # Not bounded: a folder's name may be no UTF-8.
+                for order in map(json.loads, orders):
                     own, channels = channels[: len(order["environments"])], channels[len(order["environments"]) :]
                     reason = self._start(**order, channels=own)
                     for descriptor in own:
@@ -117,7 +115,6 @@ class ForkServer:
         self,
         *,
         order: int,
-        arguments: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         channels: Sequence[int],
         store_port: int | None,
@@ -139,18 +136,17 @@ class ForkServer:
             if store_port and (problem := self._start_store(store_port)):
                 where = f"the store that the workers meet through cannot be opened at port {store_port}"
                 return _reason(EXIT_TRANSPORT, f"{where}: {problem}", Phase.RENDEZVOUS)
-            composed = self._composed if arguments == self._arguments else None
             for index, (variables, channel) in enumerate(zip(environments, channels, strict=True)):
-                environment = {**variables, CHANNEL_VARIABLE: str(channel)}
+                environment = {**variables, CHANNEL: str(channel)}
                 if unforked:
                     os.set_inheritable(channel, True)
-                    command = [sys.executable, "-u", "-m", _MODULE, *arguments]
+                    command = [sys.executable, "-u", "-m", _MODULE, *self._arguments]
                     pid = os.posix_spawn(sys.executable, command, {**os.environ, **environment}, setsid=True)
                     os.set_inheritable(channel, False)
                 else:
                     others = [one for one in channels if one != channel]
                     others += [one.descriptor for one in (*self._workers, *started) if one.descriptor >= 0]
-                    pid = self._fork(partial(_become_worker, arguments, environment, composed, others))
+                    pid = self._fork(partial(_become_worker, self._arguments, environment, self._composed, others))
                 started.append(_Worker(order, index, pid, identify(pid), _descriptor_of(pid)))
         except OSError as error:
             if store_port is None:
@@ -217,14 +213,14 @@ class ForkServer:
             self._tell({"order": order, "codes": ended})
 
     def _complain(self, reason: Reason) -> int:
-        leave_reason(self._folder, reason)
+        self._tell({"reason": reason})
         sys.stderr.write(f"elastictrain: {reason.sentence}\n")
         return _EXIT_FAILED
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         # A launcher that has ended is noticed at the next read.
         with suppress(OSError):
-            self._launcher.sendall(json.dumps(message).encode() + b"\n")
+            self._launcher.sendall(encode_record(message) + b"\n")
 
 
 def _descriptor_of(pid: int) -> int:

@@ -1,12 +1,13 @@
 """A launcher's link to its fork server: starts the process, sends it orders, and receives its reports."""
 
-import json
 import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+from elastictrain.bounded_json import DOCUMENT, JsonLines, encode_record
 
 _DEFAULTS = {
     # As torchrun sets it for several workers; `run.num_threads` overrides it.
@@ -23,7 +24,8 @@ class ForkServerLink:
     def __init__(self, program: Sequence[str]) -> None:
         """Start the process."""
         self.channel, theirs = socket.socketpair()
-        self._received = b""
+        # A reason may name a file whose name is no UTF-8.
+        self._lines = JsonLines(dict[str, Any], limits=DOCUMENT, lenient=True)
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603  # our own module
                 program,
@@ -39,18 +41,18 @@ class ForkServerLink:
 
     def order(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Send an order, and with it the workers' ends of their channels. The end of the process is noticed by `lives`."""
-        data = json.dumps(message).encode() + b"\n"
+        data = encode_record(message) + b"\n"
         with suppress(OSError):
             sent = socket.send_fds(self.channel, [data], descriptors)
             self.channel.sendall(data[sent:])
 
     def receive(self) -> list[dict[str, Any]]:
         """The reports that have come since the last call."""
+        reports: list[dict[str, Any]] = []
         with suppress(OSError):
             while data := self.channel.recv(1 << 16, socket.MSG_DONTWAIT):
-                self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        return [json.loads(line) for line in lines]
+                reports += self._lines.feed(data)
+        return reports
 
     def close(self, limit_s: float) -> None:
         """End the process; without workers it holds nothing that is needed."""

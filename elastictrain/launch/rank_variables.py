@@ -3,7 +3,6 @@
 from contextlib import suppress
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
-from elastictrain.fault.stop import STOP_FILE_VARIABLE
 from elastictrain.identity import (
     FOLDER,
     GENERATION,
@@ -18,7 +17,6 @@ from elastictrain.identity import (
 from elastictrain.launch.membership.records import Generation
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 
-STOP_NAME = "stop.json"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -26,7 +24,7 @@ def plan_workers(
     generation: Generation, host: str, *, folder: str, pid: int, restarted: bool, recovery: RecoveryPlan | None = None
 ) -> list[dict[str, str]]:
     """The environments of a member's workers, as torchrun would set them, to add to the launcher's own.
-    `folder` is for messages between the launcher and the workers of one generation; `pid` is the launcher's."""
+    `folder` and `pid` are the launcher's."""
     members = generation.members
     index = next(place for place, member in enumerate(members) if member.host == host)
     first_rank, count = generation.first_rank(host), members[index].processes
@@ -49,7 +47,6 @@ def plan_workers(
         RESTARTED: "1" if restarted else "0",
         FOLDER: folder,
         STORE_HOST: members[0].name,
-        STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
         RECOVERY: encode_record(recovery).decode() if recovery is not None else "",
         POISONED: encode_record(generation.poisoned).decode() if generation.poisoned != NOTHING_POISONED else "",
     }

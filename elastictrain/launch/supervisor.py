@@ -1,7 +1,6 @@
 """The launcher's observe-decide-act loop. All policy lives in `membership/decide.py`."""
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,8 +9,9 @@ from pathlib import Path
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT, RunHeldError
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
-from elastictrain.fault.reasons import read_begun, read_noted_step, read_reasons, read_straggler
+from elastictrain.fault.reasons import read_noted_step
 from elastictrain.fault.stop import StopRequest
+from elastictrain.identity import RecoveryPlan
 from elastictrain.launch.attempt import Attempt, judge_end, what_died
 from elastictrain.launch.final_save import (
     FinalSave,
@@ -50,7 +50,6 @@ from elastictrain.launch.recovering import Recovering, after_end
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 from elastictrain.launch.worker_process import BUILT_FOR
 from elastictrain.liveness.progress import Phase
-from elastictrain.storage.failures import reason_of
 
 _TURN_S = 0.1
 _BRIEF_TURN_S = 0.02
@@ -64,7 +63,6 @@ class Supervisor:
     """One launcher's life, from its first look at the registry to its exit code. Built in __main__.py."""
 
     config: RunConfig
-    run_arguments: tuple[str, ...]
     registry: HostRegistry
     heartbeat: HeartbeatMesh
     workers: WorkerGroup
@@ -88,7 +86,6 @@ class Supervisor:
         self._attempt: Attempt | None = None
         self._recovery: Recovering | None = None  # from the failure of a generation until a step of a later one is done
         self._stop_cost_s: float | None = None  # duration of the last end; waiting for hosts after it is no restart cost
-        self._reached_last_step = False
         self._restart_cost_s = 0.0
         self._known = KnownStep()
         self._stopped_step, self._unforked = 0, ""
@@ -103,12 +100,11 @@ class Supervisor:
         while True:
             self._look_after_workers()
             self._exchange_records()
-            for leave in (self._leave_if_asked, self._leave_if_taken):
-                if (code := leave()) is not None:
-                    return code
+            if (code := self._leave_if_taken()) is not None:
+                return code
             if self.registry.record.state is HostState.UNFIT and self.clock() >= self._retry_s:
                 self._check_again()
-            if self.registry.known.reads:
+            if self.registry.known.reads or self.stop_request() is not None:
                 decision = decide(self._cluster_state(), self.config.launch)
                 if isinstance(decision, Leave):
                     return self._leave(decision.exit_code, decision.reason)
@@ -131,6 +127,7 @@ class Supervisor:
 
     def _cluster_state(self) -> ClusterState:
         (heard, heard_since_s), hours = self.heartbeat.heard, self.config.launch.max_hours
+        request, run = self.stop_request(), self.workers.run
         return replace(
             self.registry.known,
             now_s=self.clock(),
@@ -145,8 +142,8 @@ class Supervisor:
             on_poisoned=self.config.fault.on_poisoned,
             left_s=max(0.0, self._began_s + 3600 * hours - self.clock()) if hours else float("inf"),
             stop_limit_s=self._stop_limit_s,
-            wants_to_leave=self.stop_request() is not None,
-            straggles=read_straggler(self._attempt.folder) if self._attempt is not None else None,
+            stop_reason=f"asked to stop ({request.reason})" if request is not None else "",
+            straggles=run.slow if run is not None else None,
         )
 
     def _act(self, decision: Decision) -> None:
@@ -169,8 +166,7 @@ class Supervisor:
                 pass
 
     def _join(self, generation: Generation) -> None:
-        folder = self.folder / f"generation-{generation.number}"
-        self._attempt = Attempt(generation=generation, folder=folder, joined_s=self.clock())
+        self._attempt = Attempt(generation=generation, joined_s=self.clock())
         self._known.join(generation.poisoned)
         self.registry.update(HostState.BUSY, committed_step=self._known.step)
         self.registry.attentive = generation.members[0].host == self.registry.record.host
@@ -183,27 +179,24 @@ class Supervisor:
         self.recorder.record(generation.number, begun)
 
     def _start(self, attempt: Attempt) -> None:
-        generation, folder, host = attempt.generation, attempt.folder, self.registry.record.host
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"{folder} cannot be made: {reason_of(error)}"
-            self._over(attempt, End(generation.number, host, EndKind.FAILED, EXIT_UNFIT, str(Phase.START), 0, 0, reason))
-            return
+        generation, host = attempt.generation, self.registry.record.host
         restarted = self.registry.known.follows_another
         recovery = self._recovery.plan(generation) if self._recovery is not None else None
         if self._recovery is not None and not self._recovery.keeps_workers(generation):
             self.workers.release()
-        pid = os.getpid()
-        environments = plan_workers(generation, host, folder=str(folder), pid=pid, restarted=restarted, recovery=recovery)
+        environments = self._plan(generation, restarted=restarted, recovery=recovery)
         store_port = generation.master_port if generation.members[0].host == host else 0
-        self.workers.start(self.run_arguments, environments, store_port=store_port)
+        run = self.workers.start(environments, store_port=store_port)
         attempt.start(
             now_s=self.clock(),
-            reused=self.workers.reused,
+            reused=run.reused,
             in_place=recovery is not None and recovery.rung == "in_place",
             init_timeout_s=self.config.fault.init_timeout_s,
         )
+
+    def _plan(self, generation: Generation, *, restarted: bool, recovery: RecoveryPlan | None = None) -> list[dict[str, str]]:
+        host, folder = self.registry.record.host, str(self.folder)
+        return plan_workers(generation, host, folder=folder, pid=os.getpid(), restarted=restarted, recovery=recovery)
 
     def _finish(self, attempt: Attempt, end: End, *, at_once: bool) -> None:
         """End this host's part of the generation, and publish the end if it is this host's own."""
@@ -228,32 +221,31 @@ class Supervisor:
             return
         if now_s >= attempt.detach_s:
             attempt.detach_s = float("inf")
-            self.workers.detach(attempt.asked.reason if attempt.asked is not None else "a worker of this host has failed")
+            self.workers.detach(attempt.reason)
         if now_s >= attempt.ask_s:
             attempt.ask_s = now_s + _ASK_EVERY_S
-            self.workers.ask_to_stop()
+            self.workers.ask_to_stop(attempt.stop_message(now_s=now_s))
         if now_s >= attempt.kill_s:
             self.workers.kill()
-        ended = self.workers.poll()
-        if ended is None:
-            if self.workers.failed:
-                attempt.lose_worker(self.workers.failed, now_s=now_s)
-            elif late := attempt.late(now_s=now_s, silent=self.workers.silent, attached=self.workers.attached):
+        ended, run = self.workers.poll(), self.workers.run
+        if ended is None and run is not None:
+            if codes := run.codes:
+                attempt.lose_worker(codes, now_s=now_s)
+            elif late := attempt.late(now_s=now_s, silent=run.silent, attached=run.attached):
                 number, host = attempt.generation.number, self.registry.record.host
                 end = End(number, host, EndKind.FAILED, EXIT_TRANSPORT, str(Phase.START), 0, 0, late, blames=(host,))
                 self._finish(attempt, end, at_once=True)
-            self._note_begin(attempt)
-        else:
+            if run.begun is not None and not attempt.begun:
+                self._note_begin(attempt, unforked=run.unforked)
+        elif ended is not None:
             self._over(attempt, self._judge(attempt, ended))
 
     def _judge(self, attempt: Attempt, ended: WorkersEnd) -> End:
         # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.
-        begun = read_begun(str(attempt.folder))
-        self._known.note(restored=begun or 0, saved=(read_noted_step(str(self.folder)), self.remembered_step()))
-        attempt.codes, attempt.step, reasons = ended.codes, ended.step, read_reasons(str(attempt.folder))
-        self._stopped_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
-        host, step = self.registry.record.host, self._known.step
-        end = judge_end(ended, reasons, generation=attempt.generation, host=host, committed_step=step, begun=begun)
+        self._known.note(restored=ended.begun or 0, saved=(read_noted_step(str(self.folder)), self.remembered_step()))
+        attempt.codes, attempt.step = ended.codes, ended.step
+        self._stopped_step = max((one.step for one in ended.reasons if one.exit_code == EXIT_STOPPED), default=0)
+        end = judge_end(ended, generation=attempt.generation, host=self.registry.record.host, committed_step=self._known.step)
         # An end that was requested explains how workers end, unless they had reached the last step already.
         return end if attempt.asked is None or end.kind is EndKind.DONE else attempt.asked
 
@@ -266,11 +258,9 @@ class Supervisor:
         if not end.loses_state and EXIT_TRANSPORT in attempt.codes.values():
             self.workers.release()  # connections broke: that may be the network, which new processes check
         self._hurried_until_s = self.clock() + _HURRIED_S
-        self._attempt, self._reached_last_step = None, end.kind is EndKind.DONE
+        self._attempt = None
         # The fork server may have ended, too; prepare() starts it again before the next generation.
         self.workers.prepare()
-        # All of it has been read, and a run may restart thousands of times.
-        shutil.rmtree(attempt.folder, ignore_errors=True)
         self._stop_cost_s = self.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
             self.registry.post(end)
@@ -296,16 +286,9 @@ class Supervisor:
     def _keep_standbys(self, generation: Generation, *, auto: int | None, bound: tuple[str, ...]) -> None:
         """Have standbys for the ranks that this host has in `generation`. `auto`: how many where the configuration does not
         say it; None: all. `bound`: see `WorkerProcess`."""
-        # What a standby reports is no reason of this generation.
-        host, folder = self.registry.record.host, self.folder / "standbys"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            # The run goes on without them; what is wrong here shows with the next generation.
-            return
-        environments = plan_workers(generation, host, folder=str(folder), pid=os.getpid(), restarted=True)
+        environments = self._plan(generation, restarted=True)
         number = auto if self.config.launch.standbys == "auto" else self.config.launch.standbys
-        self.workers.keep_standbys(self.run_arguments, environments[:number], bound=bound)
+        self.workers.keep_standbys(environments[:number], bound=bound)
 
     def _leave_out(self, reason: str, *, ended: int) -> None:
         self.workers.release()
@@ -314,34 +297,18 @@ class Supervisor:
             self._retry_s = self.clock() + (self.config.launch.retry_unfit_s or float("inf"))
         self.registry.update(HostState.UNFIT, reason=reason, ended=max(ended, before.ended), committed_step=self._known.step)
 
-    def _note_begin(self, attempt: Attempt) -> None:
+    def _note_begin(self, attempt: Attempt, *, unforked: str) -> None:
         """After the first step: measure the restart cost, and report what makes restarts slow."""
-        if attempt.begun or read_begun(str(attempt.folder)) is None:
-            return
         attempt.begun, self._recovery = True, None
         # On a device a standby is built for one rank; on CPUs it takes any.
         self._keep_standbys(attempt.generation, auto=None if self.uses_gpus else 1, bound=BUILT_FOR if self.uses_gpus else ())
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self.clock() - attempt.joined_s
         # Once: slow restarts are no reason not to train.
-        if (unforked := self.workers.unforked) and unforked != self._unforked:
+        if unforked and unforked != self._unforked:
             self._unforked = unforked
             self.print_line(f"each restart imports torch anew, which takes seconds longer: {unforked}")
             self.recorder.record(attempt.generation.number, WorkersNotForked(reason=unforked))
-
-    def _leave_if_asked(self) -> int | None:
-        request, attempt = self.stop_request(), self._attempt
-        if request is None:
-            return None
-        reason = f"asked to stop ({request.reason})"
-        if attempt is None:
-            is_done = self._reached_last_step
-            return self._leave(EXIT_OK, "the last step is done") if is_done else self._leave(EXIT_STOPPED, reason)
-        if attempt.asked is None:
-            host, number = self.registry.record.host, attempt.generation.number
-            end = End(number, host, EndKind.LEAVING, EXIT_STOPPED, "", 0, 0, reason)
-            self._finish(attempt, end, at_once=False)
-        return None
 
     def _leave_if_taken(self) -> int | None:
         """Leave if a run that no launcher started took the folder, at the start or while this host was frozen or cut off.

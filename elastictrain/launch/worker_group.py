@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from elastictrain.bounded_json import as_record
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
-from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE
-from elastictrain.identity import FOLDER, PREVIOUS_WORKERS
+from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE, AskToStop, Detach
+from elastictrain.fault.reasons import Reason, SlowRank
+from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.fork_server_link import ForkServerLink
 from elastictrain.launch.rank_variables import transport_variables
 from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, outlives, with_children
@@ -37,26 +39,60 @@ class WorkersEnd:
     code: int  # 0 if all ended well; negative: the fork server was ended by this signal, or the workers were killed
     codes: Mapping[int, int]  # by local rank, of those that failed first; negative for a signal
     step: int = 0  # the newest step in which a worker was seen
+    begun: int | None = None  # the step whose state was restored; None if the first step was not done
+    reasons: tuple[Reason, ...] = ()  # that the workers, their monitor or the fork server have left, by rank
 
 
 @dataclass(slots=True)
-class _Run:
-    """The workers of the present generation."""
+class WorkersOfGeneration:
+    """Those of the present generation. What they have left of earlier ones is forgotten."""
 
     order: int
     workers: list[WorkerProcess] = field(default_factory=list)  # by local rank
-    reused: bool = False  # whether all of them existed before, and were ready
+    reused: bool = False  # whether all of them had built what they need before
     started: bool = False  # whether the fork server has carried out the order
+    unforked: str = ""  # why they are no forks; empty if they are
     failed: dict[int, int] = field(default_factory=dict)  # exit codes of the workers that failed first, by local rank
     unknown: list[psutil.Process] = field(default_factory=list)  # children of a server that was killed before it told of them
     killed: list[psutil.Process] = field(default_factory=list)
     killed_s: float | None = None
+    reason: Reason | None = None  # of the fork server
+
+    @property
+    def silent(self) -> list[int]:
+        """Local ranks that have not yet gone to meet the other ranks."""
+        return [rank for rank, one in enumerate(self.workers) if not one.introduced]
+
+    @property
+    def attached(self) -> bool:
+        """Whether the groups are made on this host."""
+        return all(one.attached for one in self.workers)
+
+    @property
+    def begun(self) -> int | None:
+        """The step whose state was restored; None if the first step is not done."""
+        return next((one.begun for one in self.workers if one.begun is not None), None)
+
+    @property
+    def slow(self) -> SlowRank | None:
+        """For which rank the workers ask to leave this host out; None if they do not."""
+        return next((one.slow for one in self.workers if one.slow is not None), None)
 
     @property
     def codes(self) -> dict[int, int]:
         """Exit codes that explain the end; where no process failed by itself, those with which workers left their groups."""
         left = {rank: one.waiting for rank, one in enumerate(self.workers) if one.waiting}
         return self.failed or left
+
+    def end(self, code: int) -> WorkersEnd:
+        reasons = {one.rank: one for one in (self.reason, *(one.reason for one in self.workers)) if one is not None}
+        monitors = [one.monitor for one in self.workers if one.monitor is not None]
+        for reason, own_counts in (pair for one in monitors for pair in one.reasons):
+            if not (own_counts and reason.rank in reasons):
+                reasons[reason.rank] = reason
+        step, codes = max((one.newest_step for one in monitors), default=0), self.codes
+        code = _EXIT_FAILED if codes else code
+        return WorkersEnd(code, codes, step, self.begun, tuple(reasons[rank] for rank in sorted(reasons)))
 
 
 class WorkerGroup:
@@ -69,46 +105,23 @@ class WorkerGroup:
         program: Sequence[str] = _SERVER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`arguments`: those of the workers, which the fork server prepares for."""
+        """`arguments`: those of the workers."""
         self._program = [*program, *arguments]
         self._clock = clock
         self._server: ForkServerLink | None = None
         self._order = 0  # number of the newest order
-        self._run: _Run | None = None
+        self.run: WorkersOfGeneration | None = None
         self._workers: list[WorkerProcess] = []  # all that have been started and are not known to have ended
         self._attaching: list[WorkerProcess] = []  # chosen workers that have not been told yet
         self._wakes, self._woken = socket.socketpair()
-        self.unforked = ""  # why the running workers are no forks; empty if they are
         self._transport = ""  # variables for NCCL and gloo that a preflight has set on this host, for new workers
-        self._released: set[Process] = set()  # those of `_leaving` that nobody has seen to end
-        self._leaving: set[Process] = set()  # workers, also of earlier generations, that may still hold devices and memory
-
-    @property
-    def failed(self) -> Mapping[int, int]:
-        """Exit codes, by local rank, of the workers that failed first."""
-        return self._run.codes if self._run is not None else {}
+        # Workers, also of earlier generations, that may still hold devices and memory; whether nobody has waited for their end.
+        self._leaving: dict[Process, bool] = {}
 
     @property
     def waiting(self) -> list[WorkerProcess]:
         """Workers that have left the last generation, and wait for a rank."""
         return [one for one in self._workers if one.waiting is not None and not one.standby and one.lives]
-
-    @property
-    def attached(self) -> bool:
-        """Whether the groups of the present generation are made on this host."""
-        run = self._run
-        return run is not None and all(one.attached for one in run.workers)
-
-    @property
-    def reused(self) -> bool:
-        """Whether all workers of the present generation had built what they need before it."""
-        return self._run is not None and self._run.reused
-
-    @property
-    def silent(self) -> list[int]:
-        """Local ranks that have not yet gone to meet the other ranks."""
-        run = self._run
-        return [rank for rank, one in enumerate(run.workers) if not one.introduced] if run is not None else []
 
     def prepare(self) -> None:
         """Start the fork server, unless it runs already."""
@@ -116,11 +129,11 @@ class WorkerGroup:
             self._drop_server()
             self._server = ForkServerLink(self._program)
 
-    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
+    def start(self, environments: Sequence[Mapping[str, str]], *, store_port: int) -> WorkersOfGeneration:
         """Fill the ranks of a generation with waiting workers that fit, with standbys and with new workers. Before new ones
         need devices they wait for what is left of the previous ones. `store_port`: of the store where the workers of all hosts
         meet; 0 if another host has it."""
-        assert self._run is None  # noqa: S101
+        assert self.run is None  # noqa: S101
         self.prepare()
         self._receive()
         chosen = self._choose(environments)
@@ -129,18 +142,16 @@ class WorkerGroup:
         previous_workers = {PREVIOUS_WORKERS: encode(self._still_there())}
         places = [{**environment, **previous_workers} for environment in environments]
         new = [{**transport_variables(self._transport), **place} for rank, place in enumerate(places) if rank not in chosen]
-        forked = iter(self._send_order(arguments, new, folder=environments[0].get(FOLDER, ""), store_port=store_port))
+        forked = iter(self._send_order(new, store_port=store_port))
         members = [chosen[rank] if rank in chosen else next(forked) for rank in range(len(places))]
-        self._run = _Run(self._order, members, reused=all(one.built for one in members))
+        self.run = WorkersOfGeneration(self._order, members, reused=all(one.built for one in members))
         for rank, one in chosen.items():
             one.choose({**transport_variables(self._transport), **places[rank]})
         # Once the fork server has made the store of the new generation.
         self._attaching = [*chosen.values()]
-        self.unforked = ""
+        return self.run
 
-    def keep_standbys(
-        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]
-    ) -> None:
+    def keep_standbys(self, environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]) -> None:
         """Have a worker prepared for each of `environments` beside the present generation, unless there is one. `bound`: see
         `WorkerProcess`. One that is bound to all that a worker is built for gets no other rank. Others end."""
         if self._server is None or not self._server.lives:
@@ -152,12 +163,12 @@ class WorkerGroup:
         self.release([one for one in there if one not in found.values()])
         missing = [{**one, STANDBY_VARIABLE: kind} for index, one in enumerate(environments) if index not in found]
         if missing:
-            for one in self._send_order(arguments, missing, folder=missing[0].get(FOLDER, ""), store_port=None):
+            for one in self._send_order(missing, store_port=None):
                 one.standby, one.bound = True, bound
 
     def poll(self) -> WorkersEnd | None:
         """Return how the generation ended; None while its workers may still take part. Not to be called after that."""
-        run, server = self._run, self._server
+        run, server = self.run, self._server
         assert run is not None  # noqa: S101
         assert server is not None  # noqa: S101
         # In this order: all that the server sent before its end is received.
@@ -172,10 +183,9 @@ class WorkerGroup:
         left = self._left(run)
         if left and run.killed_s is not None and self._clock() < run.killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
-        codes, code = run.codes, server_code or -signal.SIGKILL if run.killed_s is not None else 0
-        step = max((one.monitor.newest_step for one in run.workers if one.monitor is not None), default=0)
+        end = run.end(server_code or -signal.SIGKILL if run.killed_s is not None else 0)
         self._give_up(run, left)
-        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step)
+        return end
 
     def detach(self, reason: str) -> None:
         """Have the workers leave their groups, and wait for their ranks in the next generation."""
@@ -183,22 +193,19 @@ class WorkerGroup:
         for one in self._attaching:
             one.waiting = EXIT_TRANSPORT
         self._attaching = []
-        if self._run is not None:
-            for one in self._run.workers:
+        if self.run is not None:
+            for one in self.run.workers:
                 if not one.over:
-                    one.detach(reason)
+                    one.send(Detach(reason))
 
-    def ask_to_stop(self) -> None:
-        if self._run is not None:
-            self._receive()
-            for one in self._run.workers:
-                if one.process is not None and one.lives and one.waiting is None:
-                    with suppress(psutil.Error):
-                        one.process.send_signal(signal.SIGTERM)
+    def ask_to_stop(self, message: AskToStop) -> None:
+        for one in self.run.workers if self.run is not None else ():
+            if not one.over:
+                one.send(message)
 
     def kill(self) -> None:
         """Kill the workers that take part, and their children, except saver and monitor; `poll` then returns how they ended."""
-        run, server = self._run, self._server
+        run, server = self.run, self._server
         if run is None or server is None or run.killed_s is not None:
             return
         self._receive()
@@ -213,20 +220,13 @@ class WorkerGroup:
     def release(self, workers: Sequence[WorkerProcess] | None = None) -> None:
         """Kill workers that wait for a rank, by default all and the standbys: they hold memory and devices, and nothing that
         could be saved."""
-        idle = [one for one in self._workers if one.code is None and (one.standby or one in self.waiting)]
-        chosen = idle if workers is None else workers
         if workers is None:
             self._transport = ""
-        if not chosen:
+            workers = [one for one in self._workers if one.code is None and (one.standby or one in self.waiting)]
+        if not workers:
             return  # a look at all processes of the host would delay the next generation
-        for one in with_children([one.process for one in chosen if one.process is not None]):
-            if not outlives(one):
-                if (known := identify(one.pid)) is not None:
-                    self._leaving.add(known)
-                    self._released.add(known)
-                with suppress(psutil.Error):
-                    one.kill()
-        for worker in chosen:
+        self._kill_family([one.process for one in workers if one.process is not None], released=True)
+        for worker in workers:
             worker.killed, worker.waiting, worker.code = True, None, -signal.SIGKILL
 
     def close(self) -> None:
@@ -234,9 +234,9 @@ class WorkerGroup:
         self.release()
         self.kill()
         until_s = self._clock() + _CLOSE_WITHIN_S
-        while self._run is not None and self.poll() is None:
+        while self.run is not None and self.poll() is None:
             if self._clock() >= until_s:
-                self._give_up(self._run, self._left(self._run))
+                self._give_up(self.run, self._left(self.run))
                 break
             time.sleep(_PAUSE_S)
         self._drop_server()
@@ -275,19 +275,15 @@ class WorkerGroup:
         chosen = assign(self.waiting, dict(enumerate(places)))
         return chosen | assign(standbys, {rank: place for rank, place in enumerate(places) if rank not in chosen})
 
-    def _send_order(
-        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, folder: str, store_port: int | None
-    ) -> list[WorkerProcess]:
+    def _send_order(self, environments: Sequence[Mapping[str, str]], *, store_port: int | None) -> list[WorkerProcess]:
         assert self._server is not None  # noqa: S101
         self._order += 1
         pairs = [socket.socketpair() for _ in environments]
         ordered = str(time.clock_gettime(time.CLOCK_BOOTTIME))
         message = {
             "order": self._order,
-            "arguments": arguments,
             "environments": [{**one, ORDERED: ordered} for one in environments],
             "store_port": store_port,
-            "folder": folder,
         }
         self._server.order(message, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
@@ -309,24 +305,27 @@ class WorkerGroup:
     def _note(
         self,
         *,
-        order: int,
+        order: int = 0,
         pids: Sequence[int] | None = None,
         store_pid: int = 0,
         unforked: str = "",
         codes: Sequence[tuple[int, int]] = (),
+        reason: Mapping[str, object] | None = None,
     ) -> None:
-        """Take note of a report of the fork server."""
-        run, of_order = self._run, {one.index: one for one in self._workers if one.order == order}
+        """Take note of a report of the fork server. `reason`: why it ends itself."""
+        run, of_order = self.run, {one.index: one for one in self._workers if one.order == order}
+        if run is not None and reason is not None:
+            run.reason = as_record(reason, Reason)
         if pids is not None:
             # The store is reaped with them, should its server end first.
-            self._leaving.update(known for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None)
+            self._leaving |= {known: False for pid in (*pids, store_pid) if pid and (known := identify(pid)) is not None}
             for index, pid in enumerate(pids):
                 # A standby may have been given up before it was known.
                 if (one := of_order.get(index)) is not None:
                     with suppress(psutil.Error):
                         one.process = psutil.Process(pid)
         if pids is not None and run is not None and run.order == order:
-            run.started, self.unforked = True, unforked
+            run.started, run.unforked = True, unforked
             for worker in self._attaching:
                 worker.attach()
             self._attaching = []
@@ -344,20 +343,25 @@ class WorkerGroup:
             one.close()
             self._workers.remove(one)
 
-    def _kill(self, run: _Run) -> None:
+    def _kill(self, run: WorkersOfGeneration) -> None:
         """SIGKILL the living workers that take part, and all that they have started."""
         run.killed_s = self._clock()
         taking_part = [one for one in run.workers if one.lives and one.waiting is None]
         for one in taking_part:
             one.killed = True
         family = [*run.unknown, *(one.process for one in taking_part if one.process is not None)]
-        run.killed = [one for one in with_children(family) if not outlives(one)]
-        self._leaving.update(known for one in run.killed if (known := identify(one.pid)) is not None and one.is_running())
-        for one in run.killed:
+        run.killed = self._kill_family(family, released=False)
+
+    def _kill_family(self, family: Sequence[psutil.Process], *, released: bool) -> list[psutil.Process]:
+        """SIGKILL processes and all that they have started, except saver and monitor; returns them."""
+        killed = [one for one in with_children(family) if not outlives(one)]
+        self._leaving |= {known: released for one in killed if (known := identify(one.pid)) is not None}
+        for one in killed:
             with suppress(psutil.Error):
                 one.kill()
+        return killed
 
-    def _left(self, run: _Run) -> list[int]:
+    def _left(self, run: WorkersOfGeneration) -> list[int]:
         """Killed processes that may still run: one that waits for a device dies only when the device has answered."""
         server = self._server if not run.started else None
         left = [server.process.pid] if server is not None and server.lives else []
@@ -366,7 +370,7 @@ class WorkerGroup:
     def _still_there(self) -> list[Process]:
         """Processes that hold resources but no longer run; of those that still run the released ones, which nobody has waited
         for yet."""
-        return [one for one in self._leaving if is_there(one) and (one in self._released or not runs(one.pid))]
+        return [one for one, released in self._leaving.items() if is_there(one) and (released or not runs(one.pid))]
 
     def _reap(self) -> None:
         """Reap processes that hold nothing any more: as pid 1 of a container this process is their parent."""
@@ -374,10 +378,9 @@ class WorkerGroup:
             if identify(one.pid) == one:
                 with suppress(ChildProcessError):
                     os.waitpid(one.pid, os.WNOHANG)
-            self._leaving.discard(one)
-            self._released.discard(one)
+            del self._leaving[one]
 
-    def _give_up(self, run: _Run, left: Sequence[int]) -> None:
+    def _give_up(self, run: WorkersOfGeneration, left: Sequence[int]) -> None:
         if left and run.killed_s is not None:
             logger.warning(
                 "killed, but still there after %.0f s: process(es) %s; they may hold devices that the next workers need",
@@ -385,7 +388,7 @@ class WorkerGroup:
                 ", ".join(map(str, left)),
             )
         self._transport = next((one.transport for one in run.workers if one.transport), "")
-        self._run, self._attaching = None, []
+        self.run, self._attaching = None, []
         for one in [one for one in run.workers if one.waiting is None]:
             one.close()
             self._workers.remove(one)

@@ -6,24 +6,27 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 
-from elastictrain.bounded_json import as_record
+from elastictrain.bounded_json import JsonLines, as_record
 from elastictrain.fault.launcher_channel import (
     Attach,
     Attached,
-    Detach,
+    Begun,
     Detached,
     FromWorker,
     Introduced,
-    Lines,
+    LeaveOutSlow,
     Monitored,
+    ToWorker,
     encode_line,
 )
-from elastictrain.liveness.__main__ import make_monitor, watch
+from elastictrain.fault.reasons import Reason, SlowRank
+from elastictrain.liveness.__main__ import keep, watch
 from elastictrain.liveness.monitor_client import MonitoredHost
-from elastictrain.liveness.rank_monitor import RankMonitor
+from elastictrain.liveness.rank_monitor import LAUNCHED_S, RankMonitor
 
 _OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
 
@@ -46,11 +49,15 @@ class WorkerProcess:
     killed: bool = False  # whether its launcher has killed it
     waiting: int | None = None  # while it waits for a rank: the exit code with which it left the last generation
     built: bool = False  # whether it then has its part of the model
-    introduced: bool = False  # whether it has gone to meet the other ranks of the present generation
-    attached: bool = False  # whether its groups of the present generation are made
-    monitor: RankMonitor | None = None  # of this host, if this process has asked for it in the present generation
     transport: str = ""  # variables for NCCL and gloo that its preflight has set
-    _lines: Lines = field(default_factory=lambda: Lines(FromWorker))
+    # All that follow are of the present generation.
+    introduced: bool = False  # whether it has gone to meet the other ranks
+    attached: bool = False  # whether its groups are made
+    monitor: RankMonitor | None = None  # of this host, if this process has asked for it
+    begun: int | None = None  # the step whose state was restored, once this process has reported its first step
+    slow: SlowRank | None = None  # for which it asks to leave this host out
+    reason: Reason | None = None  # that it has left
+    _lines: JsonLines[FromWorker] = field(default_factory=lambda: JsonLines(FromWorker, lenient=True))  # type: ignore[arg-type]
 
     @property
     def lives(self) -> bool:
@@ -73,17 +80,15 @@ class WorkerProcess:
     def choose(self, environment: Mapping[str, str]) -> None:
         """It takes part in the next generation with this rank, from `attach` on."""
         self.environment, self.standby = environment, False
-        self.waiting, self.introduced, self.attached, self.monitor = None, False, False, None
+        self.waiting, self.introduced, self.attached = None, False, False
+        self.monitor = self.begun = self.slow = self.reason = None
 
     def attach(self) -> None:
-        self._send(Attach(dict(self.environment)))
-
-    def detach(self, reason: str) -> None:
-        self._send(Detach(reason))
+        self.send(Attach(dict(self.environment)))
 
     def receive(self) -> None:
         """Take note of what it has sent."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             while True:
                 data = self.connection.recv(1 << 16, socket.MSG_DONTWAIT)
                 if not data:
@@ -92,10 +97,17 @@ class WorkerProcess:
                     return
                 for message in self._lines.feed(data):
                     match message:
+                        case Reason():
+                            self.reason = message
+                        case Begun(step):
+                            self.begun = step
+                        case LeaveOutSlow(slow):
+                            self.slow = slow
                         case Introduced():
                             self.introduced = True
                         case Monitored(folder, facts):
-                            self.monitor = _start_monitor(folder, facts)
+                            with suppress(ValueError):
+                                self.monitor = _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
                         case Detached(exit_code, built):
@@ -104,7 +116,7 @@ class WorkerProcess:
     def close(self) -> None:
         self.connection.close()
 
-    def _send(self, message: Attach | Detach) -> None:
+    def send(self, message: ToWorker) -> None:
         # A worker that does not read, or has ended, is noticed otherwise.
         with suppress(OSError):
             self.connection.send(encode_line(message), socket.MSG_DONTWAIT)
@@ -121,9 +133,10 @@ def assign(workers: Iterable[WorkerProcess], places: Mapping[int, Mapping[str, s
 
 
 def _start_monitor(folder: str, facts: str) -> RankMonitor:
-    """Watch the workers of a generation in a thread, which ends with the last of them."""
+    """Watch the workers of a generation in a thread, which ends with the last of them. Raises: ValueError."""
     # json.loads keeps paths that are not UTF-8; `parse_record` would refuse them.
-    monitor = make_monitor(folder, as_record(json.loads(facts), MonitoredHost))
+    host = as_record(json.loads(facts), MonitoredHost)
+    monitor = RankMonitor(folder, host, record=partial(keep, facts=host), survivor_s=LAUNCHED_S)
     threading.Thread(target=watch, args=(monitor,), name="rank-monitor", daemon=True).start()
     return monitor
 

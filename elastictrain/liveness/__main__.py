@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -22,13 +23,9 @@ def main(folder: str, facts: MonitoredHost) -> NoReturn:
     # It ends with its last worker, whatever signal it or a worker receives.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    watch(make_monitor(folder, facts))
+    watch(RankMonitor(folder, facts, record=partial(keep, facts=facts)))
     # No orderly exit: a thread may hang in storage.
     os._exit(EXIT_OK)
-
-
-def make_monitor(folder: str, facts: MonitoredHost) -> RankMonitor:
-    return RankMonitor(folder, facts, record=lambda hang, stacks: keep(hang, stacks, facts))
 
 
 def watch(monitor: RankMonitor) -> None:
@@ -38,7 +35,7 @@ def watch(monitor: RankMonitor) -> None:
     clear_folder(monitor.folder)
 
 
-def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:
+def keep(hang: Hang, stacks: str, *, facts: MonitoredHost) -> None:
     """Record a hang in the run's folder. Runs in a thread of its own, because storage may hang."""
     # Imported here because it takes long, and most monitors never record a hang.
     from elastictrain.storage.appendlog import open_append_log

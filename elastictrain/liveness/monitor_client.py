@@ -31,7 +31,6 @@ class MonitoredHost:
     run_dir: str
     flush_s: float
     close_s: float
-    launcher_folder: str = ""  # where workers leave reasons for the launcher; empty without one
 
 
 class RankMonitorClient:

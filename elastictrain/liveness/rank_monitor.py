@@ -15,7 +15,7 @@ from typing import Literal
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.events import Hang
 from elastictrain.fault.exits import PROC, read_stat
-from elastictrain.fault.reasons import Reason, leave_reason
+from elastictrain.fault.reasons import Reason
 from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
@@ -153,6 +153,7 @@ class RankMonitor:
     _: KW_ONLY
     find: Callable[[str, int], LiveWorker] = LiveWorker
     record: Callable[[Hang, str], None]  # stores an event and its stacks; may take long
+    survivor_s: float = SURVIVOR_S
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -162,6 +163,7 @@ class RankMonitor:
         self._vanished: set[int] = set()  # ranks that ended without a mark: another process may soon have their pid
         self._threads: list[threading.Thread] = []
         self.newest_step = 0  # in which a worker was seen
+        self.reasons: list[tuple[Reason, bool]] = []  # why workers are killed, and whether a reason of their own counts more
 
     def run(self) -> None:
         while self.turn():
@@ -179,8 +181,7 @@ class RankMonitor:
         looks = self._look(awake_s)
         seen = [one for one in looks if one is not None]
         self.newest_step = max(self.newest_step, *(one.marks.mark.step for one in seen), 0)
-        survivor_s = LAUNCHED_S if self.facts.launcher_folder else SURVIVOR_S
-        decisions = [one for one in judge(seen, survivor_s=survivor_s) if one.seen.marks.rank not in self._ended]
+        decisions = [one for one in judge(seen, survivor_s=self.survivor_s) if one.seen.marks.rank not in self._ended]
         if decisions:
             self._carry_out(decisions, seen)
         if not self._workers:
@@ -210,11 +211,9 @@ class RankMonitor:
         stacks = take_stacks(self.folder, [(marks.rank, marks.pid) for marks in alive]) if hanging else ""
         for one in decisions:
             marks = one.seen.marks
-            if self.facts.launcher_folder:
-                reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one.hangs)
-                # A process that ends by itself may have left its reason, and is only slow.
-                ends = marks.ending or marks.mark.phase is Phase.END
-                leave_reason(self.facts.launcher_folder, reason, only_if_none=ends)
+            reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one.hangs)
+            # A process that ends by itself may have left its reason, and is only slow.
+            self.reasons.append((reason, marks.ending or marks.mark.phase is Phase.END))
             self._ended.add(marks.rank)
             self._workers[marks.rank].kill()
         if hanging:

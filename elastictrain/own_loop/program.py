@@ -10,7 +10,8 @@ from types import TracebackType
 
 from elastictrain.config.compose import Composed
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED
-from elastictrain.fault.reasons import Reason, leave_reason
+from elastictrain.fault.launcher_channel import tell_launcher
+from elastictrain.fault.reasons import Reason
 from elastictrain.identity import read_identity
 from elastictrain.liveness.progress import Phase
 from elastictrain.own_loop import session
@@ -63,5 +64,4 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 def _tell_launcher(sentence: str) -> None:
     """Say why the program has ended, if a launcher has started it; a run that has begun would have said it."""
     identity = read_identity(os.environ)
-    if identity.launcher is not None:
-        leave_reason(identity.launcher.folder, Reason(identity.rank, EXIT_BUG, str(Phase.START), 0, sentence))
+    tell_launcher(identity, Reason(identity.rank, EXIT_BUG, str(Phase.START), 0, sentence))

@@ -3,6 +3,7 @@ ends. The trainer's counterpart is `train.worker`."""
 
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_STOPPED, ConfigError, ElasticTrainError, Problem, StopRequestedError, UsageError
 from elastictrain.fault.exits import follow_parent, wait_for_previous_workers
 from elastictrain.fault.launcher_channel import open_channel
-from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
+from elastictrain.fault.stop import StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Watchdog
@@ -81,6 +82,9 @@ class Session:
             self.context.lease.close(give_back=True)
         self.watchdog.close()
         self.part.stop.close()
+        if self.part.channel is not None:
+            # What the program still does is no part of the run.
+            self.part.channel.on_stop = lambda _: signal.raise_signal(signal.SIGTERM)
         self.ended = True
         if isinstance(sys.excepthook, _Hook):
             sys.excepthook = sys.excepthook.previous
@@ -164,12 +168,12 @@ def _begin(config: RunConfig, hook: _Hook, identity: Identity, *, recoverable: b
     prefix = LogPrefix(identity.rank, step=lambda: tracker.mark.step)
     _log_own_messages(prefix)
     set_determinism(config)
-    stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
+    stop = StopListener(notice_s=config.fault.notice_s)
     stop.quiet = identity.local_rank > 0
     stop.start()
     if identity.launched and not follow_parent(parent):
         raise StopRequestedError("the process that has started this one has ended")
-    part = Participant(config, identity, tracker, prefix, stop, parent, open_channel(os.environ), stays=recoverable)
+    part = Participant(config, identity, tracker, prefix, stop, parent, open_channel(identity, stop), stays=recoverable)
     watchdog = Watchdog(
         config.fault,
         mark=lambda: tracker.mark,

@@ -286,7 +286,7 @@ class Fleet:
             heard_since_s=self.network.heard_since_s(),
             restart_cost_s=self.training.restart_cost_s,
             stop_limit_s=self.training.costs.stop_s + self.options.lost_s,
-            wants_to_leave=host.leaving,
+            stop_reason="asked to leave" if host.leaving else "",
         )
         decision = self._decide(cluster, self.options)
         if own is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from elastictrain.checkpoint.save_interval import SaveTuner
 from elastictrain.errors import StopRequestedError
 from elastictrain.events import FirstStep, Recovery, SaveIntervalChosen
-from elastictrain.fault.reasons import leave_begun
+from elastictrain.fault.launcher_channel import Begun, tell_launcher
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
 from elastictrain.train.replica_comparison import ReplicaComparison
@@ -92,10 +92,10 @@ class Attachment:
 
     def first_step_done(self) -> None:
         """Compilation and other one-time work of this process is over."""
-        context, launcher = self.context, self.context.identity.launcher
+        context = self.context
         context.tracker.first_step_done()
-        if launcher is not None and context.identity.local_rank == 0:
-            leave_begun(launcher.folder, resumed_step=self.first_step - 1)
+        if context.identity.local_rank == 0:
+            tell_launcher(context.identity, Begun(self.first_step - 1))
         self._record_first_step()
         if self._tuner is not None:
             self._tuner.recover_s = sum(context.times.seconds.values())

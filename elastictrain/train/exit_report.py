@@ -16,6 +16,7 @@ from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.events import Failure, Stop
 from elastictrain.fault.exits import limit_the_end
+from elastictrain.fault.launcher_channel import tell_launcher
 from elastictrain.fault.reasons import (
     TURN_S,
     ExitClassification,
@@ -23,7 +24,6 @@ from elastictrain.fault.reasons import (
     classify_exit,
     describe_heard,
     elect_reporter,
-    leave_reason,
 )
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
@@ -227,10 +227,8 @@ class ExitReport:
         self.hangs.announce_ending()
 
     def _tell_launcher(self, what: ExitClassification, *, step: int) -> None:
-        launcher, rank, phase = self.identity.launcher, self.identity.rank, str(self.tracker.mark.phase)
-        if launcher is not None:
-            reason = Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing)
-            leave_reason(launcher.folder, reason)
+        rank, phase = self.identity.rank, str(self.tracker.mark.phase)
+        tell_launcher(self.identity, Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing))
 
     def _is_reporter(self, what: ExitClassification) -> bool:
         """One rank per host reports an error that all ranks share; an error of one rank is reported by that rank."""

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.events import CollectiveFaultFound, Hang
-from elastictrain.fault.launcher_channel import Monitored
+from elastictrain.fault.launcher_channel import Monitored, tell_launcher
 from elastictrain.identity import Identity
 from elastictrain.liveness.diagnosis import RankStatus, diagnose, paragraph
 from elastictrain.liveness.flight_recorder import Entered, parse_trace
@@ -45,9 +44,9 @@ class HangWatch:
         # The hang that ends this rank, with its collective, and the stacks of this host's ranks.
         self._hang: tuple[Hang, CollectiveFaultFound | None, str] | None = None
 
-    def begin(self, context: TrainContext, *, tell: Callable[[Monitored], None] = lambda _: None) -> None:
-        """Start after the ranks have met. A process that no one would restart is not monitored. `tell` sends a message to the
-        launcher, if there is one: it monitors the workers of its host itself."""
+    def begin(self, context: TrainContext) -> None:
+        """Start after the ranks have met. A process that no one would restart is not monitored. A launcher monitors the workers
+        of its host itself."""
         self._context, self._met_ns = context, time.time_ns()
         if not self._identity.launched:
             return
@@ -61,7 +60,6 @@ class HangWatch:
             run_dir=absolute_url(config.run.dir),
             flush_s=config.telemetry.flush_s,
             close_s=config.fault.close_s,
-            launcher_folder=identity.launcher.folder if identity.launcher is not None else "",
         )
         try:
             with ExitStack() as undo:
@@ -75,7 +73,7 @@ class HangWatch:
             return
         self._monitor_client = monitor_client
         if identity.local_rank == 0:
-            tell(Monitored(monitor_client.folder, encode_record(facts).decode()))
+            tell_launcher(identity, Monitored(monitor_client.folder, encode_record(facts).decode()))
         self._tracker.follow(self._on_mark)
 
     def group_formed(self, backend: str, link: SaverLink | None) -> None:

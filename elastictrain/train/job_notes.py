@@ -26,7 +26,7 @@ class JobNotes:
         self._store = store
         self._identity = identity
         launcher = identity.launcher
-        self._file = Path(launcher.folder).parent / JOB_NAME if launcher is not None else None
+        self._file = Path(launcher.folder) / JOB_NAME if launcher is not None else None
         self._memory = JobMemory()
         self.evaluated: int | None = None  # the same on all ranks: `JobMemory.evaluated`; None if the job has just begun
 

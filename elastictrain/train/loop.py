@@ -12,7 +12,8 @@ from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import NonFiniteError, StopRequestedError
 from elastictrain.events import Evaluated, Skip, Step, StepSkipped
-from elastictrain.fault.reasons import SlowRank, leave_straggler
+from elastictrain.fault.launcher_channel import LeaveOutSlow, tell_launcher
+from elastictrain.fault.reasons import SlowRank
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.attachment import Attachment
 from elastictrain.train.compile_cache import CompileCache
@@ -243,10 +244,10 @@ class Loop:
         if chosen is not None and chosen.rank in identity.host_ranks:
             slow = SlowRank(chosen.rank, chosen.describe(host=hosts[chosen.rank]))
         is_told = (slow and slow.rank) == (self._reported and self._reported.rank)
-        if is_told or identity.launcher is None or identity.local_rank > 0:
+        if is_told or identity.local_rank > 0:
             return
         self._reported = slow
-        leave_straggler(identity.launcher.folder, slow)
+        tell_launcher(identity, LeaveOutSlow(slow))
 
     def _follow(self, step: int, actions: StepActions, *, saved: bool) -> None:
         """`saved`: the save of this step is already under way. Raises: StopRequestedError."""

@@ -14,8 +14,8 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.group import await_all, leave
 from elastictrain.distributed.reattach import detach
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT, TransportError
-from elastictrain.fault.launcher_channel import Attached, Detached, FromWorker, Introduced, LauncherChannel
-from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
+from elastictrain.fault.launcher_channel import Attached, Detached, Introduced, LauncherChannel, tell_launcher
+from elastictrain.fault.stop import StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Others, Overdue
@@ -104,20 +104,20 @@ class Participant:
         """Meet the other ranks, and make and check the groups; returns the link to the saver of this host, which starts
         meanwhile. `finished_step`: the newest step that this process finished before. Collective: yes."""
         report, identity = self.report, self.identity
-        self._tell(Introduced())
+        tell_launcher(identity, Introduced())
         self._left.clear()
         if self.channel is not None:
             self.channel.on_detach(self._abort if self.stays else self._give_up)
         meet(context, finished_step=finished_step, parent=self.parent, on_lost=report.lease_lost)
         report.context = context
         self.prefix.incarnation = context.generation.name
-        report.hangs.begin(context, tell=self._tell)
+        report.hangs.begin(context)
         # The process that would restart this worker; the launcher's process from which it forks may be replaced.
         agent = self.parent if identity.launched else os.getpid()
         # It starts while the group is made and checked.
         self.link = start_saver(context, agent=identity.launcher.pid if identity.launcher is not None else agent)
         form_group(context)
-        self._tell(Attached(os.environ.get(OWN_VARIABLES, "")))
+        tell_launcher(identity, Attached(os.environ.get(OWN_VARIABLES, "")))
         report.hangs.group_formed(context.backend, self.link)
         return self.link
 
@@ -170,7 +170,7 @@ class Participant:
         """Wait for a rank in the next generation, and adopt it; False if the launcher has ended."""
         assert self.channel is not None  # noqa: S101
         self.tracker.set_phase(Phase.STANDBY)
-        self.channel.send(Detached(exit_code, built))
+        tell_launcher(self.identity, Detached(exit_code, built))
         environment = self.channel.wait()
         if environment is None:
             return False
@@ -181,7 +181,7 @@ class Participant:
         os.environ.update(environment)
         identity = self.identity = read_identity(os.environ)
         self.tracker.begin_generation()
-        self.stop.renew(os.environ.get(STOP_FILE_VARIABLE), quiet=identity.local_rank > 0)
+        self.stop.renew(quiet=identity.local_rank > 0)
         self.prefix.rank = identity.rank
         with suppress(OSError):
             Path("/proc/self/comm").write_text(f"rank {identity.rank}")
@@ -190,11 +190,6 @@ class Participant:
     def _begin_report(self) -> ExitReport:
         hangs = HangWatch(self.config, self.identity, self.tracker)
         return ExitReport(self.config, self.identity, self.tracker, hangs, lambda: self.stop.request)
-
-    def _tell(self, message: FromWorker) -> None:
-        """Send a message to the launcher, if there is one."""
-        if self.channel is not None:
-            self.channel.send(message)
 
     def _give_up(self) -> None:
         """The generation has ended, and this process with it; called by another thread."""

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +10,8 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.reattach import forget_step
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, StopRequestedError
 from elastictrain.fault.exits import follow_parent
-from elastictrain.fault.launcher_channel import EXACT, LauncherChannel
-from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
+from elastictrain.fault.launcher_channel import EXACT, open_channel
+from elastictrain.fault.stop import StopListener
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Watchdog
@@ -31,9 +30,7 @@ from elastictrain.train.trial import try_task
 logger = logging.getLogger(__name__)
 
 
-def run_worker(
-    config: RunConfig, identity: Identity, *, parent: int, channel: LauncherChannel | None, standby: str, times: StartTimes
-) -> int:
+def run_worker(config: RunConfig, identity: Identity, *, parent: int, standby: str, times: StartTimes) -> int:
     """Train to the end in this process; returns the exit code. Only this function and run.py touch process-wide settings.
     `parent` is the process that started this one, read before anything else was done. `standby`: the kind of standby, one of
     `fault.launcher_channel`; it waits for its rank, and `identity` is a likely one. Empty: it is none. `times`: those of the
@@ -44,12 +41,12 @@ def run_worker(
     torch.set_num_threads(config.run.num_threads)
     set_determinism(config)
     # Never closed: a SIGTERM while this process ends must not change its exit code.
-    stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
+    stop = StopListener(notice_s=config.fault.notice_s)
     stop.quiet = bool(standby) or identity.local_rank > 0
     stop.start()
     if identity.launched and not follow_parent(parent):
         return EXIT_STOPPED
-    part = Participant(config, identity, tracker, prefix, stop, parent, channel)
+    part = Participant(config, identity, tracker, prefix, stop, parent, open_channel(identity, stop))
     worker = Worker(part, times)
     watchdog = Watchdog(
         config.fault,

@@ -1,6 +1,5 @@
 """Notices with deadlines, whatever a run is doing then: state is saved, the reason is told, and the next start goes on."""
 
-import json
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from faultyruns import COMMIT, Fault, check_nothing_left, fired, with_faults
 from test_stop import ARGUMENTS, SOON_S, last_stop, wait_for_end
 from torchruns import REPOSITORY, Run, events, torchrun, wait_until
 
-REASON = "AWS takes it"
+REASON = "SIGTERM"
 RESTORE = Fault("elastictrain.checkpoint.checkpointer:Checkpointer.restore", "pause")
 RESTORED = Fault(RESTORE.at, "pause", "after")
 PREFLIGHT = Fault("elastictrain.preflight.host_preflight:HostPreflight.check", "pause")
@@ -35,13 +34,12 @@ def stopped(
 ) -> Iterator[tuple[Run, float]]:
     """A run of two ranks that was given notice when it reached `fault`, and the seconds from there to its end."""
     folder.mkdir(parents=True)
-    note = folder / "stop.json"
-    extra = {**with_faults([fault], folder / "faults"), "ELASTICTRAIN_STOP_FILE": str(note)}
+    extra = with_faults([fault], folder / "faults")
     command = [*ARGUMENTS, *arguments, f"run.dir={run_dir}", f"checkpoint.memory_dir={memory_of(run_dir)}"]
+    command.append(f"fault.notice_s={within_s}")
     with torchrun(command, world_size=2, folder=folder, extra_environment=extra) as run:
         wait_until(lambda: fired(folder / "faults") == 1, timeout_s=120, what=fault.at)
         at_mark()
-        note.write_text(json.dumps({"reason": REASON, "deadline": time.time() + within_s}))
         workers, began_s = run.workers(), time.monotonic()
         assert len(workers) == 2
         run.process.terminate()

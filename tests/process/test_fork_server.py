@@ -15,8 +15,7 @@ from test_worker_group import hold, is_gone, lives
 from torchruns import environment, free_port, rendezvous_arguments, wait_until
 
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, EXIT_UNFIT
-from elastictrain.fault.reasons import Reason, read_reasons
-from elastictrain.identity import FOLDER
+from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import GenerationMember
 from elastictrain.launch.rank_variables import plan_workers
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
@@ -52,23 +51,24 @@ class Server:
             monkeypatch.setenv(name, value)
         self.group = WorkerGroup()
         self.unforked = ""
+        self.reasons: tuple[Reason, ...] = ()
 
     def start(
         self, *arguments: str, program: str = "", worker: str = "", count: int = 1, store_port: int = 0, ignored: bool = False
     ) -> psutil.Process:
         """Workers of a new server; the rest is as for `prepare`."""
-        server = self.prepare(program=program, worker=worker, ignored=ignored)
-        self.again(*arguments, count=count, store_port=store_port)
+        server = self.prepare(*arguments, program=program, worker=worker, ignored=ignored)
+        self.again(count=count, store_port=store_port)
         return server
 
-    def prepare(self, *, program: str = "", worker: str = "", ignored: bool = False) -> psutil.Process:
+    def prepare(self, *arguments: str, program: str = "", worker: str = "", ignored: bool = False) -> psutil.Process:
         """A new server; `program` runs in it first, `worker` in each worker instead of ours. `ignored`: it is started by
         somebody who ignores the ends of processes."""
         if worker:
             (self.folder / "made_up_worker.py").write_text(worker)
             program += f"\nsys.path.insert(0, {str(self.folder)!r})\nmodule._MODULE = 'made_up_worker'\n"
         self.group.close()
-        self.group = WorkerGroup(program=[sys.executable, "-u", "-c", PROGRAM.format(program=program)])
+        self.group = WorkerGroup(arguments, program=[sys.executable, "-u", "-c", PROGRAM.format(program=program)])
         others = set(psutil.Process().children())
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN) if ignored else None
         try:
@@ -79,22 +79,23 @@ class Server:
         (server,) = set(psutil.Process().children()) - others
         return server
 
-    def again(self, *arguments: str, count: int = 1, store_port: int = 0) -> None:
+    def again(self, *, count: int = 1, store_port: int = 0) -> None:
         """The next workers of the same server."""
-        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), FOLDER: str(self.folder)}
+        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         environments = tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
-        self.group.start(arguments, environments, store_port=store_port)
+        self.group.start(environments, store_port=store_port)
 
     def end(self, *, timeout_s: float = 60) -> WorkersEnd:
         found: list[WorkersEnd] = []
 
         def ended() -> bool:
-            self.unforked = self.group.unforked or self.unforked
+            self.unforked = (self.group.run.unforked if self.group.run is not None else "") or self.unforked
             found.extend(filter(None, [self.group.poll()]))
             return bool(found)
 
         wait_until(ended, timeout_s=timeout_s, what="the end of the workers")
-        return found[0]
+        self.reasons = found[0].reasons
+        return replace(found[0], reasons=())
 
     def workers(self, server: psutil.Process, count: int) -> list[psutil.Process]:
         """When all of them are what they are to be."""
@@ -108,7 +109,7 @@ class Server:
 
     @property
     def reason(self) -> Reason:
-        (found,) = read_reasons(str(self.folder))
+        (found,) = self.reasons
         return found
 
 
@@ -121,14 +122,13 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_a_fork_is_the_program_in_its_environment(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     process = server.start("--help", count=2)
+    # The second ones are forked from the same process.
+    for _ in range(2):
+        assert server.end() == WorkersEnd(0, {})
+        # Only the first rank prints it.
+        assert capfd.readouterr().out.count("python -m elastictrain.run") == 1
+        server.again(count=2)
     assert server.end() == WorkersEnd(0, {})
-    # Only the first rank prints it.
-    assert capfd.readouterr().out.count("python -m elastictrain.run") == 1
-    # The next ones are forked from the same process.
-    server.again("recipe=none", count=2)
-    ended = server.end()
-    assert ended.code == 1
-    assert set(ended.codes.values()) == {78}
     assert server.unforked == ""
     assert lives(process)
 
@@ -198,10 +198,10 @@ def answers(port: int) -> bool:
 
 def test_the_store_outlives_the_workers_until_the_next_ones_start(server: Server) -> None:
     first, second = free_port(), free_port()
-    process = server.start(store_port=first)
-    assert server.end().code != 0
+    process = server.start("--help", store_port=first)
+    assert server.end() == WorkersEnd(0, {})
     assert answers(first)
-    server.again("--help", store_port=second)
+    server.again(store_port=second)
     assert server.end() == WorkersEnd(0, {})
     assert (answers(first), answers(second)) == (False, True)
     process.kill()
@@ -210,9 +210,10 @@ def test_the_store_outlives_the_workers_until_the_next_ones_start(server: Server
 
 def test_the_store_of_a_host_that_is_not_the_first_any_more_ends(server: Server) -> None:
     port = free_port()
-    server.start(store_port=port)
-    assert server.end().code != 0
-    server.again("--help")
+    server.start("--help", store_port=port)
+    assert server.end() == WorkersEnd(0, {})
+    assert answers(port)
+    server.again()
     assert server.end() == WorkersEnd(0, {})
     assert not answers(port)
 

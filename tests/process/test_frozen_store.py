@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 from torchruns import REPOSITORY, TINY, environment
 
+from elastictrain.bounded_json import JsonLines
 from elastictrain.errors import EXIT_TRANSPORT
-from elastictrain.fault.reasons import read_reasons
-from elastictrain.identity import FOLDER, GENERATION, LAUNCHER
+from elastictrain.fault.launcher_channel import Detached, FromWorker
+from elastictrain.fault.reasons import Reason
+from elastictrain.identity import CHANNEL, FOLDER, GENERATION, LAUNCHER
 
 LIMIT_S = 5.0
 STARTS_WITHIN_S = 60.0
@@ -66,35 +69,52 @@ def test_a_rank_whose_store_is_frozen_ends_in_time_and_names_it(when: str, tmp_p
         assert seconds < 3 * LIMIT_S
 
 
-def begin(rank: int, port: int, folder: Path, *, world_size: int, limit_s: float = LIMIT_S) -> "subprocess.Popen[bytes]":
-    """A worker of a launcher; it is not waited for."""
+Worker = tuple["subprocess.Popen[bytes]", socket.socket]
+
+
+def begin(rank: int, port: int, folder: Path, *, world_size: int, limit_s: float = LIMIT_S) -> Worker:
+    """A worker of a launcher, and the launcher's end of its channel; it is not waited for."""
     folder.mkdir()
+    ours, theirs = socket.socketpair()
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {LAUNCHER: str(os.getpid()), GENERATION: "1", FOLDER: str(folder), "PYTHONPATH": str(REPOSITORY)}
+    variables[CHANNEL] = str(theirs.fileno())
     command = [sys.executable, "-m", "elastictrain.run", *TINY, f"run.dir={folder}/run"]
     command += [f"fault.rendezvous_timeout_s={limit_s}", f"checkpoint.memory_dir={folder}"]
-    return subprocess.Popen(command, cwd=folder, env=environment(variables), stderr=subprocess.PIPE)
+    with theirs:
+        passed = (theirs.fileno(),)
+        process = subprocess.Popen(command, cwd=folder, env=environment(variables), stderr=subprocess.PIPE, pass_fds=passed)
+    return process, ours
 
 
-def check_end(worker: "subprocess.Popen[bytes]", folder: Path, *, missing: int) -> None:
-    try:
-        _, err = worker.communicate(timeout=STARTS_WITHIN_S + 3 * LIMIT_S)
-    finally:
-        worker.kill()
-    assert worker.returncode == EXIT_TRANSPORT, err.decode()
-    (reason,) = read_reasons(str(folder))
+def check_end(worker: Worker, *, missing: int) -> None:
+    process, channel = worker
+    lines: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
+    told: list[FromWorker] = []
+    with channel:
+        channel.settimeout(STARTS_WITHIN_S + 3 * LIMIT_S)
+        try:
+            # Then it waits for a rank.
+            while not any(isinstance(one, Detached) for one in told) and (data := channel.recv(1 << 16)):
+                told += lines.feed(data)
+            channel.close()
+            _, err = process.communicate(timeout=STARTS_WITHIN_S)
+        finally:
+            process.kill()
+    assert process.returncode == EXIT_TRANSPORT, err.decode()
+    (reason,) = (one for one in told if isinstance(one, Reason))
     assert (reason.exit_code, reason.missing) == (EXIT_TRANSPORT, (missing,))
 
 
 def test_a_worker_whose_store_is_frozen_tells_its_launcher_whose_it_is(tmp_path: Path) -> None:
     with store_server() as (server, port):
         os.kill(server.pid, signal.SIGSTOP)
-        check_end(begin(1, port, tmp_path / "b", world_size=2), tmp_path / "b", missing=0)
+        check_end(begin(1, port, tmp_path / "b", world_size=2), missing=0)
 
 
 def test_workers_that_wait_for_one_that_does_not_come_tell_their_launchers_which(tmp_path: Path) -> None:
     with store_server() as (_, port):
         workers = [begin(rank, port, tmp_path / str(rank), world_size=3, limit_s=2 * LIMIT_S) for rank in (0, 1)]
-        for rank, worker in enumerate(workers):
-            check_end(worker, tmp_path / str(rank), missing=2)
+        for worker in workers:
+            check_end(worker, missing=2)

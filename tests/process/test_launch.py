@@ -151,11 +151,7 @@ def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_pat
     temporary.mkdir()
 
     def names() -> set[str]:
-        found = {re.sub(r"generation-\d+", "generation-N", str(path.relative_to(temporary))) for path in temporary.rglob("*")}
-        return {re.sub(r"none_\w+", "RUN", name) for name in found}
-
-    def folders() -> list[Path]:
-        return sorted(temporary.rglob("generation-*"))
+        return {re.sub(r"none_\w+", "RUN", str(path.relative_to(temporary))) for path in temporary.rglob("*")}
 
     def marks() -> list[Path]:
         """Folders in host memory of this run's incarnations."""
@@ -169,7 +165,6 @@ def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_pat
             step = last_step(run_dir) + 6
             wait_until(lambda least=step: last_step(run_dir) >= least, what="steps")  # type: ignore[misc]
             after.append(names())
-            assert len(folders()) == 1
             # The watcher of the workers that were killed removes theirs a moment later.
             wait_until(lambda: len(marks()) == 1, what="the end of the watcher before")
             if restart < 5:
@@ -178,7 +173,6 @@ def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_pat
         assert run.wait(90) == 75, run.output()
     # The first start of torch makes a folder for its compiler.
     assert after[1:] == [after[1]] * 5, after
-    assert not folders()
     wait_until(lambda: not marks(), what="the end of the watcher")
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 
 import pytest
 from torchruns import REPOSITORY, environment
@@ -125,6 +126,13 @@ def bench_recovery(folder: Path) -> None:
     assert (figures["problems"], {one["strike"]["during"] for one in figures["kills"]}) == ([], {"", "build"})
     assert all(one["new_step_s"] > 0 for one in figures["kills"])
     assert figures["goodput"] > 0
+    calm = ("--calm", "2.5", "--steps", "2", "--json", str(rows))
+    python("bench_recovery.py", *calm, "--", *overrides, "checkpoint.every_steps=1", folder=folder)
+    figures = json.loads(rows.read_text())
+    assert figures["stalls_s"]["snapshots that are saved"]
+    for intervals_s in figures["between_s"].values():
+        assert {*intervals_s} == {"0", "1"}
+        assert all(0 < median(one) < 5 for one in intervals_s.values())
 
 
 def simulate_partitions(folder: Path) -> None:
@@ -285,6 +293,7 @@ ELSEWHERE = {
     "faults.py": "tests/network/test_faults.py",
     "fuzz_mutations.py": "fuzz_run_folder.py",
     "gpu/check.sh": "gpu/variants.sh",
+    "recovery_calm.py": "bench_recovery.py",
     "recovery_report.py": "bench_recovery.py",
     "recovery_run.py": "bench_recovery.py",
     "soak.py": "tests/network/test_soak.py",

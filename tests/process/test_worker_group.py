@@ -120,7 +120,7 @@ class Host:
         self.clock = Clock()
         self.group = WorkerGroup(program=self.file(stands_in(*workers, then=then)), clock=self.clock)
         others = set(psutil.Process().children())
-        self.group.start((), tuple({"RANK": str(rank)} for rank in range(len(workers) or 1)), store_port=0)
+        self.group.start(tuple({"RANK": str(rank)} for rank in range(len(workers) or 1)), store_port=0)
         (self.server,) = set(psutil.Process().children()) - others
         self.family: list[psutil.Process] = []
 
@@ -241,14 +241,14 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     told = tmp_path / "told"
     program = f"import json, os, sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.exit(1)"
     host.become(program)
-    host.group.start(("x=1",), ({"A": "b"}, {"A": "c"}), store_port=7)
+    host.group.start(({"A": "b"}, {"A": "c"}), store_port=7)
     assert host.end() == WorkersEnd(1, {})
     leaving = identify(leaver.process.pid)
     assert leaving is not None
     previous_workers = {PREVIOUS_WORKERS: encode_processes([leaving])}
     environments = [{"A": "b", **previous_workers}, {"A": "c", **previous_workers}]
     assert json.loads(told.read_text()) == {
-        "arguments": ["x=1"], "environments": environments, "store_port": 7, "order": 2, "folder": "",
+        "environments": environments, "store_port": 7, "order": 2,
     }  # fmt: skip
     leaver.release()
 
@@ -284,7 +284,7 @@ def test_who_is_left_of_two_starts_ago_is_not_forgotten(hosts: list[Host]) -> No
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
     leaver = leave_one_behind(host)
     host.become("import sys; sys.stdin.readline(); sys.exit(1)")
-    host.group.start((), ({},), store_port=0)
+    host.group.start(({},), store_port=0)
     assert host.end() == WorkersEnd(1, {})
     assert_waits_for(leaver, host)
 
@@ -354,8 +354,8 @@ def test_workers_that_have_ended_well_before_their_fork_server_are_an_end(hosts:
 
 def test_the_code_of_the_worker_that_failed_first_counts(hosts: list[Host]) -> None:
     hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", SAVES.replace("SIG_IGN", "SIG_DFL")], then=TELLS_OF_FIRST))
-    wait_until(lambda: host.group.poll() is None and bool(host.group.failed), timeout_s=20, what="the first failure")
-    assert host.group.failed == {0: 3}
+    wait_until(lambda: host.group.poll() is None and bool(host.group.run.codes), timeout_s=20, what="the first failure")
+    assert host.group.run.codes == {0: 3}
     host.group.ask_to_stop()
     # What ends after the first failure may do so because of it.
     assert host.end() == WorkersEnd(1, {0: 3})
@@ -363,7 +363,7 @@ def test_the_code_of_the_worker_that_failed_first_counts(hosts: list[Host]) -> N
 
 def test_workers_that_do_not_follow_one_that_failed_are_killed(hosts: list[Host]) -> None:
     hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", STARTS_ONE], then=TELLS_OF_FIRST))
-    wait_until(lambda: host.group.poll() is None and bool(host.group.failed), timeout_s=20, what="the first failure")
+    wait_until(lambda: host.group.poll() is None and bool(host.group.run.codes), timeout_s=20, what="the first failure")
     wait_until(lambda: len(host.server.children(recursive=True)) == 2, timeout_s=20, what="the child of the other one")
     host.family = host.server.children(recursive=True)
     host.group.ask_to_stop()
@@ -381,7 +381,7 @@ def test_an_end_that_is_told_late_is_none_of_the_next_workers(hosts: list[Host])
     host.see(1)
     host.group.kill()
     assert host.end() == KILLED
-    host.group.start((), ({},), store_port=0)
+    host.group.start(({},), store_port=0)
     assert host.end() == WorkersEnd(0, {})
 
 
@@ -413,7 +413,7 @@ def test_whoever_is_started_while_workers_are_being_killed_is_killed_too(hosts: 
     starts = "[(subprocess.Popen(['sleep', '600.25']), time.sleep(0.002)) for _ in range(300)]"
     program = f"import subprocess, sys, time; sys.stdin.readline(); {starts}"
     host.group = WorkerGroup(program=[sys.executable, "-c", program], clock=host.clock)
-    host.group.start((), ({},), store_port=0)
+    host.group.start(({},), store_port=0)
     (host.server,) = (one for one in psutil.Process().children() if program in one.cmdline())
     wait_until(lambda: len(host.server.children()) > 5, timeout_s=20, what="the first of them")
     host.group.kill()
@@ -469,7 +469,7 @@ def test_the_next_one_waits_for_who_does_not_die_but_not_for_ever(
     assert host.group.poll() == KILLED
     assert f"process(es) {worker.pid};" in caplog.text
     # Nothing is in the way of the next one.
-    host.group.start((), ({},), store_port=0)
+    host.group.start(({},), store_port=0)
     host.group.close()
 
 
@@ -480,7 +480,7 @@ def test_a_fork_server_that_does_not_die_is_given_up_too(
     host.group.close()
     host.group = WorkerGroup(program=[sys.executable, "-c", SLEEPS], clock=host.clock)
     others = set(psutil.Process().children())
-    host.group.start((), ({},), store_port=0)
+    host.group.start(({},), store_port=0)
     (host.server,) = set(psutil.Process().children()) - others
     with monkeypatch.context() as unkillable:
         unkillable.setattr(subprocess.Popen, "kill", lambda self: None)

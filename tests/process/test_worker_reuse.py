@@ -13,18 +13,21 @@ from test_worker_group import is_gone, lives, spare
 from torchruns import wait_until
 
 from elastictrain.fault.exits import decode
-from elastictrain.identity import FOLDER
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER
 from elastictrain.launch.worker_group import WorkersEnd
 
 # Speaks with its launcher as a worker does, and notes where it took part; of rank `DEAF` it does not listen.
 WORKER = """
 import os, time
 from pathlib import Path
-from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, Attached, Detached, Introduced, open_channel
+from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, Attached, Detached, Introduced, open_channel, tell_launcher
+from elastictrain.fault.stop import StopListener
+from elastictrain.identity import read_identity
 
-channel, environment = open_channel(os.environ), os.environ
+environment, identity = os.environ, read_identity(os.environ)
+channel = open_channel(identity, StopListener())
 if STANDBY_VARIABLE in os.environ:
-    channel.send(Detached(0))
+    tell_launcher(identity, Detached(0))
     Path(environment["ELASTICTRAIN_LAUNCH_FOLDER"], f"standby-{os.getpid()}").touch()
     environment = channel.wait()
 while environment is not None:
@@ -32,11 +35,11 @@ while environment is not None:
     Path(environment["ELASTICTRAIN_LAUNCH_FOLDER"], f"part-{number}-{rank}").write_text(
         f"{os.getpid()} {environment['ELASTICTRAIN_PREVIOUS_WORKERS']}"
     )
-    channel.send(Introduced())
-    channel.send(Attached(f'{{"OF": "{rank}"}}'))
+    tell_launcher(identity, Introduced())
+    tell_launcher(identity, Attached(f'{{"OF": "{rank}"}}'))
     while channel.detach_reason is None or rank == os.environ.get("DEAF"):
         time.sleep(0.01)
-    channel.send(Detached(71))
+    tell_launcher(identity, Detached(71))
     environment = channel.wait()
 """
 
@@ -52,21 +55,22 @@ class Host:
     def environments(self, count: int) -> list[dict[str, str]]:
         common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "NUMBER": str(self.number)}
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        return [{**common, FOLDER: str(self.server.folder), **rank} for rank in ranks]
+        launched = {FOLDER: str(self.server.folder), GENERATION: str(self.number), LAUNCHER: str(os.getpid())}
+        return [{**common, **launched, **rank} for rank in ranks]
 
     def begin(self, count: int, *, program: str = "") -> dict[str, int]:
         """The next generation; returns the pid of each rank, once its groups are made."""
         self.number += 1
         if self.process is None:
             self.process = self.server.prepare(program=program, worker=WORKER)
-        self.server.group.start((), self.environments(count), store_port=0)
+        self.server.group.start(self.environments(count), store_port=0)
         self.wait_until_attached()
         return {str(rank): self.part(rank)[0] for rank in range(count)}
 
     def wait_until_attached(self) -> None:
         def attached() -> bool:
             assert self.server.group.poll() is None
-            return self.server.group.attached
+            return self.server.group.run.attached
 
         wait_until(attached, timeout_s=30, what="the groups")
 
@@ -79,7 +83,7 @@ class Host:
         """Returns its pid, once it waits."""
         assert self.process is not None
         before = set(self.process.children())
-        self.server.group.keep_standbys((), self.environments(count)[-1:], bound=())
+        self.server.group.keep_standbys(self.environments(count)[-1:], bound=())
         wait_until(lambda: len(set(self.process.children()) - before) == 1, timeout_s=30, what="the standby")  # type: ignore[union-attr]
         (standby,) = set(self.process.children()) - before
         wait_until((self.server.folder / f"standby-{standby.pid}").exists, timeout_s=30, what="its word")
@@ -90,7 +94,7 @@ class Host:
         """Kill a worker, and have the others detach."""
         os.kill(pid, signal.SIGKILL)
         group = self.server.group
-        wait_until(lambda: group.poll() is None and group.failed == {rank: -9}, timeout_s=20, what="the death")
+        wait_until(lambda: group.poll() is None and group.run.codes == {rank: -9}, timeout_s=20, what="the death")
         group.detach("a worker has died")
         return self.server.end(timeout_s=20)
 
@@ -175,7 +179,7 @@ def test_a_worker_that_does_not_detach_is_killed_and_the_others_are_kept(host: H
     first = host.begin(2)
     group = host.server.group
     group.detach("over")
-    wait_until(lambda: group.poll() is None and group.failed == {0: 71}, timeout_s=20, what="the one that listens")
+    wait_until(lambda: group.poll() is None and group.run.codes == {0: 71}, timeout_s=20, what="the one that listens")
     group.kill()
     assert host.server.end(timeout_s=20) == WorkersEnd(1, {0: 71})
     deaf = psutil.Process(first["1"]) if psutil.pid_exists(first["1"]) else None
@@ -257,10 +261,10 @@ def test_a_standby_for_which_there_is_no_room_costs_the_generation_nothing(host:
     assert host.process is not None
     for _ in range(2):
         # Each first step tries it again.
-        group.keep_standbys((), host.environments(2)[-1:], bound=())
+        group.keep_standbys(host.environments(2)[-1:], bound=())
         time.sleep(0.3)
         assert group.poll() is None
-        assert group.failed == {}
+        assert group.run.codes == {}
     assert lives(host.process)
     assert {one.pid for one in host.process.children()} == {*first.values()}
     assert host.lose(first["1"], rank=1) == WorkersEnd(1, {1: -9})

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, ToSaver, ToWorker, WorkerRefused, encode
+from elastictrain.bounded_json import JsonLines, MalformedJsonError
+from elastictrain.checkpoint.saver.messages import ToSaver, ToWorker, WorkerRefused, encode
 from elastictrain.checkpoint.saver.process import SOCKET_NAME, peer_pid, through_folder
 from elastictrain.net.server import PendingConnections, PendingLimits
 
@@ -22,7 +23,7 @@ _PF_EXITING = 0x4
 class WorkerConnection:
     socket: socket.socket
     pid: int = 0
-    lines: MessageLines[ToSaver] = field(default_factory=lambda: MessageLines(ToSaver))  # type: ignore[arg-type]
+    lines: JsonLines[ToSaver] = field(default_factory=lambda: JsonLines(ToSaver))  # type: ignore[arg-type]
     rank: int = -1
     incarnation: str = ""
     said_goodbye: bool = False
@@ -158,7 +159,7 @@ class WorkerConnections:
         try:
             for message in one.lines.feed(data):
                 self._on_message(one, message)
-        except MalformedError as error:
+        except MalformedJsonError as error:
             logger.warning("a connection is closed: %s", error)
             # A refused worker must not reconnect again and again.
             self.send(one, WorkerRefused(str(error)))

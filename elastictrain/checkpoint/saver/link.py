@@ -10,10 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from elastictrain.bounded_json import JsonLines, MalformedJsonError
 from elastictrain.checkpoint.saver import messages
 from elastictrain.checkpoint.saver.messages import (
-    MalformedError,
-    MessageLines,
     Saved,
     SaveFailure,
     SlowSave,
@@ -267,7 +266,7 @@ class SaverLink:
         while not self._closing and not self.broken:
             try:
                 self._talk(self._connect())
-            except (OSError, MalformedError, ElasticTrainError) as error:
+            except (OSError, MalformedJsonError, ElasticTrainError) as error:
                 with self._changed:
                     if not self._closing:
                         self._break(f"the saver of this host does not run: {error}{log_tail(self._folder)}")
@@ -287,7 +286,7 @@ class SaverLink:
         raise CheckpointError("closed")
 
     def _talk(self, connection: socket.socket) -> None:
-        lines: MessageLines[ToWorker] = MessageLines(ToWorker)  # type: ignore[arg-type]
+        lines: JsonLines[ToWorker] = JsonLines(ToWorker)  # type: ignore[arg-type]
         with self._changed:
             self._socket = connection
             self._welcomed = False

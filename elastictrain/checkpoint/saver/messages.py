@@ -1,20 +1,18 @@
 """Messages between workers and their saver: one JSON object per line over a Unix socket; `op` names its kind."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 
-from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
+from elastictrain.bounded_json import MalformedJsonError, encode_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.manifest import Count
 from elastictrain.checkpoint.peers.placement import Peer, check_roster
 
-LONGEST_BYTES = 1 << 20
 
-
-class MalformedError(ValueError):
+class MalformedError(MalformedJsonError):
     """A message breaks the protocol; the connection is closed."""
 
 
@@ -192,30 +190,6 @@ ToWorker: TypeAlias = (
 
 def encode(message: ToSaver | ToWorker) -> bytes:
     return encode_record(message) + b"\n"
-
-
-T = TypeVar("T")
-
-
-class MessageLines(Generic[T]):
-    """Assembles messages of one `kind` from a socket's data."""
-
-    def __init__(self, kind: type[T]) -> None:
-        self._kind = kind
-        self._waiting = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[T]:
-        """Yield the messages that are complete now. Raises: MalformedError."""
-        self._waiting += data
-        while (end := self._waiting.find(b"\n")) >= 0:
-            line = bytes(self._waiting[:end])
-            del self._waiting[: end + 1]
-            try:
-                yield parse_record(line, self._kind)
-            except MalformedJsonError as error:
-                raise MalformedError(f"a message {error}") from error
-        if len(self._waiting) > LONGEST_BYTES:
-            raise MalformedError(f"a message has more than {LONGEST_BYTES} bytes")
 
 
 def is_past(incarnation: str, *, present: str, left: Collection[str], connected: bool) -> bool:

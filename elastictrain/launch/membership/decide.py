@@ -43,10 +43,11 @@ def decide(cluster: ClusterState, options: LaunchGroup) -> Decision:
     newest, me = cluster.newest, cluster.me
     # The end of a run from before this launcher's start does not concern it.
     is_new = cluster.newest_since_s > cluster.began_s + options.lost_s
+    if cluster.stop_reason:
+        done = me.end is not None and me.end.kind is EndKind.DONE and me.end.generation == me.ended
+        return Leave(EXIT_OK, "the last step is done") if done else Leave(EXIT_STOPPED, cluster.stop_reason)
     if newest is not None and newest.terminal and (is_new or newest.has(me.host)):
         return Leave(newest.exit_code, newest.reason)
-    if cluster.wants_to_leave:
-        return Leave(EXIT_STOPPED, "asked to leave")
     if newest is not None and me.ended < newest.number:
         # A host that cannot take part stays silent, and the others continue without it.
         if newest.has(me.host) and not cluster.ends and me.state is HostState.READY:
@@ -77,8 +78,8 @@ def _while_running(cluster: ClusterState, running: Generation, options: LaunchGr
         return _finish_lost(running, me, reason, lost=me.host)
     # Ends that were read before this host joined its generation are not evidence.
     others = [end for host, end in cluster.ends.items() if host != me.host and end.generation == running.number]
-    if cluster.wants_to_leave:
-        leaving = _end(running, me, EndKind.LEAVING, EXIT_STOPPED, "asked to leave")
+    if cluster.stop_reason:
+        leaving = _end(running, me, EndKind.LEAVING, EXIT_STOPPED, cluster.stop_reason)
         return Finish(leaving, at_once=any(end.loses_state for end in others))
     if (followed := _to_follow(cluster, others)) is not None:
         return Finish(followed, at_once=followed.loses_state)

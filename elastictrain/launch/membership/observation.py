@@ -63,7 +63,7 @@ class ClusterState:
     left_s: float = inf  # until the run's time limit
     on_poisoned: OnPoisoned = "stop"
     stop_limit_s: float = 920.0  # limit of an orderly end on a host: a save and the shutdown
-    wants_to_leave: bool = False
+    stop_reason: str = ""  # why this host is to leave; empty if it stays
     straggles: SlowRank | None = None  # for which the workers here ask to leave this host out; None if they do not
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.bounded_json import JsonLines
 from elastictrain.checkpoint.saver.link import News, SaverLink
-from elastictrain.checkpoint.saver.messages import MessageLines, Saved, SaveFailure, StepTook, WorkerHello, encode
+from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, StepTook, WorkerHello, encode
 from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
@@ -46,7 +47,7 @@ class FakeSaver:
                 threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
 
     def _hear(self, connection: socket.socket) -> None:
-        lines = MessageLines(dict)
+        lines = JsonLines(dict)
         with suppress(OSError):
             while data := connection.recv(65536):
                 for message in lines.feed(data):

@@ -155,7 +155,7 @@ class Launcher:
             heard_since_s=self.heard_since_s,
             expected_hosts=self.expected_hosts,
             stop_limit_s=STOP_LIMIT_S,
-            wants_to_leave=self.wants_to_leave,
+            stop_reason="asked to leave" if self.wants_to_leave else "",
             straggles=self._straggles(),
             slow_since_s=self.slow_since_s,
         )

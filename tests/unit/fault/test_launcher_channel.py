@@ -8,23 +8,37 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from elastictrain.bounded_json import JsonLines
 from elastictrain.errors import EXIT_TRANSPORT, DetachedError
 from elastictrain.fault import launcher_channel as module
 from elastictrain.fault.launcher_channel import (
-    CHANNEL_VARIABLE,
+    AskToStop,
     Attach,
     Attached,
+    Begun,
     Detach,
     Detached,
+    FromWorker,
     Introduced,
     LauncherChannel,
-    Lines,
+    LeaveOutSlow,
     encode_line,
+    has_been_called,
     open_channel,
+    tell_launcher,
 )
+from elastictrain.fault.reasons import Reason, SlowRank
+from elastictrain.fault.stop import StopListener, StopRequest
+from elastictrain.identity import Identity
+from elastictrain.identity import Launcher as LauncherIdentity
 from tests.unit.examples import examples
 
 FIRST, SECOND = {"RANK": "1"}, {"RANK": "2"}
+
+
+def with_channel(descriptor: int) -> Identity:
+    launcher = LauncherIdentity(1, 1, restarted=False, folder="/nowhere", channel=descriptor)
+    return Identity(1, 2, 1, 2, "host", launched=True, launcher=launcher)
 
 
 class Launcher:
@@ -32,9 +46,11 @@ class Launcher:
 
     def __init__(self) -> None:
         self.connection, self.theirs = socket.socketpair()
-        self.channel = LauncherChannel(self.theirs)
+        self.stops: list[AskToStop] = []
+        self.channel = LauncherChannel(self.theirs, on_stop=self.stops.append)
+        self.identity = with_channel(self.theirs.fileno())
 
-    def say(self, *messages: Attach | Detach) -> None:
+    def say(self, *messages: Attach | Detach | AskToStop) -> None:
         self.connection.sendall(b"".join(map(encode_line, messages)))
 
     def close(self) -> None:
@@ -104,7 +120,7 @@ def test_a_detach_that_comes_late_is_forgotten_with_the_next_rank(launcher: Laun
     channel, acts = launcher.channel, []
     channel.on_detach(lambda: acts.append("abort"))
     channel.on_detach(None)
-    channel.send(Detached(EXIT_TRANSPORT))
+    tell_launcher(launcher.identity, Detached(EXIT_TRANSPORT))
     launcher.say(Detach("late"), Attach(FIRST))
     assert channel.wait() == FIRST
     assert detached(channel) is None
@@ -194,7 +210,7 @@ class TestTheEndOfTheLauncher:
         launcher.connection.close()
         assert launcher.channel.wait() is None
         assert detached(launcher.channel) is None
-        launcher.channel.send(Introduced())
+        tell_launcher(launcher.identity, Introduced())
 
     @pytest.mark.parametrize(
         "garbage",
@@ -207,10 +223,42 @@ class TestTheEndOfTheLauncher:
 
 
 def test_the_launcher_reads_what_the_worker_says(launcher: Launcher) -> None:
-    said = [Introduced(), Attached('{"NCCL_DEBUG": "INFO"}'), Detached(71)]
+    said: list[FromWorker] = [
+        Introduced(),
+        Attached('{"NCCL_DEBUG": "INFO"}'),
+        Begun(12),
+        LeaveOutSlow(SlowRank(3, "rank 3 is slow")),
+        LeaveOutSlow(None),
+        Reason(3, 71, "reduce", 12, "a peer is gone: “é”\nand more", guilty=True, missing=(1, 2)),
+        Detached(71),
+    ]
     for message in said:
-        launcher.channel.send(message)
-    assert Lines(Introduced | Attached | Detached).feed(launcher.connection.recv(1 << 16)) == said
+        tell_launcher(launcher.identity, message)
+    lines: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
+    assert list(lines.feed(launcher.connection.recv(1 << 16))) == said
+
+
+def test_without_a_launcher_nobody_is_told_or_calls() -> None:
+    for identity in (Identity(0, 1, 0, 1, "host", launched=False), with_channel(-1)):
+        tell_launcher(identity, Introduced())
+        assert not has_been_called(identity)
+
+
+def test_who_does_not_read_its_channel_can_see_that_it_is_called(launcher: Launcher) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        identity = with_channel(theirs.fileno())
+        assert not has_been_called(identity)
+        ours.sendall(encode_line(AskToStop("a worker has failed", 0.0, host_stays=False)))
+        assert has_been_called(identity)
+
+
+def test_a_stop_is_passed_on_and_ends_no_generation(launcher: Launcher) -> None:
+    stop = AskToStop("b leaves", 1100.0, host_stays=True)
+    launcher.say(stop, Attach(FIRST), stop)
+    assert launcher.channel.wait() == FIRST
+    wait_for(lambda: len(launcher.stops) == 2)
+    assert (launcher.stops, detached(launcher.channel)) == ([stop, stop], None)
 
 
 def test_a_variable_may_hold_anything_that_an_environment_holds(launcher: Launcher) -> None:
@@ -219,21 +267,25 @@ def test_a_variable_may_hold_anything_that_an_environment_holds(launcher: Launch
     assert launcher.channel.wait() == given
 
 
-@pytest.mark.parametrize("value", [None, "", "x", "-1"])
-def test_without_a_launcher_there_is_no_channel(value: str | None) -> None:
-    assert open_channel({} if value is None else {CHANNEL_VARIABLE: value}) is None
+def test_without_a_launcher_there_is_no_channel() -> None:
+    stop = StopListener()
+    assert open_channel(with_channel(-1), stop) is None
+    assert open_channel(Identity(0, 1, 0, 1, "host", launched=False), stop) is None
 
 
 def test_the_descriptor_is_taken_over_and_goes_to_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[socket.socket] = []
-    monkeypatch.setattr(module, "LauncherChannel", made.append)
+    made: list[tuple[socket.socket, Callable[[AskToStop], None]]] = []
+    monkeypatch.setattr(module, "LauncherChannel", lambda connection, *, on_stop: made.append((connection, on_stop)))
+    stop = StopListener(lambda: 42.0, wall=lambda: 1042.0)
     ours, theirs = socket.socketpair()
     with ours:
         descriptor = theirs.detach()
         os.set_inheritable(descriptor, True)
-        open_channel({CHANNEL_VARIABLE: str(descriptor)})
-        (connection,) = made
+        open_channel(with_channel(descriptor), stop)
+        ((connection, on_stop),) = made
         with connection:
             assert not connection.get_inheritable()
             ours.sendall(b"x")
             assert connection.recv(9) == b"x"
+        on_stop(AskToStop("spot", 1100.0, host_stays=True))
+        assert stop.request == StopRequest("spot", 42.0, 100.0, host_stays=True)

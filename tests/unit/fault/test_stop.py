@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopNote, StopRequest, after_signal, is_news, write_stop_note
+from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopRequest, is_news
 
 
 @contextmanager
-def listening(
-    clock: Callable[[], float] = time.monotonic, *, notice_s: float | None = None, stop_file: Path | None = None
-) -> Iterator[StopListener]:
+def listening(clock: Callable[[], float] = time.monotonic, *, notice_s: float | None = None) -> Iterator[StopListener]:
     """Its unix clock shows 1000 s more than `clock`."""
-    file = None if stop_file is None else str(stop_file)
-    listener = StopListener(clock, notice_s=notice_s, stop_file=file, wall=lambda: 1000.0 + clock())
+    listener = StopListener(clock, notice_s=notice_s, wall=lambda: 1000.0 + clock())
     listener.start()
     try:
         yield listener
@@ -69,7 +66,7 @@ def test_the_first_reason_stays() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         listener.ask("wall clock")
         time.sleep(0.02)
-        assert listener.request is first
+        assert listener.request == first
 
 
 def test_a_signal_is_seen_while_the_main_thread_runs_no_python_code() -> None:
@@ -123,98 +120,27 @@ def test_a_signal_alone_leaves_the_time_that_is_configured() -> None:
         assert request_of(listener) == StopRequest("SIGTERM", 42.0, 72.0)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
-def test_the_file_says_why_and_until_when(number: signal.Signals, tmp_path: Path) -> None:
-    write_stop_note(str(tmp_path / "stop"), StopNote("reclaimed", 1162.0))
-    with listening(lambda: 42.0, notice_s=30.0, stop_file=tmp_path / "stop") as listener:
-        os.kill(os.getpid(), number)
-        assert request_of(listener) == StopRequest("reclaimed", 42.0, 162.0)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        b"",
-        b"\xff",
-        b"[]",
-        b'"SIGTERM"',
-        b'{"deadline": 1000000.0}',
-        b'{"reason": "", "deadline": 1000000.0}',
-        b'{"reason": "it", "deadline": "noon"}',
-        b'{"reason": "it", "deadline": true}',
-        b'{"reason": "it", "deadline": NaN}',
-        b'{"reason": "it", "deadline": 1e999}',
-        b'{"reason": "it", "deadline": %s}' % (b"9" * 400),
-        b"[" * 100_000,
-    ],
-)
-def test_a_file_that_says_nothing_is_passed_over(
-    content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    if content is not None:
-        (tmp_path / "stop").write_bytes(content)
-    with listening(lambda: 42.0, notice_s=30.0, stop_file=tmp_path / "stop") as listener:
+def test_a_signal_after_a_request_changes_neither_reason_nor_deadline() -> None:
+    with listening(lambda: 42.0, notice_s=30.0) as listener:
+        listener.ask("reclaimed", deadline=1162.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert request_of(listener) == StopRequest("SIGTERM", 42.0, 72.0)
-    warned = [
-        message for message in caplog.messages if message.startswith(f"the reason to stop cannot be read from {tmp_path}")
-    ]
-    assert len(warned) == (content is not None)
+        time.sleep(0.05)
+        assert listener.request == StopRequest("reclaimed", 42.0, 162.0)
 
 
-NOTE = StopNote("reclaimed", 1050.0)
-BEFORE = StopRequest("SIGUSR1", 5.0, 60.0)
-
-
-@pytest.mark.parametrize(
-    ("before", "note", "after"),
-    [
-        (None, None, StopRequest("SIGTERM", 10.0, 40.0)),
-        (None, NOTE, StopRequest("reclaimed", 10.0, 50.0)),
-        (None, StopNote("it", None), StopRequest("it", 10.0, 40.0)),
-        # Left over from an earlier stop, most likely: there is no time in it to save anything.
-        (None, StopNote("it", 1010.0), StopRequest("it", 10.0, 40.0)),
-        (BEFORE, None, BEFORE),
-        (BEFORE, NOTE, StopRequest("SIGUSR1", 5.0, 50.0)),
-        (BEFORE, StopNote("it", 1061.0), BEFORE),
-        (BEFORE, StopNote("it", 1009.0), BEFORE),
-        (StopRequest("a person", 5.0), None, StopRequest("a person", 5.0)),
-        (StopRequest("a person", 5.0), NOTE, StopRequest("a person", 5.0, 50.0)),
-    ],
-)
-def test_the_first_reason_stays_and_the_earliest_deadline(
-    before: StopRequest | None, note: StopNote | None, after: StopRequest
-) -> None:
-    assert after_signal(before, note, name="SIGTERM", now_s=10.0, now=1010.0, notice_s=30.0) == after
-
-
-def test_the_last_note_decides_whether_the_host_stays() -> None:
-    def told(request: StopRequest | None, note: StopNote | None, *, now_s: float) -> StopRequest:
-        return after_signal(request, note, name="SIGTERM", now_s=now_s, now=1000.0 + now_s, notice_s=None)
-
-    follow = StopNote("b leaves", 1100.0, host_stays=True)
-    request = told(None, follow, now_s=10.0)
-    assert request == StopRequest("b leaves", 10.0, 100.0, host_stays=True)
-    assert told(request, follow, now_s=11.0) is request
-    assert told(request, StopNote("spot", 1040.0), now_s=12.0) == StopRequest("b leaves", 10.0, 40.0)
-    assert not told(request, None, now_s=12.0).host_stays
-
-
-def test_a_signal_to_the_generation_before_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with listening() as listener:
-        listener.stop_file = str(tmp_path / "1.json")
-
-        def renewed_meanwhile(path: str | None) -> StopNote | None:
-            listener.renew(str(tmp_path / "2.json"), quiet=False)
-            return StopNote("b leaves")
-
-        monkeypatch.setattr("elastictrain.fault.stop.read_stop_note", renewed_meanwhile)
+def test_the_last_request_decides_whether_the_host_stays() -> None:
+    with listening(lambda: 42.0, notice_s=30.0) as listener:
+        listener.ask("b leaves", deadline=1142.0, host_stays=True)
+        assert listener.request == StopRequest("b leaves", 42.0, 142.0, host_stays=True)
+        listener.ask("spot", deadline=1082.0)
+        assert listener.request == StopRequest("b leaves", 42.0, 82.0)
+        listener.ask("b leaves", deadline=1142.0, host_stays=True)
+        assert listener.request == StopRequest("b leaves", 42.0, 82.0, host_stays=True)
+        # It is sent to this process alone, so perhaps the host is taken away.
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-        assert listener.request is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert request_of(listener).reason == "b leaves"
+        deadline = time.monotonic() + 5
+        while request_of(listener).host_stays:
+            assert time.monotonic() < deadline
 
 
 def test_what_is_not_a_signal_can_ask_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,21 +182,17 @@ def test_a_deadline_that_is_told_again_is_said_once_and_nothing_by_who_is_mute(c
         assert listener.request.deadline_s == 72.0
 
 
-def test_requests_of_a_generation_that_has_ended_are_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = tmp_path / "1", tmp_path / "2"
-    write_stop_note(str(first), StopNote("grow", 1100.0))
-    write_stop_note(str(second), StopNote("spot", 1150.0))
-    with listening(lambda: 42.0, stop_file=first) as listener:
+def test_requests_of_a_generation_that_has_ended_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    with listening(lambda: 42.0) as listener:
         listener.quiet = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert request_of(listener) == StopRequest("grow", 42.0, 100.0)
-        listener.renew(str(second), quiet=False)
+        listener.ask("grow", deadline=1100.0)
+        listener.renew(quiet=False)
         assert listener.request is None
-        os.kill(os.getpid(), signal.SIGTERM)
         # Neither the first reason nor its earlier deadline.
-        assert request_of(listener) == StopRequest("spot", 42.0, 150.0)
+        listener.ask("spot", deadline=1150.0)
+        assert listener.request == StopRequest("spot", 42.0, 150.0)
         assert len(caplog.messages) == 1, "another rank of the host speaks now"
-        listener.renew(None, quiet=True)
+        listener.renew(quiet=True)
         os.kill(os.getpid(), signal.SIGTERM)
         assert request_of(listener) == StopRequest("SIGTERM", 42.0)
         assert len(caplog.messages) == 1

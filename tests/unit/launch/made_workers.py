@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced, Lines, encode_line
+from elastictrain.bounded_json import JsonLines
+from elastictrain.fault.launcher_channel import Attached, Detached, FromWorker, Introduced, ToWorker, encode_line
 from elastictrain.launch import fork_server_link, worker_group, worker_process
 from elastictrain.launch.worker_group import WorkerGroup
 
@@ -49,14 +50,14 @@ class FakeWorker:
     process: FakeProcess
     connection: socket.socket
     environment: Mapping[str, str]
-    received: Lines = field(default_factory=lambda: Lines(Attach | Detach))
+    received: JsonLines[ToWorker] = field(default_factory=lambda: JsonLines(ToWorker))  # type: ignore[arg-type]
 
-    def say(self, *messages: Introduced | Attached | Detached) -> None:
+    def say(self, *messages: FromWorker) -> None:
         self.connection.sendall(b"".join(map(encode_line, messages)))
 
-    def heard(self) -> list[object]:
+    def heard(self) -> list[ToWorker]:
         try:
-            return self.received.feed(self.connection.recv(1 << 20, socket.MSG_DONTWAIT))
+            return list(self.received.feed(self.connection.recv(1 << 20, socket.MSG_DONTWAIT)))
         except BlockingIOError:
             return []
 
@@ -157,7 +158,7 @@ class World:
 
     def begin(self, num_workers: int, *, store_port: int = 7, **place: int) -> list[FakeWorker]:
         """The next generation; returns the workers that were started for it."""
-        self.group.start(ARGUMENTS, self.places(num_workers, **place), store_port=store_port)
+        self.group.start(self.places(num_workers, **place), store_port=store_port)
         return self.server.start_workers()
 
     def train(self, workers: Sequence[FakeWorker], *, transport: str = "") -> None:

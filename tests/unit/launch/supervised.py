@@ -22,7 +22,8 @@ from elastictrain.config.composed import (
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.events import Event
-from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text
+from elastictrain.fault.launcher_channel import AskToStop
+from elastictrain.fault.reasons import JOB_NAME, Reason, SlowRank, leave_text
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
@@ -139,25 +140,36 @@ class FakeWorkers:
     """They run until they are killed, or are told how they end."""
 
     diary: Diary
-    orders: list[tuple[Sequence[str], Sequence[Mapping[str, str]], int]] = field(default_factory=list)
+    orders: list[tuple[Sequence[Mapping[str, str]], int]] = field(default_factory=list)
     running: bool = False
     ended: WorkersEnd | None = None
     unforked: str = ""
-    failed: dict[int, int] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
     reused: bool = False
     silent: list[int] = field(default_factory=list)
     attached: bool = True
+    begun: int | None = None
+    slow: SlowRank | None = None
+    asked: list[AskToStop] = field(default_factory=list)
     standbys: list[tuple[Sequence[Mapping[str, str]], tuple[str, ...]]] = field(default_factory=list)
     """The likely ranks, and what they are bound to."""
 
     def prepare(self) -> None:
         self.diary.note("prepare")
 
-    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
+    def start(self, environments: Sequence[Mapping[str, str]], *, store_port: int) -> "FakeWorkers":
         assert not self.running
         self.diary.note("start")
-        self.orders.append((arguments, environments, store_port))
-        self.running, self.ended, self.failed = True, None, {}
+        self.orders.append((environments, store_port))
+        self.running, self.ended, self.codes = True, None, {}
+        self.begun = self.slow = None
+        self.asked = []
+        return self
+
+    @property
+    def run(self) -> "FakeWorkers | None":
+        """They are those of one generation after the other."""
+        return self if self.running else None
 
     def poll(self) -> WorkersEnd | None:
         assert self.running
@@ -173,18 +185,16 @@ class FakeWorkers:
         assert not self.running
         self.diary.note("release")
 
-    def keep_standbys(
-        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]
-    ) -> None:
-        assert not self.orders or arguments == self.orders[-1][0]
+    def keep_standbys(self, environments: Sequence[Mapping[str, str]], *, bound: tuple[str, ...]) -> None:
         self.standbys.append((environments, bound))
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, message: AskToStop) -> None:
         self.diary.note("ask")
+        self.asked.append(message)
 
     def kill(self) -> None:
         self.diary.note("kill")
-        self.ended = WorkersEnd(KILLED, {})
+        self.ended = WorkersEnd(KILLED, {}, begun=self.begun)
 
     def close(self) -> None:
         self.diary.note("close-workers")
@@ -284,27 +294,22 @@ class SupervisedHost:
         assert self.go(0.2) is None
         assert self.workers.running
 
-    def begin_training(self, number: int, *, resumed_step: int = 0) -> None:
+    def begin_training(self, *, resumed_step: int = 0) -> None:
         """The first step is through."""
-        leave_begun(str(self.folder_of(number)), resumed_step=resumed_step)
+        self.workers.begun = resumed_step
 
     def note_committed(self, step: int) -> None:
         """The workers know that this step is in storage."""
         leave_text(self.folder / JOB_NAME, json.dumps({"incarnations": [], "step": step}))
 
-    def end_workers(self, number: int, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
+    def end_workers(self, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
         """They end by themselves."""
-        for reason in reasons:
-            leave_reason(str(self.folder_of(number)), reason)
-        self.workers.ended = WorkersEnd(code, codes or {})
+        self.workers.ended = WorkersEnd(code, codes or {}, begun=self.workers.begun, reasons=reasons)
 
     def ask(self, *, notice_s: float | None, reason: str = "SIGTERM") -> None:
         """A person, a scheduler or the cloud wants this host back."""
         now_s = self.diary.now_s
         self.stop_request = StopRequest(reason, now_s, None if notice_s is None else now_s + notice_s)
-
-    def folder_of(self, number: int) -> Path:
-        return self.folder / f"generation-{number}"
 
     def is_said_at_the_end(self, *parts: str) -> bool:
         """Whether the last thing that a person was told has all of these in it."""
@@ -331,7 +336,6 @@ class SupervisedHost:
     def _supervise(self, options: RunConfig) -> Supervisor:
         return Supervisor(
             config=options,
-            run_arguments=("recipe=made_up",),
             registry=cast(HostRegistry, self.registry),
             heartbeat=cast(HeartbeatMesh, self.heartbeat),
             workers=cast(WorkerGroup, self.workers),

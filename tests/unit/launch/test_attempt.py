@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 from math import inf
-from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.fault.reasons import NO_RANK, Reason
-from elastictrain.fault.stop import StopNote, StopRequest, read_stop_note
+from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.attempt import Attempt, judge_end, what_died
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationMember
 from elastictrain.launch.worker_group import WorkersEnd
@@ -50,8 +50,8 @@ def ended_by(local_rank: int, what: str) -> str:
 def judged(
     *reasons: Reason, codes: Mapping[int, int] | None = None, code: int = 1, before: int = 0, begun: int | None = None
 ) -> End:
-    ended = WorkersEnd(code, codes or {})
-    return judge_end(ended, reasons, generation=three_hosts(before), host="a-1", committed_step=10, begun=begun)
+    ended = WorkersEnd(code, codes or {}, begun=begun, reasons=reasons)
+    return judge_end(ended, generation=three_hosts(before), host="a-1", committed_step=10)
 
 
 def test_all_workers_ended_well() -> None:
@@ -64,7 +64,7 @@ def test_the_step_from_which_a_generation_began_is_told() -> None:
     assert judged(failed, begun=9).restored_step == 9
     # Before its first step is done it has not told it.
     assert judged(failed).restored_step == 11
-    assert judged(replace(failed, step=0)).restored_step == 0
+    assert judged(msgspec.structs.replace(failed, step=0)).restored_step == 0
 
 
 def test_what_a_worker_says_is_passed_on() -> None:
@@ -74,21 +74,21 @@ def test_what_a_worker_says_is_passed_on() -> None:
 
 def test_hosts_whose_ranks_were_not_met_are_lost_and_nobody_failed() -> None:
     # Of those of this host nobody else is to blame.
-    found = judged(replace(reason(0, EXIT_TRANSPORT), missing=(3, 4, 8)))
+    found = judged(msgspec.structs.replace(reason(0, EXIT_TRANSPORT), missing=(3, 4, 8)))
     assert (found.kind, found.exit_code, found.lost, found.blames) == (EndKind.LOST, EXIT_TRANSPORT, "b-1", ("b-1", "c-1"))
     assert found.committed_step == 10
     assert "b and" in found.reason
-    found = judged(replace(reason(9, EXIT_TRANSPORT), missing=(0,)), before=8)
+    found = judged(msgspec.structs.replace(reason(9, EXIT_TRANSPORT), missing=(0,)), before=8)
     assert (found.kind, found.lost) == (EndKind.LOST, "z-1")
 
 
 def test_a_rank_of_this_host_that_was_not_met_blames_nobody() -> None:
-    found = judged(replace(reason(0, EXIT_TRANSPORT), missing=(1,)))
+    found = judged(msgspec.structs.replace(reason(0, EXIT_TRANSPORT), missing=(1,)))
     assert (found.kind, found.lost, found.blames) == (EndKind.FAILED, "", ())
 
 
 def test_what_explains_more_than_a_host_that_was_not_met_counts() -> None:
-    assert judged(replace(reason(1, EXIT_TRANSPORT), missing=(4,)), reason(0, EXIT_BUG)).kind is EndKind.FAILED
+    assert judged(msgspec.structs.replace(reason(1, EXIT_TRANSPORT), missing=(4,)), reason(0, EXIT_BUG)).kind is EndKind.FAILED
 
 
 def test_what_explains_most_counts_whichever_rank_says_it() -> None:
@@ -197,9 +197,9 @@ OURS = (0, EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE, EXIT_STO
 DEATHS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM, 1, 137, 255)
 
 
-def attempt(folder: Path = Path("/nowhere"), *, hosts: int = 1) -> Attempt:
+def attempt(*, hosts: int = 1) -> Attempt:
     members = tuple(GenerationMember(host, host, "10.0.0.1", 1, 2) for host in "abc"[:hosts])
-    return Attempt(generation=replace(generation(7, "a"), members=members), folder=folder, joined_s=0.0)
+    return Attempt(generation=replace(generation(7, "a"), members=members), joined_s=0.0)
 
 
 def times(one: Attempt) -> tuple[float, float, float]:
@@ -258,55 +258,50 @@ class TestLosingWorkers:
         assert times(one) == (101.0, 100.0 + ALONE_S, 101.0 + DETACHED_S)
 
 
-def stop_note(folder: Path) -> StopNote:
-    note = read_stop_note(str(folder / "stop.json"))
-    assert note is not None
-    return note
-
-
 class TestFinishing:
     def finish(self, one: Attempt, *, at_once: bool, now_s: float = 100.0, deadline_s: float | None = None) -> bool:
         asked = end("b", EndKind.FAILED if at_once else EndKind.LEAVING, 70, number=7)
         request = StopRequest("spot", now_s, deadline_s) if deadline_s is not None else None
         return one.finish(asked, at_once=at_once, now_s=now_s, stop_limit_s=40.0, request=request)
 
-    def test_at_once_workers_detach_and_are_not_asked(self, tmp_path: Path) -> None:
-        one = attempt(tmp_path)
+    def test_at_once_workers_detach_and_are_not_asked(self) -> None:
+        one = attempt()
         assert self.finish(one, at_once=True)
         assert times(one) == (100.0, inf, 100.0 + DETACHED_S)
-        assert list(tmp_path.iterdir()) == []
         assert not self.finish(one, at_once=True, now_s=105.0)
         assert one.kill_s == 100.0 + DETACHED_S
 
-    def test_in_order_they_are_asked_and_keep_their_group(self, tmp_path: Path) -> None:
-        one = attempt(tmp_path)
+    def test_in_order_they_are_asked_and_keep_their_group(self) -> None:
+        one = attempt()
         assert self.finish(one, at_once=False)
         assert times(one) == (inf, 100.0, 140.0)
         assert not one.broken_off
-        assert stop_note(tmp_path).host_stays
-        assert stop_note(tmp_path).deadline == pytest.approx(time.time() + 40.0, abs=5.0)
+        message = one.stop_message(now_s=100.0)
+        assert (message.reason, message.host_stays) == (one.reason, True)
+        assert message.deadline == pytest.approx(time.time() + 40.0, abs=5.0)
 
-    def test_workers_hear_that_their_host_leaves_after_all(self, tmp_path: Path) -> None:
+    def test_workers_hear_that_their_host_leaves_after_all(self) -> None:
         """Until then its memory counted as safe."""
-        one = attempt(tmp_path)
+        one = attempt()
         self.finish(one, at_once=False)
         self.finish(one, at_once=False, now_s=101.0, deadline_s=120.0)
-        assert not stop_note(tmp_path).host_stays
-        assert stop_note(tmp_path).deadline == pytest.approx(time.time() + 19.0, abs=5.0)
+        message = one.stop_message(now_s=101.0)
+        assert not message.host_stays
+        assert message.deadline == pytest.approx(time.time() + 19.0, abs=5.0)
         one.finish(end("a", EndKind.GROW), at_once=False, now_s=102.0, stop_limit_s=40.0, request=None)
-        assert stop_note(tmp_path).host_stays
+        assert one.stop_message(now_s=102.0).host_stays
         assert one.kill_s == 120.0
 
-    def test_an_orderly_end_is_cut_short(self, tmp_path: Path) -> None:
-        one = attempt(tmp_path)
+    def test_an_orderly_end_is_cut_short(self) -> None:
+        one = attempt()
         self.finish(one, at_once=False)
         first = one.asked
         assert not self.finish(one, at_once=True, now_s=110.0)
         assert times(one) == (110.0, 100.0, 110.0 + DETACHED_S)
         assert one.asked is first, "the first end explains the generation"
 
-    def test_a_deadline_before_that_stays(self, tmp_path: Path) -> None:
-        one = attempt(tmp_path)
+    def test_a_deadline_before_that_stays(self) -> None:
+        one = attempt()
         self.finish(one, at_once=False, deadline_s=101.0)
         self.finish(one, at_once=True, now_s=100.5, deadline_s=101.0)
         assert one.kill_s == 101.0
@@ -337,8 +332,8 @@ class TestBeingLate:
             assert one.late(now_s=made_s, silent=[], attached=False)
         assert not one.late(now_s=1e9, silent=[], attached=True)
 
-    def test_an_end_that_is_under_way_needs_no_other_reason(self, tmp_path: Path) -> None:
-        one = attempt(tmp_path)
+    def test_an_end_that_is_under_way_needs_no_other_reason(self) -> None:
+        one = attempt()
         one.start(now_s=0.0, reused=True, in_place=True, init_timeout_s=1.0)
         one.finish(end("a", EndKind.GROW), at_once=False, now_s=1.0, stop_limit_s=40.0, request=None)
         assert not one.late(now_s=1e9, silent=[0], attached=False)

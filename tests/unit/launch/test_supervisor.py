@@ -1,17 +1,16 @@
-import json
 import re
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastictrain.config.composed import FaultGroup, LaunchGroup
 from elastictrain.errors import RunHeldError
-from elastictrain.fault.reasons import Reason, SlowRank, leave_straggler
+from elastictrain.fault.reasons import Reason, SlowRank
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.records import GenerationEnded, LauncherEnded, WorkersNotForked
@@ -55,9 +54,9 @@ def newcomer(host: SupervisedHost) -> dict[str, HostObservation]:
     return {"c": observed(record("c"), changed_s=host.diary.now_s, since_s=0.0)}
 
 
-def noted_deadline_in_s(host: SupervisedHost, *, number: int = 1) -> float:
-    """From now on; while nothing but the clock of the test has moved since the note was written."""
-    return float(json.loads((host.folder_of(number) / "stop.json").read_text())["deadline"]) - time.time()
+def told_deadline_in_s(host: SupervisedHost, *, asked: int = 0) -> float:
+    """From when the workers were asked; nothing but the clock of the test has moved since then."""
+    return host.workers.asked[asked].deadline - time.time()
 
 
 class TestUnfit:
@@ -65,7 +64,7 @@ class TestUnfit:
         host = SupervisedHost(folder, LaunchGroup(retry_unfit_s=retry_s))
         host.run_workers(generation(1, "ab"))
         host.unfit = UNFIT.sentence
-        host.end_workers(1, 1, UNFIT)
+        host.end_workers(1, UNFIT)
         return host
 
     def test_it_rests_and_comes_back_when_it_passes_its_checks(self, tmp_path: Path) -> None:
@@ -112,16 +111,16 @@ class TestUnfit:
     def test_one_that_holds_up_the_others_ends_in_order_and_rests(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
         host.run_workers(generation(1, "abc"))
-        leave_straggler(str(host.folder_of(1)), SlowRank(0, "rank 0 is slow"))
+        host.workers.slow = SlowRank(0, "rank 0 is slow")
         assert host.go(1.0) is None
         assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 69)]
         assert (host.diary.when("kill"), host.diary.when("detach")) == ([], [])
         # What it keeps in memory is not there for the next generation.
-        note = json.loads((host.folder_of(1) / "stop.json").read_text())
-        assert (note["reason"], note["host_stays"]) == ("rank 0 is slow", False)
+        message = host.workers.asked[-1]
+        assert (message.reason, message.host_stays) == ("rank 0 is slow", False)
         others = {"b": observed(record("b", HostState.BUSY), changed_s=host.diary.now_s)}
         host.learn(observed=others)
-        host.end_workers(1, 1, STOPPED)
+        host.end_workers(1, STOPPED)
         assert host.go(0.5) is None
         line = host.registry.record
         assert (line.state, line.reason, line.ended) == (HostState.UNFIT, "rank 0 is slow", 1)
@@ -138,11 +137,11 @@ class TestUnfit:
     ) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=retry_s))
         host.run_workers(generation(1, "abc"))
-        leave_straggler(str(host.folder_of(1)), SlowRank(0, "rank 0 is slow"))
+        host.workers.slow = SlowRank(0, "rank 0 is slow")
         assert host.go(1.0) is None
         host.learn(observed={"b": observed(record("b", HostState.BUSY), changed_s=host.diary.now_s - 100.0)})
         host.unfit, host.committed_steps[0.0] = unfit, STOPPED.step
-        host.end_workers(1, 1, STOPPED)
+        host.end_workers(1, STOPPED)
         assert host.go(2.0) == code
         assert host.registry.record.state is (HostState.READY if code is None else HostState.GONE)
         assert len(host.diary.when("check")) == 1
@@ -152,8 +151,8 @@ class TestUnfit:
         host.run_workers(generation(1, "ab"))
         host.learn(ends=[end("b", EndKind.LEAVING, 69)])
         assert host.go(1.0) is None
-        assert json.loads((host.folder_of(1) / "stop.json").read_text())["host_stays"] is True
-        host.end_workers(1, 1, STOPPED)
+        assert host.workers.asked[-1].host_stays
+        host.end_workers(1, STOPPED)
         assert host.go(1.0) is None
         assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 1)
 
@@ -209,8 +208,8 @@ class TestAskedToLeave:
         asked_s = host.diary.elapsed_s
         host.ask(notice_s=notice_s, reason="spot")
         assert host.go(0.1) is None
-        assert noted_deadline_in_s(host) == pytest.approx(limit_s, abs=1.0)
-        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "spot", "workers say the rest"
+        assert told_deadline_in_s(host) == pytest.approx(limit_s, abs=1.0)
+        assert host.workers.asked[-1].reason == "spot", "workers say the rest"
         assert host.go(3.3) is None
         assert host.diary.when("ask") == near(*(asked_s + 0.1 + second for second in (0, 1, 2, 3)))
         assert host.go(100.0) == 75
@@ -222,30 +221,19 @@ class TestAskedToLeave:
         assert (host.registry.record.state, host.registry.record.ended) == (HostState.GONE, 1)
 
     @pytest.mark.parametrize(("hosts", "has_store"), [("a", True), ("ab", True), ("ba", False)])
-    def test_workers_get_the_arguments_and_the_first_host_has_the_store(
-        self, host: SupervisedHost, hosts: str, has_store: bool
-    ) -> None:
+    def test_the_first_host_has_the_store(self, host: SupervisedHost, hosts: str, has_store: bool) -> None:
         made = generation(1, hosts)
         host.run_workers(made)
-        ((arguments, environments, store_port),) = host.workers.orders
-        assert (arguments, store_port) == (("recipe=made_up",), made.master_port if has_store else 0)
+        ((environments, store_port),) = host.workers.orders
+        assert store_port == (made.master_port if has_store else 0)
         assert len(environments) == made.members[0].processes
-
-    def test_the_note_is_there_before_the_signal(self, host: SupervisedHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        noted: list[bool] = []
-        monkeypatch.setattr(host.workers, "ask_to_stop", lambda: noted.append((host.folder_of(1) / "stop.json").exists()))
-        host.run_workers(generation(1, "ab"))
-        host.ask(notice_s=30.0)
-        assert host.go(0.5) is None
-        assert noted == [True]
-        assert host.workers.orders[0][1][0]["ELASTICTRAIN_STOP_FILE"] == str(host.folder_of(1) / "stop.json")
 
     def test_workers_that_end_in_time_are_not_killed(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
         host.ask(notice_s=30.0)
         assert host.go(2.0) is None
         host.committed_steps[0.0] = STOPPED.step
-        host.end_workers(1, 1, STOPPED)
+        host.end_workers(1, STOPPED)
         assert host.go(30.0) == 75
         assert host.diary.elapsed_s == pytest.approx(2.2, abs=0.15)
         assert host.diary.when("kill") == []
@@ -270,7 +258,8 @@ class TestLessTime:
         asked_s = host.diary.elapsed_s
         host.ask(notice_s=3.0, reason="spot")
         assert host.go(1.2) is None
-        assert noted_deadline_in_s(host) == pytest.approx(3.0, abs=1.0)
+        # They are asked again within a second.
+        assert told_deadline_in_s(host, asked=-1) == pytest.approx(2.5, abs=0.7)
         assert host.go(30.0) == 75
         assert host.diary.when("kill") == near(asked_s + 3.0)
         # The next generation must not count on it.
@@ -286,41 +275,13 @@ class TestLessTime:
         assert host.diary.when("kill") == near(4.1)
 
 
-def test_workers_that_cannot_be_told_why_are_asked_all_the_same(host: SupervisedHost, tmp_path: Path) -> None:
-    host.run_workers(generation(1, "ab"))
-    shutil.rmtree(tmp_path)
-    tmp_path.write_text("no folder")
-    host.ask(notice_s=30.0)
-    assert host.go(0.5) is None
-    assert len(host.diary.when("ask")) == 1
-
-
-def test_a_folder_that_was_swept_away_is_made_again(host: SupervisedHost, tmp_path: Path) -> None:
-    host.run_workers(generation(1, "ab"))
-    shutil.rmtree(tmp_path)
-    host.ask(notice_s=30.0)
-    assert host.go(0.5) is None
-    assert noted_deadline_in_s(host) == pytest.approx(30.0, abs=1.0)
-
-
-def test_a_host_without_room_for_words_takes_no_part(host: SupervisedHost, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path)
-    tmp_path.write_text("no folder")
-    host.learn(generation(1, "ab"))
-    assert host.go(1.0) is None
-    assert host.diary.when("start") == []
-    assert ends_of(host.registry.posts) == [(EndKind.FAILED, "a", 69)]
-    assert host.registry.record.state is HostState.UNFIT
-    assert str(host.folder_of(1)) in host.registry.record.reason
-
-
 class TestWaitingForTheSaver:
     def left_at(self, host: SupervisedHost, *reasons: Reason, notice_s: float | None = 30.0) -> float:
         """How long the launcher stays when its workers have left."""
         host.run_workers(generation(1, "ab"))
         host.ask(notice_s=notice_s)
         assert host.go(1.0) is None
-        host.end_workers(1, 1, *reasons)
+        host.end_workers(1, *reasons)
         ended_s = host.diary.elapsed_s
         assert host.go(100.0) == 75
         return host.diary.elapsed_s - ended_s
@@ -333,7 +294,8 @@ class TestWaitingForTheSaver:
 
     def test_the_newest_step_of_any_worker_counts(self, host: SupervisedHost) -> None:
         host.committed_steps |= {0.0: 4, 5.0: 7, 9.0: 8}
-        self.left_at(host, STOPPED, replace(STOPPED, rank=1, step=8), replace(STOPPED, rank=2, step=0))
+        others = (msgspec.structs.replace(STOPPED, rank=rank, step=step) for rank, step in ((1, 8), (2, 0)))
+        self.left_at(host, STOPPED, *others)
         assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
 
     def test_it_stays_until_the_deadline_at_most(self, host: SupervisedHost) -> None:
@@ -355,7 +317,7 @@ class TestWaitingForTheSaver:
         host.committed_steps |= {0.0: 0, 9.0: 40}
         host.remembered_step = 40
         host.run_workers(generation(1, "ab"))
-        host.end_workers(1, -9)
+        host.end_workers(-9)
         host.ask(notice_s=30.0)
         assert host.go(100.0) == 75
         assert host.diary.when("flush") == near(0.2)
@@ -379,7 +341,7 @@ class TestWaitingForTheSaver:
         host.committed_steps |= {0.0: 30, 9.0: 40}
         host.remembered_step = 40
         host.run_workers(generation(1, "ab"))
-        host.end_workers(1, 1, UNFIT)
+        host.end_workers(1, UNFIT)
         assert host.go(60.0) == 69
         number, ended = host.recorder.events[-1]
         assert (number, ended) == (1, LauncherEnded(exit_code=69, reason=UNFIT.sentence))
@@ -397,7 +359,7 @@ class TestWaitingForTheSaver:
 
     @pytest.mark.parametrize(
         "reasons",
-        [(), (STOPPED,), (replace(STOPPED, exit_code=70, step=9),)],
+        [(), (STOPPED,), (msgspec.structs.replace(STOPPED, exit_code=70, step=9),)],
         ids=["no word", "in storage already", "not saved by one that failed"],
     )
     def test_it_does_not_stay_for_nothing(self, reasons: tuple[Reason, ...], host: SupervisedHost) -> None:
@@ -416,7 +378,6 @@ class TestNothingToSave:
         assert host.diary.when("ask") == []
         assert host.diary.when("detach") == near(broken_s)
         assert host.diary.when("kill") == near(broken_s + DETACHED_S)
-        assert not (host.folder_of(1) / "stop.json").exists()
         assert ends_of(host.registry.posts) == []
         assert recorded_ends(host) == [(1, "failed")]
         assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 1)
@@ -425,14 +386,14 @@ class TestNothingToSave:
         host.run_workers(generation(1, "ab"))
         host.learn(ends=[end("b", EndKind.FAILED, 70)])
         assert host.go(1.0) is None
-        host.end_workers(1, 1, Reason(0, 71, "reduce", 5, "a peer is gone"))
+        host.end_workers(1, Reason(0, 71, "reduce", 5, "a peer is gone"))
         assert host.go(10.0) is None
         assert host.diary.when("kill") == []
         assert ends_of(host.registry.posts) == []
 
     def test_a_host_whose_workers_were_not_met_is_lost(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "abc"))
-        host.end_workers(1, 1, Reason(0, 71, "rendezvous", 0, "not met", missing=(2,)))
+        host.end_workers(1, Reason(0, 71, "rendezvous", 0, "not met", missing=(2,)))
         assert host.go(1.0) is None
         assert ends_of(host.registry.posts) == [(EndKind.LOST, "a", 71)]
         (posted,) = (post for post in host.registry.posts if isinstance(post, End))
@@ -472,9 +433,9 @@ class TestOrderlyEnd:
         asked_s = host.diary.elapsed_s
         assert host.go(2.5) is None
         assert host.diary.when("ask") == near(*(asked_s + 0.1 + second for second in (0, 1, 2)))
-        assert noted_deadline_in_s(host) == pytest.approx(STOP_LIMIT_S, abs=1.0)
+        assert told_deadline_in_s(host) == pytest.approx(STOP_LIMIT_S, abs=1.0)
         assert host.diary.order("post grow", "say ended") == ["post grow", "say ended"]
-        host.end_workers(1, 1, STOPPED)
+        host.end_workers(1, STOPPED)
         assert host.go(1.0) is None
         assert ends_of(host.registry.posts) == [(EndKind.GROW, "a", 0)]
         assert [line.ended for line in host.heartbeat.told] == [0, 1]
@@ -490,9 +451,9 @@ class TestOrderlyEnd:
         asked_s = host.diary.elapsed_s
         assert host.go(1.5) is None
         assert host.diary.when("ask") == near(asked_s + 0.1, asked_s + 1.1)
-        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "leaving-b"
+        assert host.workers.asked[-1].reason == "leaving-b"
         # Whatever they say of their end, it was asked for.
-        host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
+        host.end_workers(1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
         assert ends_of(host.registry.posts) == []
         assert [line.end for line in host.heartbeat.told] == [None]
@@ -551,7 +512,7 @@ def test_the_last_step_wins_over_what_was_asked(why: str, host: SupervisedHost) 
     else:
         host.learn(ends=[end("b", EndKind.LEAVING, 75)])
     assert host.go(1.0) is None
-    host.end_workers(1, 0)
+    host.end_workers(0)
     assert host.go(1.0) is None
     asked_first = [(EndKind.GROW, "a", 0)] if why == "growth" else []
     assert ends_of(host.registry.posts) == [*asked_first, (EndKind.DONE, "a", 0)]
@@ -600,7 +561,7 @@ class TestSayingWhatIsWaitedFor:
         assert host.go(3.0) is None
         host.run_workers(generation(1, "ab"))
         assert host.go(5.0) is None
-        host.end_workers(1, 1, STOPPED)
+        host.end_workers(1, STOPPED)
         assert host.go(0.2) is None
         host.learn(ends=[post for post in host.registry.posts if isinstance(post, End)])
         assert host.go(5.0) is None
@@ -619,34 +580,34 @@ class TestRestartCost:
 
     def test_is_not_known_from_a_first_start(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
-        host.begin_training(1)
+        host.begin_training()
         assert host.go(1.0) is None
         assert self.grow(host) == (30, 60)
 
     def test_is_the_time_from_the_adoption_of_a_generation_to_its_first_step(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
-        host.begin_training(1)
+        host.begin_training()
         assert host.go(5.0) is None
-        host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
+        host.end_workers(1, Reason(0, 70, "reduce", 5, "boom"))
         # However long the hosts wait for others.
         assert host.go(300.0) is None
         host.run_workers(generation(2, "ab"))
         assert host.go(8.8) is None
-        host.begin_training(2)
+        host.begin_training()
         assert host.go(20.0) is None
         assert self.grow(host) == (9, 18)
 
     def test_and_what_the_end_of_the_one_before_took(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
-        host.begin_training(1)
+        host.begin_training()
         assert host.go(5.0) is None
         host.learn(ends=[end("b", EndKind.LEAVING, 75)])
         assert host.go(4.0) is None
-        host.end_workers(1, 1, STOPPED)
+        host.end_workers(1, STOPPED)
         assert host.go(300.0) is None
         host.run_workers(generation(2, "ab"))
         assert host.go(8.8) is None
-        host.begin_training(2)
+        host.begin_training()
         assert host.go(20.0) is None
         assert self.grow(host) == (13, 26)
 
@@ -655,7 +616,7 @@ class TestRestartCost:
 def test_workers_that_have_lost_one_are_detached_at_once(codes: dict[int, int], host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = codes
+    host.workers.codes = codes
     assert host.go(10.0) is None
     assert host.diary.when("detach") == near(lost_s)
     assert host.diary.when("kill") == near(lost_s + DETACHED_S)
@@ -669,7 +630,7 @@ def test_workers_have_half_a_second_to_find_the_error_of_one_and_half_a_minute_b
 ) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = {1: code}
+    host.workers.codes = {1: code}
     assert host.go(30.0) is None
     assert host.diary.when("ask")[:1] == near(lost_s + 0.5)
     assert host.diary.order("detach", "kill") == []
@@ -680,7 +641,7 @@ def test_workers_have_half_a_second_to_find_the_error_of_one_and_half_a_minute_b
 def test_what_is_left_to_workers_that_have_lost_one_is_not_more_when_this_host_is_to_leave(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
     lost_s = host.diary.elapsed_s
-    host.workers.failed = {1: 70}
+    host.workers.codes = {1: 70}
     assert host.go(0.2) is None
     host.ask(notice_s=600.0)
     assert host.go(60.0) is not None or host.diary.when("kill")
@@ -691,7 +652,7 @@ def test_the_fork_server_is_looked_after_while_nothing_runs(host: SupervisedHost
     """It may have ended with its workers, and takes seconds to be there again."""
     for number in (1, 2):
         host.run_workers(generation(number, "ab"))
-        host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
+        host.end_workers(1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
     assert host.diary.order("start", "prepare") == ["start", "prepare"] * 2
 
@@ -703,10 +664,10 @@ def test_workers_that_are_no_forks_are_told_of_once(host: SupervisedHost) -> Non
         assert host.go(0.5) is None
         # Nobody knows before the workers have begun.
         assert len(host.sentences("2 threads")) == (number > 2)
-        host.begin_training(number)
+        host.begin_training()
         assert host.go(0.5) is None
         assert len(host.sentences("2 threads")) == (number > 1)
-        host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
+        host.end_workers(1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
     told = [(number, event) for number, event in host.recorder.events if isinstance(event, WorkersNotForked)]
     assert told == [(2, WorkersNotForked(reason="2 threads"))]
@@ -717,8 +678,8 @@ def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, re
     host.run_workers(generation(1, "ab"))
     host.note_committed(committed)
     host.remembered_step = remembered
-    host.begin_training(1, resumed_step=resumed)
-    host.end_workers(1, 1, Reason(0, 70, "reduce", 12, "boom"))
+    host.begin_training(resumed_step=resumed)
+    host.end_workers(1, Reason(0, 70, "reduce", 12, "boom"))
     assert host.go(0.5) is None
     (post,) = host.registry.posts
     assert isinstance(post, End)
@@ -735,14 +696,14 @@ def test_a_host_that_was_stopped_by_another_says_in_its_line_what_is_committed(h
     assert host.storage_asked == 0
     host.note_committed(0)
     host.run_workers(generation(2, "ab"))
-    host.end_workers(2, 1, Reason(0, 71, "reduce", 12, "a peer is gone"))
+    host.end_workers(1, Reason(0, 71, "reduce", 12, "a peer is gone"))
     assert host.go(1.0) is None
     assert (host.registry.record.ended, host.registry.record.committed_step) == (2, 9)
 
 
 def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ba"))
-    host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "a peer is gone"), codes={0: -9})
+    host.end_workers(1, Reason(1, 71, "reduce", 5, "a peer is gone"), codes={0: -9})
     assert host.go(0.5) is None
     (post,) = host.registry.posts
     assert isinstance(post, End)
@@ -782,7 +743,7 @@ def test_one_that_is_asked_to_leave_after_the_last_step_is_done(host: Supervised
     host.run_workers(generation(1, "ab"))
     host.ask(notice_s=30.0)
     assert host.go(0.5) is None
-    host.end_workers(1, 0)
+    host.end_workers(0)
     assert host.go(5.0) == 0
     assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 75), (EndKind.DONE, "a", 0)]
 
@@ -791,7 +752,7 @@ def test_nobody_counts_on_a_host_that_only_waits_for_its_saver(host: SupervisedH
     host.run_workers(generation(1, "ab"))
     host.ask(notice_s=30.0)
     assert host.go(0.5) is None
-    host.end_workers(1, 1, STOPPED)
+    host.end_workers(1, STOPPED)
     assert host.go(5.0) is None
     assert host.registry.record.state is HostState.GONE
 
@@ -852,13 +813,3 @@ def test_it_ends_its_workers_where_a_run_without_a_launcher_has_taken_over(host:
     host.learn(elsewhere(2))
     assert host.go(5.0) == 75
     assert not host.workers.running
-
-
-def test_the_folder_of_a_generation_goes_with_it(host: SupervisedHost) -> None:
-    for number in (1, 2):
-        host.run_workers(generation(number, "ab"))
-        host.begin_training(number)
-        host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
-        assert host.folder_of(number).is_dir()
-        assert host.go(0.5) is None
-        assert not host.folder_of(number).exists()

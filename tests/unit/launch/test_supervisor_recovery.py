@@ -45,13 +45,13 @@ def near(second: float) -> object:
 def fail(host: SupervisedHost, number: int, *, codes: dict[int, int] | None = None, hosts: str = "a") -> None:
     """A generation whose workers end because one of them was killed, or with these codes."""
     host.run_workers(generation(number, hosts))
-    host.end_workers(number, 1, *([NOTICED] if codes is None else []), codes=KILLED if codes is None else codes)
+    host.end_workers(1, *([NOTICED] if codes is None else []), codes=KILLED if codes is None else codes)
     assert host.go(0.1) is None
 
 
 def plan_of(host: SupervisedHost) -> RecoveryPlan | None:
     """What the newest workers are told of their recovery."""
-    launcher = read_identity(host.workers.orders[-1][1][0]).launcher
+    launcher = read_identity(host.workers.orders[-1][0][0]).launcher
     assert launcher is not None
     return launcher.recovery
 
@@ -78,7 +78,7 @@ class TestRungs:
 
     def test_where_only_connections_broke_new_workers_are_started(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "a"))
-        host.end_workers(1, 1, NOTICED, codes={0: 71, 1: 71})
+        host.end_workers(1, NOTICED, codes={0: 71, 1: 71})
         assert host.go(0.1) is None
         host.run_workers(generation(2, "a"))
         assert host.diary.order("release", "start") == ["start", "release", "start"]
@@ -97,7 +97,7 @@ class TestRungs:
         host.run_workers(generation(1, "ab"))
         host.learn(ends=[end("b", EndKind.FAILED, 137)])
         assert host.go(0.1) is None
-        host.end_workers(1, 1, NOTICED, codes={0: 71})
+        host.end_workers(1, NOTICED, codes={0: 71})
         assert host.go(0.1) is None
         assert host.diary.when("release") == []
         host.run_workers(generation(2, "ab"))
@@ -117,10 +117,10 @@ class TestRungs:
     def test_a_first_step_ends_the_row(self, host: SupervisedHost) -> None:
         for number in range(1, 6):
             host.run_workers(generation(number, "a"))
-            host.begin_training(number)
+            host.begin_training()
             assert host.go(0.1) is None
             fail_code = KILLED
-            host.end_workers(number, 1, NOTICED, codes=fail_code)
+            host.end_workers(1, NOTICED, codes=fail_code)
             assert host.go(0.1) is None
         assert host.diary.when("release") == []
 
@@ -128,7 +128,7 @@ class TestRungs:
         fail(host, 1)
         host.run_workers(generation(2, "a"))
         first = plan_of(host)
-        host.end_workers(2, 1, codes=KILLED)
+        host.end_workers(1, codes=KILLED)
         assert host.go(0.1) is None
         host.run_workers(generation(3, "a"))
         second = plan_of(host)
@@ -141,7 +141,7 @@ class TestRungs:
         host.run_workers(generation(1, "ab"))
         host.learn(ends=[end("b", kind, 75)])
         assert host.go(0.1) is None
-        host.end_workers(1, 1, Reason(0, 75, "save", 7, "asked to stop"), codes={0: 75})
+        host.end_workers(1, Reason(0, 75, "save", 7, "asked to stop"), codes={0: 75})
         assert host.go(0.1) is None
         host.run_workers(generation(2, "ab"))
         assert plan_of(host) is None
@@ -160,14 +160,11 @@ class TestStandbys:
         host.run_workers(replace(generation(1, "a"), members=(member("a", processes=3),)))
         assert host.go(5.0) is None
         assert host.workers.standbys == []
-        host.begin_training(1)
+        host.begin_training()
         assert host.go(5.0) is None
         ((environments, bound),) = host.workers.standbys
-        places = host.workers.orders[0][1]
-        # What a standby reports is no reason of the generation beside it.
-        folder = str(host.folder / "standbys")
-        own = {"ELASTICTRAIN_LAUNCH_FOLDER": folder, "ELASTICTRAIN_STOP_FILE": f"{folder}/stop.json"}
-        assert list(environments) == [one | {"ELASTICTRAIN_RESTARTED": "1"} | own for one in places[: len(environments)]]
+        places = host.workers.orders[0][0]
+        assert list(environments) == [one | {"ELASTICTRAIN_RESTARTED": "1"} for one in places[: len(environments)]]
         return [one["RANK"] for one in environments], bound
 
     @pytest.mark.parametrize(
@@ -211,14 +208,6 @@ class TestStandbys:
             assert {one["WORLD_SIZE"] for one in environments} <= {"4"}
             assert found == bound
         assert host.diary.when("start") == []
-
-    def test_none_where_their_folder_cannot_be_made_and_training_goes_on(self, host: SupervisedHost) -> None:
-        host.run_workers(generation(1, "a"))
-        (host.folder / "standbys").write_text("no folder")
-        host.begin_training(1)
-        assert host.go(5.0) is None
-        assert host.workers.standbys == []
-        assert host.workers.running
 
 
 class TestLimits:

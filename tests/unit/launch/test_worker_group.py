@@ -12,7 +12,7 @@ B = GenerationMember("b-1", "b", "10.0.0.2", 4001, 2)
 
 
 def plan(generation: Generation, host: str = "b-1", *, restarted: bool = True) -> list[dict[str, str]]:
-    return plan_workers(generation, host, folder="/tmp/x/generation-7", pid=77, restarted=restarted)
+    return plan_workers(generation, host, folder="/tmp/x", pid=77, restarted=restarted)
 
 
 def group(*members: GenerationMember) -> Generation:
@@ -42,8 +42,7 @@ def test_the_workers_of_the_second_host() -> None:
         "ELASTICTRAIN_GENERATION": "7",
         "ELASTICTRAIN_STORE_HOST": "a",
         "ELASTICTRAIN_RESTARTED": "1",
-        "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-7",
-        "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
+        "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x",
         "ELASTICTRAIN_RECOVERY": "",
         "ELASTICTRAIN_POISONED": "",
     }
@@ -65,7 +64,7 @@ def test_a_single_host_needs_no_network() -> None:
 @pytest.mark.parametrize("restarted", [True, False])
 def test_workers_know_who_they_are_and_their_launcher(restarted: bool) -> None:
     identity = read_identity(plan(group(A, B), restarted=restarted)[0])
-    launcher = Launcher(77, 7, restarted, "/tmp/x/generation-7")
+    launcher = Launcher(77, 7, restarted, "/tmp/x")
     assert identity == Identity(8, 10, 0, 2, identity.host, launched=True, launcher=launcher)
 
 

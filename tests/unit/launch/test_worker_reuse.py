@@ -4,11 +4,25 @@ import json
 import random
 import threading
 import time
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from elastictrain.fault.launcher_channel import Attach, Attached, Detach, Detached, Introduced
+from elastictrain.fault.launcher_channel import (
+    AskToStop,
+    Attach,
+    Attached,
+    Begun,
+    Detach,
+    Detached,
+    Introduced,
+    LeaveOutSlow,
+    Monitored,
+)
+from elastictrain.fault.reasons import NO_RANK, Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
+from elastictrain.launch import worker_process
 from elastictrain.launch.worker_group import WorkersEnd
 from elastictrain.launch.worker_process import BUILT_FOR
 from tests.unit.examples import examples
@@ -16,6 +30,8 @@ from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
 
 __all__ = ["world"]
 KILLED = WorkersEnd(-9, {})
+STOP = AskToStop("spot", 1000.0, host_stays=False)
+FORK_SERVER = Reason(NO_RANK, 70, "start", 0, "the store has ended")
 
 
 def environments(world: World) -> list[dict[str, str]]:
@@ -32,18 +48,18 @@ class TestNewWorkers:
     def test_each_gets_its_rank_and_a_channel_of_its_own(self, world: World) -> None:
         first, second = world.begin(2)
         order = world.server.orders[0]
-        assert (order["arguments"], order["store_port"], order["folder"]) == (list(ARGUMENTS), 7, "/tmp/1")
+        assert order["store_port"] == 7
         assert world.server.command[-1] == ARGUMENTS[0], "the server prepares for them"
         assert [(one["RANK"], one[PREVIOUS_WORKERS]) for one in order["environments"]] == [("0", ""), ("1", "")]
         first.say(Introduced())
         assert world.group.poll() is None
-        assert world.group.silent == [1]
+        assert world.group.run.silent == [1]
         second.say(Introduced(), Attached(""))
         assert world.group.poll() is None
-        assert (world.group.silent, world.group.attached, world.group.reused) == ([], False, False)
+        assert (world.group.run.silent, world.group.run.attached, world.group.run.reused) == ([], False, False)
         first.say(Attached(""))
         assert world.group.poll() is None
-        assert world.group.attached
+        assert world.group.run.attached
 
     def test_none_is_told_to_attach(self, world: World) -> None:
         workers = world.begin(2)
@@ -58,7 +74,7 @@ class TestSurvivors:
         world.fail(dead, [first, last])
         assert [one.heard() for one in (first, last)] == [[Detach("a worker is gone")]] * 2
         assert len(world.group.waiting) == 2
-        world.group.start(ARGUMENTS, world.places(3), store_port=8)
+        world.group.start(world.places(3), store_port=8)
         (new,) = world.server.start_workers(told=False)
         assert ranks(world) == ["1"]
         assert world.group.poll() is None
@@ -70,7 +86,7 @@ class TestSurvivors:
         got = [one.environment for (one,) in told if isinstance(one, Attach)]
         assert [(one["RANK"], one["ELASTICTRAIN_GENERATION"]) for one in got] == [("0", "2"), ("2", "2")]
         assert not any(one.was_killed for one in (first, last))
-        assert (world.group.silent, world.group.attached, world.group.reused) == ([0, 1, 2], False, False)
+        assert (world.group.run.silent, world.group.run.attached, world.group.run.reused) == ([0, 1, 2], False, False)
 
     def test_all_of_them_are_used_again_where_another_host_failed(self, world: World) -> None:
         workers = world.begin(2, world_size=4, first=2)
@@ -83,7 +99,7 @@ class TestSurvivors:
             assert world.begin(2, world_size=4, first=2) == []
             assert world.group.poll() is None
             # Who had not built anything yet needs the time of a new worker.
-            assert world.group.reused is built
+            assert world.group.run.reused is built
 
     @pytest.mark.parametrize("place", [{"world_size": 5}, {"world_size": 4, "first": 1}], ids=["world", "rank"])
     def test_that_were_built_for_another_group_are_killed(self, place: dict[str, int], world: World) -> None:
@@ -96,7 +112,7 @@ class TestSurvivors:
         assert world.group.poll() is None
         first.die()
         assert world.group.poll() is None
-        assert world.group.failed == {}, "its end is none of the new ones"
+        assert world.group.run.codes == {}, "its end is none of the new ones"
 
     def test_that_are_too_many_are_killed(self, world: World) -> None:
         workers = world.begin(2)
@@ -136,7 +152,7 @@ class TestSurvivors:
         world.begin(3)
         assert ranks(world) == ["1", "2"]
         assert world.group.poll() is None
-        assert world.group.failed == {}
+        assert world.group.run.codes == {}
 
     def test_one_that_has_died_unseen_is_no_survivor(self, world: World) -> None:
         """The fork server has not told of it yet."""
@@ -155,7 +171,7 @@ class TestSurvivors:
         (new,) = world.begin(2)
         first.die(-11)
         assert world.group.poll() is None
-        assert world.group.failed == {0: -11}
+        assert world.group.run.codes == {0: -11}
         new.say(Introduced(), Detached(71))
         assert world.group.poll() == WorkersEnd(1, {0: -11})
         assert len(world.group.waiting) == 1
@@ -168,7 +184,7 @@ class TestHowAGenerationEnds:
         world.train([first, dead])
         world.fail(dead, [first])
         first.heard()
-        world.group.start(ARGUMENTS, world.places(2), store_port=7)
+        world.group.start(world.places(2), store_port=7)
         world.group.detach("b has failed")
         (new,) = world.server.start_workers()
         assert world.group.poll() is None
@@ -184,10 +200,10 @@ class TestHowAGenerationEnds:
         first, dead, last = world.begin(3)
         first.say(Detached(71))
         assert world.group.poll() is None
-        assert world.group.failed == {0: 71}
+        assert world.group.run.codes == {0: 71}
         dead.die(-6)
         assert world.group.poll() is None
-        assert world.group.failed == {1: -6}
+        assert world.group.run.codes == {1: -6}
         last.say(Detached(71))
         assert world.group.poll() == WorkersEnd(1, {1: -6})
 
@@ -197,7 +213,7 @@ class TestHowAGenerationEnds:
         assert world.group.poll() is None
         first.die(-15)
         assert world.group.poll() is None
-        assert world.group.failed == {1: -9}
+        assert world.group.run.codes == {1: -9}
         workers[2].die(0)
         assert world.group.poll() == WorkersEnd(1, {1: -9})
 
@@ -218,15 +234,68 @@ class TestHowAGenerationEnds:
         left.say(Detached(71))
         assert world.group.poll() is None
         world.group.detach("over")
-        world.group.ask_to_stop()
-        assert (left.heard(), hangs.heard()) == ([], [Detach("over")])
-        assert (left.process.signals, hangs.process.signals) == ([], [15])
+        world.group.ask_to_stop(STOP)
+        assert (left.heard(), hangs.heard()) == ([], [Detach("over"), STOP])
         world.group.kill()
         assert world.group.poll() == WorkersEnd(1, {0: 71})
         assert (left.was_killed, hangs.was_killed) == (False, True)
         assert len(world.group.waiting) == 1
         world.begin(2)
         assert ranks(world) == ["1"]
+
+    def test_what_workers_monitor_and_fork_server_have_left_explains_it(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A worker that hangs may have left a reason before; one that ends is only slow."""
+        own = [Reason(rank, 70, "reduce", 9, "boom") for rank in range(4)]
+        outside = [Reason(rank, 71, "forward", 9, "hang", guilty=True) for rank in range(5)]
+        left = ((outside[1], False), (outside[2], True), (outside[4], True))
+        monkeypatch.setattr(worker_process, "_start_monitor", lambda *_: SimpleNamespace(newest_step=9, reasons=left))
+        workers = world.begin(5)
+        world.train(workers)
+        workers[0].say(Monitored("/folder", "facts"), Begun(7))
+        for one, reason in zip(workers, own, strict=False):
+            one.say(Reason(reason.rank, 71, "forward", 9, "the last one counts"), reason)
+        assert world.group.poll() is None
+        assert world.group.run.begun == 7
+        world.server.tell(reason=msgspec.to_builtins(FORK_SERVER))
+        for one in workers:
+            one.die(70)
+        ended = world.group.poll()
+        assert ended is not None
+        assert ended.reasons == (FORK_SERVER, own[0], outside[1], own[2], own[3], outside[4])
+        assert (ended.step, ended.begun) == (9, 7)
+        world.begin(5)
+        assert (world.group.run.begun, world.group.run.slow) == (None, None)
+
+    def test_a_reason_that_is_no_text_is_passed_over(self, world: World) -> None:
+        (one,) = world.begin(1)
+        world.train([one])
+        sentence = "no module in /x\udcff"
+        world.server.tell(reason={"rank": NO_RANK, "exit_code": 70, "phase": "start", "step": 0, "sentence": sentence})
+        one.connection.sendall(json.dumps({"type": "reason", "sentence": sentence}).encode() + b"\n")
+        one.say(Begun(3))
+        one.die(0)
+        assert world.group.poll() == WorkersEnd(0, {}, begun=3)
+
+    def test_a_worker_that_stays_leaves_reasons_and_requests_behind(self, world: World) -> None:
+        (one,) = world.begin(1)
+        world.train([one])
+        slow = SlowRank(0, "rank 0 is slow")
+        for request in (slow, None, slow):
+            one.say(LeaveOutSlow(request))
+            assert world.group.poll() is None
+            assert world.group.run.slow == request
+        one.say(Begun(3), Reason(0, 71, "reduce", 9, "gone"), Detached(71, built=True))
+        ended = world.group.poll()
+        assert ended is not None
+        assert [reason.sentence for reason in ended.reasons] == ["gone"]
+        world.group.start(world.places(1), store_port=7)
+        assert world.server.start_workers() == []
+        assert world.group.poll() is None
+        assert (world.group.run.begun, world.group.run.slow) == (None, None)
+        one.say(Detached(71))
+        assert world.group.poll() == WorkersEnd(1, {0: 71})
 
     def test_those_that_were_killed_by_us_explain_nothing(self, world: World) -> None:
         one, other = world.begin(2)
@@ -278,7 +347,7 @@ def test_new_workers_get_the_variables_that_a_preflight_has_set_even_where_none_
 
 class TestStandby:
     def keep(self, world: World) -> FakeWorker:
-        world.group.keep_standbys(ARGUMENTS, [{**world.places(2)[-1]}], bound=())
+        world.group.keep_standbys([{**world.places(2)[-1]}], bound=())
         (standby,) = world.server.start_workers()
         return standby
 
@@ -295,9 +364,9 @@ class TestStandby:
         (told,) = standby.heard()
         assert isinstance(told, Attach)
         assert (told.environment["RANK"], told.environment["ELASTICTRAIN_GENERATION"]) == ("1", str(world.number))
-        assert world.group.reused
+        assert world.group.run.reused
         world.train([first, standby])
-        assert world.group.attached
+        assert world.group.run.attached
 
     def test_that_still_warms_stays_a_standby(self, world: World) -> None:
         """A new worker may be there earlier; and nobody takes its word that it is ready for the end of a generation."""
@@ -318,7 +387,7 @@ class TestStandby:
     @pytest.mark.parametrize("bound", [(), ("LOCAL_RANK",), BUILT_FOR])
     def test_of_a_device_takes_the_place_of_its_local_rank_only(self, bound: tuple[str, ...], world: World) -> None:
         workers = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[:1], bound=bound)
+        world.group.keep_standbys(world.places(2)[:1], bound=bound)
         (standby,) = world.server.start_workers()
         assert standby.environment["ELASTICTRAIN_STANDBY"] == ("exact" if bound == BUILT_FOR else "any")
         world.train(workers)
@@ -331,7 +400,7 @@ class TestStandby:
     @pytest.mark.parametrize("bound", [(), ("LOCAL_RANK",), BUILT_FOR])
     def test_that_is_built_for_another_world_makes_room(self, bound: tuple[str, ...], world: World) -> None:
         workers = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[1:], bound=bound)
+        world.group.keep_standbys(world.places(2)[1:], bound=bound)
         (standby,) = world.server.start_workers()
         world.train(workers)
         standby.say(Detached(0))
@@ -342,7 +411,7 @@ class TestStandby:
     def test_of_devices_are_replaced_for_the_same_devices(self, world: World) -> None:
         workers = world.begin(3)
         places = world.places(3)[:2]
-        world.group.keep_standbys(ARGUMENTS, places, bound=("LOCAL_RANK",))
+        world.group.keep_standbys(places, bound=("LOCAL_RANK",))
         standbys = world.server.start_workers()
         assert ranks(world) == ["0", "1"]
         world.train(workers)
@@ -352,21 +421,21 @@ class TestStandby:
         assert world.begin(3) == []
         assert world.group.poll() is None
         assert [bool(one.heard()) for one in standbys] == [False, True]
-        world.group.keep_standbys(ARGUMENTS, places, bound=("LOCAL_RANK",))
+        world.group.keep_standbys(places, bound=("LOCAL_RANK",))
         world.server.start_workers()
         assert ranks(world) == ["1"]
 
     def test_as_many_as_are_wanted(self, world: World) -> None:
         world.begin(3)
         for wanted, started in ((2, ["0", "1"]), (3, ["2"])):
-            world.group.keep_standbys(ARGUMENTS, world.places(3)[:wanted], bound=())
+            world.group.keep_standbys(world.places(3)[:wanted], bound=())
             assert len(world.server.start_workers()) == len(started)
             assert ranks(world) == started
 
     def test_one_is_enough(self, world: World) -> None:
         world.begin(2)
         self.keep(world)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], bound=())
+        world.group.keep_standbys(world.places(2)[-1:], bound=())
         with pytest.raises(BlockingIOError):
             world.server.start_workers()
 
@@ -376,7 +445,7 @@ class TestStandby:
         standby.say(Detached(0))
         assert world.group.poll() is None
         world.group.detach("over")
-        world.group.ask_to_stop()
+        world.group.ask_to_stop(STOP)
         assert (standby.heard(), standby.process.signals) == ([], [])
         assert world.group.waiting == []
         for one in workers:
@@ -388,7 +457,7 @@ class TestStandby:
         standby = self.keep(world)
         standby.die(78)
         assert world.group.poll() is None
-        assert world.group.failed == {}
+        assert world.group.run.codes == {}
         again = self.keep(world)
         again.say(Detached(0))
         world.train([first, dead])
@@ -428,7 +497,7 @@ class TestReleasing:
 
     def test_kills_those_that_wait_and_the_standbys(self, world: World) -> None:
         first, dead, last = world.begin(3)
-        world.group.keep_standbys(ARGUMENTS, world.places(3)[-1:], bound=())
+        world.group.keep_standbys(world.places(3)[-1:], bound=())
         (standby,) = world.server.start_workers()
         standby.say(Detached(0))
         world.train([first, dead, last])
@@ -442,11 +511,11 @@ class TestReleasing:
         for one in (first, last, standby):
             one.die()
         assert world.group.poll() is None
-        assert world.group.failed == {}
+        assert world.group.run.codes == {}
 
     def test_closing_kills_the_standby_as_well(self, world: World) -> None:
         first, dead = world.begin(2)
-        world.group.keep_standbys(ARGUMENTS, world.places(2)[-1:], bound=())
+        world.group.keep_standbys(world.places(2)[-1:], bound=())
         (standby,) = world.server.start_workers()
         world.train([first, dead])
         world.fail(dead, [first])
@@ -461,7 +530,7 @@ class TestWaiting:
         assert world.group.poll() is None
         threading.Timer(0.05, lambda: worker.say(Introduced())).start()
         began = time.monotonic()
-        while world.group.silent:
+        while world.group.run.silent:
             world.group.wait(10.0)
         assert time.monotonic() - began < 5
 
@@ -517,7 +586,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
             assert one not in warming
             one.say(Introduced(), Attached(""))
         assert world.group.poll() is None
-        assert (world.group.attached, world.group.silent) == (True, [])
+        assert (world.group.run.attached, world.group.run.silent) == (True, [])
         if chance.random() < 0.7:
             warming += keep_standby(world, environments_of(part)[-1], chance)
         dead = [one for one in part.values() if chance.random() < 0.4]
@@ -545,7 +614,7 @@ def test_over_random_histories_each_rank_has_one_living_process_and_no_process_i
 
 def keep_standby(world: World, environment: dict[str, str], chance: random.Random) -> list[FakeWorker]:
     """Have one prepared, which may be ready, or dead; returns it if it still warms."""
-    world.group.keep_standbys(ARGUMENTS, [environment], bound=() if chance.random() < 0.7 else ("LOCAL_RANK",))
+    world.group.keep_standbys([environment], bound=() if chance.random() < 0.7 else ("LOCAL_RANK",))
     try:
         (standby,) = world.server.start_workers()
     except BlockingIOError:

@@ -2,14 +2,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.events import Hang
-from elastictrain.fault.reasons import Reason, leave_reason, read_reasons
+from elastictrain.fault.reasons import Reason
 from elastictrain.liveness import rank_monitor as module
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
@@ -48,9 +47,7 @@ class FakeWorker:
 class Host:
     """A watcher of two fake workers in simulated time."""
 
-    def __init__(
-        self, folder: Path, workers: dict[int, FakeWorker], monkeypatch: pytest.MonkeyPatch, *, launched: bool = True
-    ) -> None:
+    def __init__(self, workers: dict[int, FakeWorker], monkeypatch: pytest.MonkeyPatch, *, launched: bool = True) -> None:
         self.now_s = 100.0
         self.workers = workers
         self.hangs: list[tuple[Hang, str]] = []
@@ -58,10 +55,20 @@ class Host:
         self.found: list[int] = []
         self.asked: list[tuple[int, int]] = []
         monkeypatch.setattr(module, "take_stacks", self._stacks)
-        launcher_folder = str(folder) if launched else ""
         ranks = tuple(sorted({0, 1, *workers}))
-        facts = MonitoredHost("000001-abc", "b", ranks, "/run", 1.0, 1.0, launcher_folder=launcher_folder)
-        self.rank_monitor = RankMonitor("/folder", facts, find=self._find, record=self._record, clock=lambda: self.now_s)  # type: ignore[arg-type]
+        facts = MonitoredHost("000001-abc", "b", ranks, "/run", 1.0, 1.0)
+        self.rank_monitor = RankMonitor(
+            "/folder",
+            facts,
+            find=self._find,  # type: ignore[arg-type]
+            record=self._record,
+            survivor_s=LAUNCHED_S if launched else SURVIVOR_S,
+            clock=lambda: self.now_s,
+        )
+
+    @property
+    def reasons(self) -> list[Reason]:
+        return [reason for reason, _ in self.rank_monitor.reasons]
 
     def turn(self, after_s: float = 0.2) -> bool:
         self.now_s += after_s
@@ -83,10 +90,10 @@ class Host:
 
 
 def test_a_frozen_rank_is_ended_named_and_recorded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4))
-    host = Host(tmp_path, {0: FakeWorker(seen(0, unchanged_s=10.3)), 1: frozen}, monkeypatch)
+    host = Host({0: FakeWorker(seen(0, unchanged_s=10.3)), 1: frozen}, monkeypatch)
     assert host.turn()
     assert host.turn()
     assert host.recorded.wait(5)
@@ -99,38 +106,38 @@ def test_a_frozen_rank_is_ended_named_and_recorded_once(
     assert host.asked == [(0, 1000), (1, 1001)]
     told = capfd.readouterr().err
     assert told.count(hang.text) == 1
-    (reason,) = read_reasons(str(tmp_path))
+    (reason,) = host.reasons
     assert (reason.rank, reason.exit_code, reason.phase, reason.step) == (1, 71, "forward", 7)
 
 
 def test_a_survivor_is_ended_without_a_record_of_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=LAUNCHED_S + 0.1))}, monkeypatch)
+    host = Host({0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=LAUNCHED_S + 0.1))}, monkeypatch)
     assert host.turn()
     assert host.workers[0].killed == 1
     assert not host.hangs
     assert name(0) in capfd.readouterr().err
-    assert not read_reasons(str(tmp_path))[0].guilty
+    assert not host.reasons[0].guilty
 
 
-def test_a_watcher_that_was_frozen_itself_blames_nobody_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watcher_that_was_frozen_itself_blames_nobody_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = FakeWorker(seen(0))
-    host = Host(tmp_path, {0: worker}, monkeypatch)
+    host = Host({0: worker}, monkeypatch)
     host.turn()
     host.turn(after_s=600.0)
     assert worker.awake_s == [pytest.approx(0.2), 1.0]
 
 
-def test_it_leaves_when_the_last_one_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(tmp_path, {0: FakeWorker(seen(0, phase=Phase.END)), 1: FakeWorker(seen(1, gone_s=9.0))}, monkeypatch)
+def test_it_leaves_when_the_last_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host({0: FakeWorker(seen(0, phase=Phase.END)), 1: FakeWorker(seen(1, gone_s=9.0))}, monkeypatch)
     assert host.turn()
     host.workers[0].now = seen(0, gone_s=0.0)
     assert not host.turn()
 
 
-def test_it_leaves_when_all_have_ended_or_left_the_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=0.1))}, monkeypatch)
+def test_it_leaves_when_all_have_ended_or_left_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host({0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=0.1))}, monkeypatch)
     assert host.turn()
     host.workers[0].now = seen(0, phase=Phase.DETACH)
     assert host.turn()
@@ -139,16 +146,16 @@ def test_it_leaves_when_all_have_ended_or_left_the_generation(tmp_path: Path, mo
     assert (host.workers[0].killed, host.hangs) == (0, [])
 
 
-def test_it_closes_what_it_has_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_closes_what_it_has_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher watches one generation after the other."""
     monkeypatch.setattr(module, "TURN_S", 0.001)
-    host = Host(tmp_path, {0: FakeWorker(seen(0, closed=True)), 1: FakeWorker(seen(1, gone_s=0.1))}, monkeypatch)
+    host = Host({0: FakeWorker(seen(0, closed=True)), 1: FakeWorker(seen(1, gone_s=0.1))}, monkeypatch)
     host.rank_monitor.run()
     assert [worker.closed for worker in host.workers.values()] == [True, True]
 
 
-def test_it_does_not_wait_for_ever_for_a_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(tmp_path, {}, monkeypatch)
+def test_it_does_not_wait_for_ever_for_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host({}, monkeypatch)
     assert host.turn(9.0)
     assert not host.turn(2.0)
 
@@ -168,17 +175,17 @@ class FullTerminal:
         pass
 
 
-def test_a_terminal_that_is_not_read_keeps_nobody_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_is_not_read_keeps_nobody_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, told_at_kill, reasons_at_kill = FullTerminal(), [], []
 
     def on_kill() -> None:
         told_at_kill.append(len(terminal.told))
-        reasons_at_kill.append(len(read_reasons(str(tmp_path))))
+        reasons_at_kill.append(len(host.reasons))
 
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(module, "_TELL_S", 0.01)
     frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4), on_kill=on_kill)
-    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: frozen}, monkeypatch)
+    host = Host({0: FakeWorker(seen(0)), 1: frozen}, monkeypatch)
     began_s = time.monotonic()
     try:
         assert host.turn()
@@ -199,31 +206,24 @@ def test_a_terminal_that_is_not_read_keeps_nobody_alive(tmp_path: Path, monkeypa
     [seen(0, ending=True), seen(0, phase=Phase.END, unchanged_s=1000.0), seen(0, phase=Phase.END, stopped=True, still_s=9.0)],
     ids=["ending", "end", "stopped at the end"],
 )
-@pytest.mark.parametrize("has_said", [True, False])
-def test_why_a_rank_ends_is_its_own_to_say(
-    ends: ObservedRank, has_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = Reason(0, 70, "update", 7, "a bug")
-    if has_said:
-        leave_reason(str(tmp_path), own)
-    host = Host(tmp_path, {0: FakeWorker(ends), 1: FakeWorker(seen(1, gone_s=8.5))}, monkeypatch)
+def test_why_a_rank_ends_is_its_own_to_say(ends: ObservedRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host({0: FakeWorker(ends), 1: FakeWorker(seen(1, gone_s=8.5))}, monkeypatch)
     host.turn()
     assert host.workers[0].killed == 1
-    (reason,) = read_reasons(str(tmp_path))
-    assert reason == own if has_said else reason.exit_code == 71
+    ((reason, own_counts),) = host.rank_monitor.reasons
+    assert (reason.rank, reason.exit_code, own_counts) == (0, 71, True)
 
 
-def test_what_a_rank_said_before_it_hung_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_reason(str(tmp_path), Reason(1, 71, "rendezvous", 0, "of its predecessor under the same torchrun"))
+def test_what_a_rank_said_before_it_hung_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4))
-    Host(tmp_path, {1: frozen}, monkeypatch).turn()
-    assert [reason.phase for reason in read_reasons(str(tmp_path))] == ["forward"]
+    host = Host({1: frozen}, monkeypatch)
+    host.turn()
+    ((reason, own_counts),) = host.rank_monitor.reasons
+    assert (reason.phase, own_counts) == ("forward", False)
 
 
-def test_one_that_was_killed_before_it_showed_anything_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = Host(tmp_path, {0: FakeWorker(None), 1: FakeWorker(seen(1))}, monkeypatch)
+def test_one_that_was_killed_before_it_showed_anything_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host({0: FakeWorker(None), 1: FakeWorker(seen(1))}, monkeypatch)
     assert host.turn(11.0)
     host.workers[0].vanished = True
     assert host.turn()
@@ -233,8 +233,8 @@ def test_one_that_was_killed_before_it_showed_anything_is_not_waited_for(
     assert host.found == [0, 1]
 
 
-def test_it_leaves_when_all_were_killed_before_they_showed_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(tmp_path, {0: FakeWorker(None), 1: FakeWorker(None)}, monkeypatch)
+def test_it_leaves_when_all_were_killed_before_they_showed_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host({0: FakeWorker(None), 1: FakeWorker(None)}, monkeypatch)
     assert host.turn(11.0)
     for worker in host.workers.values():
         worker.vanished = True
@@ -269,12 +269,10 @@ def test_who_cannot_end_itself_is_ended(unchanged_s: float, still_s: float, expe
     assert kinds(seen(0, unchanged_s=unchanged_s, still_s=still_s)) == expected
 
 
-def test_a_rank_that_is_ended_as_left_behind_is_among_those_that_waited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_ended_as_left_behind_is_among_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4))
     behind, gone = FakeWorker(seen(0)), FakeWorker(seen(2, gone_s=LAUNCHED_S + 0.1))
-    host = Host(tmp_path, {0: behind, 1: frozen, 2: gone}, monkeypatch)
+    host = Host({0: behind, 1: frozen, 2: gone}, monkeypatch)
     host.turn()
     assert host.recorded.wait(5)
     assert (behind.killed, frozen.killed) == (1, 1)
@@ -297,10 +295,10 @@ def test_a_survivor_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(("launched", "patience_s"), [(True, LAUNCHED_S), (False, SURVIVOR_S)])
 def test_a_launcher_gets_the_time_to_free_the_survivors(
-    launched: bool, patience_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launched: bool, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for gone_s, killed in ((patience_s - 0.1, 0), (patience_s + 0.1, 1)):
-        host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=gone_s))}, monkeypatch, launched=launched)
+        host = Host({0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=gone_s))}, monkeypatch, launched=launched)
         assert host.turn()
         assert host.workers[0].killed == killed
 

@@ -1,12 +1,14 @@
 """A program is run as an interpreter of its own would run it."""
 
 import atexit
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from elastictrain.fault.reasons import read_reasons
+from elastictrain.bounded_json import JsonLines
+from elastictrain.fault.reasons import Reason
 from elastictrain.own_loop import session
 from elastictrain.own_loop.program import run_program
 
@@ -44,11 +46,13 @@ def test_how_it_ends_is_told_to_the_launcher(
     text: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    launcher = {"LAUNCHER": "7", "GENERATION": "1", "LAUNCH_FOLDER": str(tmp_path)}
+    channel = os.open(tmp_path / "channel", os.O_WRONLY | os.O_CREAT)
+    launcher = {"LAUNCHER": "7", "GENERATION": "1", "LAUNCH_FOLDER": str(tmp_path), "CHANNEL": str(channel)}
     for name, value in (*place.items(), *((f"ELASTICTRAIN_{name}", value) for name, value in launcher.items())):
         monkeypatch.setenv(name, value)
     assert run_program([program(tmp_path, text)], overrides=[], composed=None) == code
-    (reason,) = read_reasons(str(tmp_path))
+    os.close(channel)
+    (reason,) = JsonLines(Reason).feed((tmp_path / "channel").read_bytes())
     assert (reason.rank, reason.exit_code) == (1, 70)
     # Of a traceback the frames that are the program's.
     assert capsys.readouterr().err.count("  File ") == (1 if code == 70 else 0)

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ from typing import cast
 
 import pytest
 
+from elastictrain.bounded_json import JsonLines
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, ConfigError, DetachedError, TransportError
 from elastictrain.events import Failure
-from elastictrain.fault.reasons import ExitClassification, Reason, read_reasons
+from elastictrain.fault.launcher_channel import FromWorker
+from elastictrain.fault.reasons import ExitClassification, Reason
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Overdue
@@ -35,17 +38,21 @@ def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> ExitReport:
+def report(tmp_path: Path) -> Iterator[ExitReport]:
     """Of the second of two ranks, in step 9."""
     config = load(["recipe=llama_tiny", "run.dir=run"], with_task=False)
-    launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path))
+    channel = os.open(tmp_path / "channel", os.O_WRONLY | os.O_CREAT)
+    launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path), channel=channel)
     identity, tracker = Identity(1, 2, 1, 2, "host", launched=True, launcher=launcher), ProgressTracker()
     tracker.set_phase(Phase.FORWARD, step=9)
-    return ExitReport(config, identity, tracker, HangWatch(config, identity, tracker), lambda: None)
+    yield ExitReport(config, identity, tracker, HangWatch(config, identity, tracker), lambda: None)
+    os.close(channel)
 
 
 def told(folder: Path) -> Reason:
-    (reason,) = read_reasons(str(folder))
+    lines: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
+    *_, reason = lines.feed((folder / "channel").read_bytes())
+    assert isinstance(reason, Reason)
     return reason
 
 

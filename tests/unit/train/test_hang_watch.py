@@ -3,14 +3,14 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from elastictrain.bounded_json import parse_record
+from elastictrain.bounded_json import JsonLines, parse_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.events import Event, Hang
 from elastictrain.fault.launcher_channel import Monitored
@@ -41,14 +41,12 @@ class StalledJournal:
         self.released.wait(10.0)
 
 
-def watch(
-    identity: Identity, journal: object = None, *, tell: Callable[[Monitored], None] = lambda _: None
-) -> tuple[HangWatch, ProgressTracker]:
+def watch(identity: Identity, journal: object = None) -> tuple[HangWatch, ProgressTracker]:
     config = SimpleNamespace(fault=FaultGroup(), run=SimpleNamespace(dir="run"), telemetry=SimpleNamespace(flush_s=1.0))
     tracker = ProgressTracker()
     made = HangWatch(config, identity, tracker)  # type: ignore[arg-type]
     generation = SimpleNamespace(name="000001-abc")
-    made.begin(SimpleNamespace(generation=generation, journal=journal, heartbeats=None, store=None), tell=tell)  # type: ignore[arg-type]
+    made.begin(SimpleNamespace(generation=generation, journal=journal, heartbeats=None, store=None))  # type: ignore[arg-type]
     return made, tracker
 
 
@@ -187,17 +185,18 @@ def test_a_launcher_watches_its_workers_itself_and_is_told_by_the_first_of_a_hos
     monkeypatch.setattr(monitor_client, "default_parent", lambda: str(tmp_path / "marks"))
     started: list[str] = []
     monkeypatch.setattr(RankMonitorClient, "start_monitor", lambda self: started.append(self.folder))
-    launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path / "launch")) if has_launcher else None
-    told: list[Monitored] = []
+    channel = os.open(tmp_path / "channel", os.O_WRONLY | os.O_CREAT)
+    launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path / "launch"), channel=channel) if has_launcher else None
     identity = Identity(4 + local_rank, 8, local_rank, 2, "a", launched=True, launcher=launcher)
-    hangs, _ = watch(identity, tell=told.append)
+    hangs, _ = watch(identity)
+    os.close(channel)
+    told = list(JsonLines(Monitored).feed((tmp_path / "channel").read_bytes()))
     folder = f"{tmp_path}/marks/000001-abc-r00004"
     assert started == ([folder] if local_rank == 0 and launcher is None else [])
-    if local_rank == 0:
+    if local_rank == 0 and has_launcher:
         (message,) = told
         facts = parse_record(message.facts, MonitoredHost)
         assert (message.folder, facts.ranks, facts.generation, facts.host) == (folder, (4, 5), "000001-abc", "a")
-        assert facts.launcher_folder == (launcher.folder if launcher is not None else "")
     else:
         assert told == []
     reader = ProgressFileReader(folder, identity.rank)

@@ -1,6 +1,7 @@
 """The loop with a stepper that computes nothing: who settles what when, and what follows."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastictrain.bounded_json import JsonLines
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.evaluations import EvaluationLosses
 from elastictrain.checkpoint.save_interval import FailureCounts
@@ -51,7 +53,8 @@ from elastictrain.events import (
     StepSkipped,
     StragglerFound,
 )
-from elastictrain.fault.reasons import read_straggler
+from elastictrain.fault.launcher_channel import FromWorker, LeaveOutSlow
+from elastictrain.fault.reasons import SlowRank
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher, RecoveryPlan
 from elastictrain.liveness.progress import ProgressTracker
@@ -753,6 +756,19 @@ def test_rank_0_records_a_straggler_once(rank: int) -> None:
     assert len(world.said) == len(found)
 
 
+def with_channel(folder: Path) -> Launcher:
+    """What is told to it goes to a file, which stays open."""
+    channel = os.open(folder / "channel", os.O_WRONLY | os.O_CREAT)
+    return Launcher(1, 1, False, str(folder), channel=channel)
+
+
+def to_leave_out(launcher: Launcher) -> SlowRank | None:
+    lines: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
+    told = lines.feed(Path(launcher.folder, "channel").read_bytes())
+    slow = [one.slow for one in told if isinstance(one, LeaveOutSlow)]
+    return slow[-1] if slow else None
+
+
 @pytest.mark.parametrize(
     ("after", "rank", "local_ranks", "asks"),
     [
@@ -771,10 +787,11 @@ def test_the_launcher_of_the_straggler_is_asked_to_leave_its_host_out(
 ) -> None:
     plain = config(steps=3 * NAMED_AT)
     of_run = replace(plain, fault=replace(plain.fault, straggler_exclude_after=after))
-    launcher = Launcher(1, 1, False, str(tmp_path))
+    launcher = with_channel(tmp_path)
     world = World(of_run, rank=rank, times=SLOW_SECOND, launcher=launcher, local_ranks=local_ranks)
     world.train()
-    assert bool(read_straggler(tmp_path)) == asks
+    assert bool(to_leave_out(launcher)) == asks
+    os.close(launcher.channel)
 
 
 class Recovering(World):
@@ -785,17 +802,19 @@ class Recovering(World):
     def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: StepFlags) -> Pending:
         assert self.launcher is not None
         if step == NAMED_AT + 5:
-            self.asked, self.times = read_straggler(Path(self.launcher.folder)) is not None, SLOW_SECOND[:1].expand(2, -1)
+            self.asked, self.times = to_leave_out(self.launcher) is not None, SLOW_SECOND[:1].expand(2, -1)
         return super().run(step, micro_batches, passes=passes, rate=rate, flags=flags)
 
 
 def test_the_request_is_withdrawn_when_the_host_does_not_hold_up_the_others_any_more(tmp_path: Path) -> None:
     plain = config(steps=(2 * IN_A_ROW + 2) * WINDOW_STEPS)
     of_run = replace(plain, fault=replace(plain.fault, straggler_exclude_after=1))
-    world = Recovering(of_run, rank=1, local_ranks=1, times=SLOW_SECOND, launcher=Launcher(1, 1, False, str(tmp_path)))
+    launcher = with_channel(tmp_path)
+    world = Recovering(of_run, rank=1, local_ranks=1, times=SLOW_SECOND, launcher=launcher)
     world.train()
     assert world.asked
-    assert read_straggler(tmp_path) is None
+    assert to_leave_out(launcher) is None
+    os.close(launcher.channel)
 
 
 def test_a_step_that_is_skipped_counts_and_nothing_of_it_runs() -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from elastictrain.bounded_json import JsonLines
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import (
@@ -35,11 +36,10 @@ from elastictrain.fault.launcher_channel import (
     Detached,
     FromWorker,
     Introduced,
-    Lines,
 )
 from elastictrain.fault.reasons import ExitClassification
-from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener, StopRequest
-from elastictrain.identity import Identity
+from elastictrain.fault.stop import StopListener, StopRequest
+from elastictrain.identity import CHANNEL, Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Overdue
 from elastictrain.telemetry.log import LogPrefix
@@ -63,8 +63,7 @@ def environment(number: int, *, rank: int = 1, world_size: int = 2) -> dict[str,
         "LOCAL_WORLD_SIZE": str(world_size),
         "ELASTICTRAIN_LAUNCHER": "77",
         "ELASTICTRAIN_GENERATION": str(number),
-        "ELASTICTRAIN_LAUNCH_FOLDER": f"/tmp/generation-{number}",
-        STOP_FILE_VARIABLE: f"/tmp/generation-{number}/stop.json",
+        "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/launch",
     }
 
 
@@ -124,7 +123,7 @@ class FakeHangs:
     calls: list[str]
     waits: bool = True
 
-    def begin(self, context: object, *, tell: object) -> None: ...
+    def begin(self, context: object) -> None: ...
     def group_formed(self, backend: str, link: object) -> None: ...
     def close(self) -> None: ...
     def keep_record(self) -> None:
@@ -180,8 +179,9 @@ class World:
         self.plan: list[Callable[[FakeLoop], None]] = []
         self.detach_hook: Callable[[], None] = lambda: None
         self.stop = StopListener()
-        self.received = Lines(FromWorker)
-        monkeypatch.setattr(os, "environ", {**os.environ, **environment(1)})
+        self.received: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
+        own = {CHANNEL: str(launcher.theirs.fileno())} if launcher is not None else {}
+        monkeypatch.setattr(os, "environ", {**os.environ, **environment(1), **own})
         for name in ("check_alone", "claim_memory", "build", "prepare"):
             monkeypatch.setattr(module, name, getattr(self, f"_{name}"))
         for name in ("meet", "form_group", "start_saver", "detach"):
@@ -204,11 +204,11 @@ class World:
         self.worker = Worker(Participant(options, identity, self.tracker, self.prefix, self.stop, 1, channel))
         self.first_report = cast(FakeReport, self.worker.part.report)
 
-    def heard(self) -> list[object]:
+    def heard(self) -> list[FromWorker]:
         """What the launcher has received until now."""
         assert self.launcher is not None
         try:
-            return self.received.feed(self.launcher.connection.recv(1 << 16, 0x40))
+            return list(self.received.feed(self.launcher.connection.recv(1 << 16, 0x40)))
         except BlockingIOError:
             return []
 
@@ -318,7 +318,7 @@ class TestRecovery:
         identity = world.worker.part.identity
         assert identity.launcher is not None
         assert (identity.rank, identity.launcher.generation) == (0, 2)
-        assert (world.stop.request, world.stop.stop_file, world.stop.quiet) == (None, "/tmp/generation-2/stop.json", False)
+        assert (world.stop.request, world.stop.quiet) == (None, False)
         assert world.worker.part.report is not world.first_report
         assert cast(FakeReport, world.worker.part.report).identity is identity
         assert (world.prefix.rank, world.tracker.mark.first_step_done) == (0, False)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.bounded_json import JsonLines
 from elastictrain.checkpoint import writer
 from elastictrain.checkpoint.folders import ROOT
-from elastictrain.checkpoint.saver.messages import MessageLines, encode
+from elastictrain.checkpoint.saver.messages import encode
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.saver.service import SaverService
 from elastictrain.checkpoint.signing import SigningKey
@@ -43,7 +44,7 @@ class Worker:
         key: str = "",
     ) -> None:
         """`settle`: wait until the saver has looked for what this rank had before. `key` is the proof of a key."""
-        self._lines = MessageLines(dict)
+        self._lines = JsonLines(dict)
         self.waiting: list[dict[str, object]] = []
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(10)

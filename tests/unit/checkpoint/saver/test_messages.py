@@ -4,13 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.bounded_json import MalformedJsonError, as_record
+from elastictrain.bounded_json import RECORD, JsonLines, MalformedJsonError, as_record
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.saver.messages import (
-    LONGEST_BYTES,
     HostRanks,
-    MalformedError,
-    MessageLines,
     RunFinished,
     Saved,
     SaverRoster,
@@ -49,7 +46,7 @@ ROSTER: dict[str, Any] = {"op": "roster", "hosts": [PEER], "own": 0, "token": "a
 )
 def test_whatever_the_pieces_the_messages_come_whole(sent: list[ToSaver], size: int) -> None:
     data = b"".join(encode(message) for message in sent)
-    lines = MessageLines(ToSaver)
+    lines = JsonLines(ToSaver)
     received = [message for at in range(0, len(data), size) for message in lines.feed(data[at : at + size])]
     assert received == sent
 
@@ -58,8 +55,8 @@ def test_whatever_the_pieces_the_messages_come_whole(sent: list[ToSaver], size: 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
     try:
-        assert not list(MessageLines(ToSaver).feed(data + b"\n"))
-    except MalformedError:
+        assert not list(JsonLines(ToSaver).feed(data + b"\n"))
+    except MalformedJsonError:
         return
 
 
@@ -72,14 +69,14 @@ def test_garbage_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
         b'{"op": 3}\n',
         b'{"op": "what"}\n',
         b'{"op": "saved", "step": 1, "checkpoint": "c", "bytes": 1}\n',
-        b"x" * (LONGEST_BYTES + 1),
+        b"x" * (RECORD.max_bytes + 1),
         b"\xff\n",
         b"1" * 9999 + b"\n",
     ],
 )
 def test_no_messages_to_a_saver(data: bytes) -> None:
-    with pytest.raises(MalformedError):
-        list(MessageLines(ToSaver).feed(data))
+    with pytest.raises(MalformedJsonError):
+        list(JsonLines(ToSaver).feed(data))
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, 1 << 63, 10**400])
@@ -108,7 +105,7 @@ def test_no_hello(change: dict[str, object]) -> None:
 
 def test_a_roster_comes_as_it_was_sent() -> None:
     roster = SaverRoster((Peer("a", "10.0.0.1", 7, (0, 1), 0), Peer("b", "fe80::1", 8, (), 1)), 1, "ab" * 32)
-    (received,) = MessageLines(ToSaver).feed(encode(roster))
+    (received,) = JsonLines(ToSaver).feed(encode(roster))
     assert received == roster
 
 
@@ -146,3 +143,10 @@ def test_a_peer_with_a_wrong_field_is_refused(change: dict[str, object]) -> None
 def test_no_roster(change: dict[str, object]) -> None:
     with pytest.raises(MalformedJsonError):
         as_record(ROSTER | change, SaverRoster)
+
+
+def test_whoever_is_lenient_reads_on() -> None:
+    lines = JsonLines(ToSaver, lenient=True)
+    long = b"[" + b"1," * RECORD.max_bytes
+    assert list(lines.feed(b"{\n" + encode(RunFinished()) + long)) == [RunFinished()]
+    assert list(lines.feed(b"1]\n" + encode(RunFinished()))) == [RunFinished()]

@@ -106,7 +106,7 @@ def cluster(
     restart_cost_s: float = 0.0,
     most_processes: int = 0,
     left_s: float = inf,
-    wants_to_leave: bool = False,
+    stop_reason: str = "",
     straggles: SlowRank | None = None,
     slow_since_s: float = 0.0,
 ) -> ClusterState:
@@ -131,7 +131,7 @@ def cluster(
         restart_cost_s=restart_cost_s,
         most_processes=most_processes,
         left_s=left_s,
-        wants_to_leave=wants_to_leave,
+        stop_reason=stop_reason,
         straggles=straggles,
         slow_since_s=slow_since_s,
     )

@@ -47,7 +47,7 @@ def test_a_generation_that_has_ended_is_not_begun() -> None:
 def test_who_is_unfit_or_asked_to_leave_takes_no_part() -> None:
     newest = generation(1, "ab")
     assert decide(cluster(newest=newest, me=record("a", UNFIT)), OPTIONS) == Wait()
-    decision = decide(cluster(newest=newest, wants_to_leave=True), OPTIONS)
+    decision = decide(cluster(newest=newest, stop_reason="asked to leave"), OPTIONS)
     assert isinstance(decision, Leave)
     assert decision.exit_code == EXIT_STOPPED
 
@@ -61,9 +61,9 @@ def test_nothing_is_to_be_done_while_all_is_well() -> None:
 @pytest.mark.parametrize(
     "newer", [generation(5, "bc"), generation(5, "abc"), generation(5, "abc", outcome=GenerationOutcome.GIVE_UP)]
 )
-@pytest.mark.parametrize("wants_to_leave", [True, False])
-def test_what_is_not_the_newest_any_more_stops_at_once(newer: Generation, wants_to_leave: bool) -> None:
-    looked = cluster(running=generation(3, "abc"), newest=newer, wants_to_leave=wants_to_leave)
+@pytest.mark.parametrize("stop_reason", ["asked to leave", ""])
+def test_what_is_not_the_newest_any_more_stops_at_once(newer: Generation, stop_reason: str) -> None:
+    looked = cluster(running=generation(3, "abc"), newest=newer, stop_reason=stop_reason)
     decision = decide(looked, OPTIONS)
     assert isinstance(decision, Finish)
     assert decision.at_once
@@ -113,7 +113,7 @@ def test_hosts_that_reach_the_last_step_first_do_not_stop_the_others() -> None:
 def test_a_host_that_is_asked_to_leave_says_so(broken: bool) -> None:
     newest = generation(1, "ab")
     ends = [end("b", EndKind.FAILED, EXIT_TRANSPORT)] if broken else []
-    decision = decide(cluster(running=newest, newest=newest, ends=ends, wants_to_leave=True), OPTIONS)
+    decision = decide(cluster(running=newest, newest=newest, ends=ends, stop_reason="asked to leave"), OPTIONS)
     assert isinstance(decision, Finish)
     assert (decision.end.kind, decision.end.host, decision.at_once) == (EndKind.LEAVING, "a", broken)
 

@@ -34,7 +34,7 @@ def test_a_host_that_holds_up_the_others_leaves_if_enough_others_remain(hosts: s
     assert isinstance(other, Finish)
     assert other.end.host == "b"
     # Whoever is asked to leave does not come back as an unfit host.
-    asked = decide(replace(looked, wants_to_leave=True), options)
+    asked = decide(replace(looked, stop_reason="asked to leave"), options)
     assert isinstance(asked, Finish)
     assert asked.end.exit_code == EXIT_STOPPED
 
