@@ -174,3 +174,10 @@ def multiply(tensors: "Sequence[Tensor]", factor: "Tensor") -> None:
     import torch
 
     torch._foreach_mul_(list(tensors), factor)
+
+
+def largest_values(tensors: "Sequence[Tensor]") -> "Tensor":
+    """The largest magnitude in each of `tensors`, in few kernels on a device."""
+    import torch
+
+    return torch.stack(torch._foreach_norm(list(tensors), float("inf")))

@@ -54,7 +54,6 @@ FSDP = (
 GATHERS = (
     PrivateName(f"{_FSDP}._fsdp_param", "FSDPParam.reset_sharded_param", ("self",)),
     PrivateName(f"{_FSDP}._fsdp_param", "FSDPParam._init_extensions", ("self",)),
-    PrivateName("torch", "_foreach_norm"),
 )
 """What gathers parameters in another form than they have."""
 

@@ -5,7 +5,6 @@ parameters and checkpoints are those of any other precision.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastictrain.config.composed import TrainGroup
 from elastictrain.errors import ConfigError, Problem
+from elastictrain.torch_private import largest_values
 from elastictrain.torch_private_groups import gather_through
 
 _KEY = "train.precision"
@@ -109,7 +109,7 @@ class GatheredWeights:
         # Without the padding behind a shard, which may be of any value; an empty one has no largest.
         shards = [one.sharded.sharded_param.to_local() for one in self.weights]
         shards = [one if one.numel() else one.new_zeros(1) for one in shards]
-        largest = torch.stack(torch._foreach_norm(shards, math.inf))
+        largest = largest_values(shards)
         info = self.weights[0].sharded.mesh_info
         if info.shard_mesh_size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=info.shard_process_group)
