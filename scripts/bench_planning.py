@@ -262,7 +262,7 @@ def say_all(
                     sys.exit(f"the host of ranks {ranks} says something else than this benchmark thinks")
     finally:
         gc.enable()
-    return told, sum(seconds) / len(seconds) * len(hosts), len(hosts) if store.objects else 0
+    return told, sum(seconds) / len(seconds) * len(hosts), len(store.objects) if every else len(hosts)
 
 
 def computed_part(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World, ranks: range) -> WrittenPart:

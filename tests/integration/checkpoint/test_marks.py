@@ -125,7 +125,7 @@ def raise_version(bench: Bench, step: int) -> None:
     key = key_ending(bench, step, "manifest.json")
     document = json.loads(bench.store.objects[key])
     del document["digest"]
-    document["version"] = 2
+    document["version"] = 3
     text = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     signed = {**document, "digest": digest_of(text)}
     bench.store.objects[key] = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
