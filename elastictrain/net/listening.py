@@ -27,12 +27,13 @@ def listen(address: str, ports: Sequence[int]) -> list[socket.socket]:
     range, as a firewall may let through only a part of it. Raises: OSError; no listener remains then."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     (first, last), num_any = read_port_range(), ports.count(0)
-    made: list[socket.socket] = []
+    # Not the generator that a task may have seeded.
+    made, chance = list[socket.socket](), random.SystemRandom()
     try:
         for place, port in enumerate(ports):
             index = ports[:place].count(0)
             # In the end whatever is free.
-            picks = [first + int((last - first) * (index + random.random()) / num_any) for _ in range(_TRIES) if not port]
+            picks = [first + int((last - first) * (index + chance.random()) / num_any) for _ in range(_TRIES) if not port]
             for pick in (*picks, port):
                 try:
                     made.append(socket.create_server((address, pick), family=family, backlog=BACKLOG))

@@ -5,7 +5,7 @@ Exceptions are matched by class name: the packages of the backends need not be i
 
 import errno
 import logging
-import random
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -187,6 +187,11 @@ def next_delay(attempt: int, *, elapsed_s: float, options: RetryOptions, fault: 
     return delay if elapsed_s + delay <= options.total_s else None
 
 
+def system_random() -> float:
+    """In [0, 1). Not from `random`: a failure in one thread must not change what a task draws in another."""
+    return int.from_bytes(os.urandom(4)) / 2**32
+
+
 @dataclass(frozen=True, slots=True)
 class Retrying:
     """Runs a request until it succeeds or a retry is pointless."""
@@ -194,7 +199,7 @@ class Retrying:
     options: RetryOptions
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    random: Callable[[], float] = random.random
+    random: Callable[[], float] = system_random
 
     def once(self) -> "Retrying":
         """Return a copy without retries, which only translates errors."""

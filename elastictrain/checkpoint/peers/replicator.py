@@ -109,7 +109,7 @@ class Replicator:
                 longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 30))
                 with self._condition:
                     self._waiting = self._waiting or held
-                    self._not_before = time.monotonic() + longest * (0.5 + 0.5 * random.random())
+                    self._not_before = time.monotonic() + longest * (0.5 + 0.5 * random.SystemRandom().random())
         self._connection.close()
 
     def _next_step(self) -> tuple[Held, ...]:

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,3 +106,16 @@ def test_once() -> None:
     with pytest.raises(TransientStorageError, match="attempt 1"):
         retrying(clock).once().call(request, action="write", url="u")
     assert clock.now == 0
+
+
+def test_a_failure_takes_nothing_from_the_generator_of_a_task() -> None:
+    """Stores fail in threads of a trainer, too, while its samples are drawn."""
+
+    def missing() -> None:
+        raise FileNotFoundError
+
+    random.seed(1)
+    before = random.getstate()
+    with pytest.raises(ObjectNotFoundError):
+        Retrying(OPTIONS).call(missing, action="read", url="x")
+    assert random.getstate() == before
