@@ -1,7 +1,7 @@
 """Nameless namespaces for a host: network, hostname and mounts.
 
-They live as long as a process is in them. So two test runs cannot meet, and nothing of them is left behind, not even when the
-tests are killed.
+They live as long as a process is in them. So two users cannot meet, and nothing of them is left behind, not even when who made
+them is killed.
 """
 
 import os
@@ -51,10 +51,10 @@ class Namespaces:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the tests; they end this in their turn
+            start_new_session=True,  # Ctrl-C is for whoever made it, and ends this in its turn
         )
-        assert self._anchor.stdout is not None
-        if self._anchor.stdout.readline() != "ready\n":
+        ready = self._anchor.stdout.readline() if self._anchor.stdout else ""
+        if ready != "ready\n":
             message = self._anchor.communicate()[1]
             raise RuntimeError(f"host {hostname} cannot be made: {message.strip()}")
         self.network = _network_of(self.pid)
