@@ -14,8 +14,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from elastictrain.chaos.network.hosts import INTERFACE, VirtualHost  # noqa: E402
 from elastictrain.chaos.network.links import delay, inside, jumbo, jumbo_bridge, limit_rate, lose, without_offloads  # noqa: E402
-from elastictrain.chaos.network.hosts import INTERFACE, VirtualHost # noqa: E402
 
 PORT = 29610
 

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / one) for one in ("scripts", "tests/network", "tests/process", "")]
 
 from fault_list import FAULTS, PORT, Fault, Named, Scene, nothing  # noqa: E402
-from elastictrain.chaos.network.hosts import VirtualNetwork # noqa: E402
+
+from elastictrain.chaos.network.hosts import VirtualNetwork  # noqa: E402
 
 MEMBER = ROOT / "tests/network/host_preflight_member.py"
 LIMIT_S = 60.0

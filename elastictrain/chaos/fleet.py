@@ -113,7 +113,8 @@ def processes_on(host: FleetHost, *words: str) -> list[psutil.Process]:
 def launcher_of(host: FleetHost) -> int:
     """The process of the launcher that lives on a host."""
     (only,) = processes_on(host, "-m", "elastictrain.launch")
-    return only.pid
+    pid: int = only.pid
+    return pid
 
 
 def workers(host: FleetHost) -> list[psutil.Process]:

@@ -54,10 +54,12 @@ class ResumeFact:
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
-    """An injected fault, and what the report of the run says of the failure that followed; None: it tells of none."""
+    """An injected fault, and what the report of the run says of the failure that followed; None: it tells of none. `rank`: of
+    the worker that was struck, -1 if none was."""
 
     fault: PlannedFault
     culprit: str | None
+    rank: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def on_lineage(commit: CommitFact, resumes: Sequence[ResumeFact], *, until: int 
 
 def _culprits(blamed: Sequence[Blamed]) -> Iterator[Violation]:
     for one in blamed:
-        wanted = expected_culprit(one.fault)
+        wanted = expected_culprit(one.fault, rank=one.rank)
         if one.culprit is not None and wanted and not _names(one.culprit, wanted):
             yield Violation(Invariant.RIGHT_CULPRIT, f"{one.fault}: must be blamed on {wanted}, but is on {one.culprit!r}")
         if one.culprit is None and one.fault.kind in ENDS_GENERATION:
@@ -161,17 +163,21 @@ def _culprits(blamed: Sequence[Blamed]) -> Iterator[Violation]:
 
 
 ENDS_GENERATION = frozenset((ChaosKind.KILL_WORKER, ChaosKind.KILL_LAUNCHER, ChaosKind.HANG, ChaosKind.HOST_LOST))
-_BLAMES_NOBODY = frozenset((ChaosKind.PARTITION, ChaosKind.BLIP, ChaosKind.LEAVE))
+_BLAMES_NOBODY = frozenset((ChaosKind.PARTITION, ChaosKind.BLIP, ChaosKind.LEAVE, ChaosKind.FULL_DISK, ChaosKind.FLIP_SHARD))
 
 
-def expected_culprit(fault: PlannedFault) -> str:
-    """The host that must be named; empty where any will do: storage is no host, and sides of a partition blame each other."""
-    return "" if fault.kind in _BLAMES_NOBODY else fault.host
+def expected_culprit(fault: PlannedFault, *, rank: int = -1) -> str:
+    """The worker or host that must be named; empty where any will do: storage is no host, sides of a partition blame each
+    other, and a flipped shard is read where all hosts are lost."""
+    if fault.kind in _BLAMES_NOBODY or not fault.host:
+        return ""
+    return f"rank {rank} on {fault.host}" if rank >= 0 else fault.host
 
 
-def _names(culprit: str, host: str) -> bool:
+def _names(culprit: str, wanted: str) -> bool:
     """A culprit is `rank 3 on b`, a host, or several of these."""
-    return any(part.strip().rpartition(" ")[2] == host for part in culprit.split(","))
+    parts = [part.strip() for part in culprit.split(",")]
+    return wanted in parts or any(part.rpartition(" ")[2] == wanted for part in parts)
 
 
 def _leaks(usage: Sequence[Usage]) -> Iterator[Violation]:

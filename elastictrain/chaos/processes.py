@@ -2,9 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ SOURCES = Path(elastictrain.__file__).parents[1]
 
 _GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _POLL_S = 0.02
+_KILL_LIMIT_S = 60.0
 
 
 class StuckError(ElasticTrainError):
@@ -124,6 +126,18 @@ def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)
+
+
+def kill_all(living: Callable[[], Collection[int]]) -> None:
+    """SIGKILL until nobody is left: a process may have had a child after it was looked for. Raises: StuckError."""
+    deadline = time.monotonic() + _KILL_LIMIT_S
+    while pids := living():
+        if time.monotonic() > deadline:
+            raise StuckError(f"processes {sorted(pids)} do not end within {_KILL_LIMIT_S:g} s of SIGKILL")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def wait_until(condition: Callable[[], object], *, timeout_s: float, what: str) -> None:

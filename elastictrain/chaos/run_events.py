@@ -21,11 +21,11 @@ class RunEvents:
 
     def update(self) -> list[EventRow]:
         """Read what is new; returns the rows of rank 0."""
-        for kind, pattern in ((self.rows, "*-r00000*.jsonl"), (self.launcher, "launcher-*.jsonl")):
+        for known, pattern in ((self.rows, "*-r00000*.jsonl"), (self.launcher, "launcher-*.jsonl")):
             new = [row for path in sorted((self.run_dir / "events").glob(pattern)) for row in self._new_rows(path)]
             if new:
-                kind += new
-                kind.sort(key=lambda row: float(row["time"]))
+                known.extend(new)
+                known.sort(key=lambda row: float(row["time"]))
                 self.last_step = max(self.last_step, last_step(new))
         return self.rows
 

@@ -1,6 +1,5 @@
 """Training runs by torchrun on hosts of a network."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence

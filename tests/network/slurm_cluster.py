@@ -5,8 +5,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from torchruns import environment, wait_until
+
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue")
 # Launchers on the same machine lock by number of job and name of host: another cluster on it has other numbers.

@@ -4,9 +4,10 @@ import sys
 import time
 from pathlib import Path
 
+from torchruns import REPOSITORY, TINY, events, last_step, wait_until
+
 from elastictrain.chaos.fleet import LauncherFleet
 from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
-from torchruns import REPOSITORY, TINY, events, last_step, wait_until
 
 LEFT_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 SAYS = {

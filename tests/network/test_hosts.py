@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from hosts import durable_step, start_run
-from elastictrain.chaos.network.hosts import INTERFACE, VirtualHost, VirtualNetwork
-from elastictrain.chaos.network.namespaces import processes_in
 from torchruns import TINY, Run, environment, events, last_step, last_wins, losses, train_warm, wait_until
 
+from elastictrain.chaos.network.hosts import INTERFACE, VirtualHost, VirtualNetwork
+from elastictrain.chaos.network.namespaces import processes_in
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
 from elastictrain.data.opening import open_datasets
@@ -196,7 +196,9 @@ def test_two_hosts_train_as_one_does(network: VirtualNetwork, tmp_path: Path, un
     assert_every_position_once(run_dir, undisturbed["ddp"])
 
 
-def test_a_new_host_takes_the_place_of_a_lost_one(network: VirtualNetwork, tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+def test_a_new_host_takes_the_place_of_a_lost_one(
+    network: VirtualNetwork, tmp_path: Path, undisturbed: dict[str, Path]
+) -> None:
     """Sharded, so that neither host has all of the state."""
     a, b = network.add("a"), network.add("b")
     run_dir, arguments = tmp_path / "run", [*ARGUMENTS, "parallel=fsdp"]

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from elastictrain.chaos.fleet import LauncherFleet, launcher_of, resumed, workers
-from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from torchruns import TINY, events, kill, last_step, last_wins, train_warm, wait_until
 
+from elastictrain.chaos.fleet import LauncherFleet, launcher_of, resumed, workers
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
 from elastictrain.data.opening import open_datasets

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from faults import BLOCKED_PORT, Checked, check_links
-from elastictrain.chaos.network.links import block, delay, drop_sent, jumbo, jumbo_bridge, limit_rate, lose, without_offloads
+
 from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
+from elastictrain.chaos.network.links import block, delay, drop_sent, jumbo, jumbo_bridge, limit_rate, lose, without_offloads
 
 LIMIT_S = 10.0
 """From a complete roster to verdicts on every host."""
@@ -113,7 +114,9 @@ def test_hosts_with_unequal_interfaces_are_well(hosts: list[VirtualHost], tmp_pa
     ],
     ids=["both", "sent", "received"],
 )
-def test_a_host_at_100_mbit_per_s(hosts: list[VirtualHost], tmp_path: Path, sent: bool, received: bool, unit: str, look: str) -> None:
+def test_a_host_at_100_mbit_per_s(
+    hosts: list[VirtualHost], tmp_path: Path, sent: bool, received: bool, unit: str, look: str
+) -> None:
     limit_rate(hosts[2], sent=sent, received=received)
     found = check_links(hosts, tmp_path / "words")
     assert_only(found, ("bandwidth", "host", "h3"))

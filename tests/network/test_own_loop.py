@@ -4,9 +4,10 @@ import os
 import signal
 from pathlib import Path
 
+from torchruns import events, kill, losses, wait_until, warm_ranks
+
 from elastictrain.chaos.fleet import LauncherFleet, launcher_of, workers
 from elastictrain.chaos.network.hosts import VirtualNetwork
-from torchruns import events, kill, losses, wait_until, warm_ranks
 
 STEPS = 150
 PROGRAM = """

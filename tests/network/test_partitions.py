@@ -5,9 +5,10 @@ import signal
 import time
 from pathlib import Path
 
+from torchruns import TINY, wait_until
+
 from elastictrain.chaos.fleet import LauncherFleet, launcher_of
 from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
-from torchruns import TINY, wait_until
 
 GOES_ON_WITHIN_S = 15.0
 ARGUMENTS = (

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from torchruns import TINY, events
+
 from elastictrain.chaos.fleet import LauncherFleet
 from elastictrain.chaos.network.hosts import VirtualNetwork
-from torchruns import TINY, events
 
 GPUS = 4
 ARGUMENTS = (*TINY, "train.steps=3", "train.eval_every_steps=0", "launch.notices=false", "run.num_threads=1")

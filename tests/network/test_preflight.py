@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastictrain.chaos.network.links import block, delay, inside, jumbo, limit_rate
-from elastictrain.chaos.fleet import LauncherFleet
 from hosts import start_run
-from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from torchruns import REPOSITORY, TINY, events, losses
 
+from elastictrain.chaos.fleet import LauncherFleet
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
+from elastictrain.chaos.network.links import block, delay, inside, jumbo, limit_rate
 from elastictrain.errors import EXIT_CONFIG, EXIT_TRANSPORT, EXIT_UNFIT
 
 PORT = 29610
@@ -170,7 +170,9 @@ def test_an_interface_that_a_person_chose_wrongly(
     assert name in str([row for row in outcome.verdicts if row["check"] == "interface"])
 
 
-def test_a_route_through_docker0_and_nothing_that_follows_from_it(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
+def test_a_route_through_docker0_and_nothing_that_follows_from_it(
+    three: list[VirtualHost], run_dir: Path, tmp_path: Path
+) -> None:
     inside(three[1].namespaces, "ip", "link", "add", "docker0", "type", "bridge")
     inside(three[1].namespaces, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
     inside(three[1].namespaces, "ip", "link", "set", "docker0", "up")

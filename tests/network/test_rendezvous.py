@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from elastictrain.chaos.fleet import LauncherFleet
-from elastictrain.chaos.network.hosts import VirtualNetwork
 from torchruns import TINY, events, wait_until
 
+from elastictrain.chaos.fleet import LauncherFleet
+from elastictrain.chaos.network.hosts import VirtualNetwork
 from elastictrain.errors import EXIT_TRANSPORT
 
 ARGUMENTS = (*TINY, "train.steps=30", "train.eval_every_steps=0", "fault.heartbeat_s=0.2", "fault.rendezvous_timeout_s=6")

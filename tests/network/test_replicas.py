@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from hosts import torchrun
-from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from torchruns import TINY, Run, events, losses, savers, train_warm, wait_until
+
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 
 STEPS = 30
 ARGUMENTS = (

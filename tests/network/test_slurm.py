@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from hosts import durable_step
-from elastictrain.chaos.network.hosts import VirtualNetwork
 from slurm_cluster import SlurmCluster, missing_tools
 from torchruns import REPOSITORY, TINY, events, last_step, last_wins, wait_until
 
+from elastictrain.chaos.network.hosts import VirtualNetwork
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, read_ledger
 from elastictrain.data.opening import open_datasets

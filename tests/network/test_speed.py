@@ -5,9 +5,10 @@ import sys
 import time
 from pathlib import Path
 
-from elastictrain.chaos.network.links import limit_rate
-from elastictrain.chaos.network.hosts import VirtualNetwork
 from torchruns import REPOSITORY
+
+from elastictrain.chaos.network.hosts import VirtualNetwork
+from elastictrain.chaos.network.links import limit_rate
 
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "", "PYTHONPATH": str(REPOSITORY)}
 

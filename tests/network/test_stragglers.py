@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from torchruns import TINY, events
+
 from elastictrain.chaos.fleet import LauncherFleet
 from elastictrain.chaos.network.hosts import VirtualNetwork
-from torchruns import TINY, events
 
 STEPS = 260
 ARGUMENTS = (

@@ -1,16 +1,13 @@
 """Real runs for tests: torchrun with free ports, own folders and bounded waits; only processes started here are ended."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import psutil
 import torch.distributed as dist
 from warm import can_be_warm, warm_host
 
-from elastictrain.chaos.processes import StartedProcess, child_environment, rank_of, savers, start_process
+from elastictrain.chaos.processes import StartedProcess, child_environment, start_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -1,18 +1,15 @@
 """Several hosts on one machine, each with network, hostname and host memory of its own."""
 
-import os
 import shutil
-import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from elastictrain.chaos.network.namespaces import Namespaces, run_tool
-from elastictrain.chaos.processes import StartedProcess, StuckError, child_environment, start_process
+from elastictrain.chaos.processes import StartedProcess, child_environment, kill_all, start_process
 from elastictrain.errors import UsageError
 
 INTERFACE = "eth0"
@@ -22,7 +19,6 @@ _SUBNET = "10.89.0"
 # With two digits in each last part, addresses sort as text as they do as numbers: c10d ranks hosts by that order.
 _FIRST_PART, _LAST_PART = 11, 99
 _FIRST_PORT = 29500
-_KILL_LIMIT_S = 60.0
 _AS_BRIDGE = ("type", "bridge", "stp_state", "0", "mcast_snooping", "0")
 
 StartInside = Callable[[Namespaces, Sequence[str], Path, Path, Mapping[str, str]], StartedProcess]
@@ -98,24 +94,17 @@ class VirtualHost:
         """Plug the cable in again."""
         self.switch.ip("link", "set", self.switch_port, "up")
 
+    def inhabitants(self) -> list[int]:
+        """Every process that lives here, whoever started it."""
+        return self.namespaces.inhabitants()
+
     def kill(self) -> None:
         """SIGKILL every process that lives here, whoever started it; peers that it reaches are told by its kernel.
 
         What is in host memory stays. Raises: StuckError if something does not end.
         """
-        deadline = time.monotonic() + _KILL_LIMIT_S
-        # Again and again: a process may have had a child after it was looked for, and one that was just started may not have
-        # entered yet.
-        while living := {
-            *self.namespaces.inhabitants(),
-            *(run.process.pid for run in self.runs if run.process.poll() is None),
-        }:
-            if time.monotonic() > deadline:
-                raise StuckError(f"processes {living} on host {self.name} do not end")
-            for pid in living:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+        # One that was just started may not have entered yet.
+        kill_all(lambda: {*self.inhabitants(), *(one.process.pid for one in self.runs if one.process.poll() is None)})
 
     def lose(self) -> None:
         """The host vanishes for good, without a word, and its memory with it."""

@@ -77,7 +77,9 @@ def jumbo_bridge(host: VirtualHost) -> None:
     host.switch.ip("link", "set", "bridge", "mtu", "9000")
 
 
-def limit_rate(host: VirtualHost, *, sent: bool = True, received: bool = True, rate: str = "100mbit", burst: str = "64kb") -> None:
+def limit_rate(
+    host: VirtualHost, *, sent: bool = True, received: bool = True, rate: str = "100mbit", burst: str = "64kb"
+) -> None:
     """From now on the host's link is this fast."""
     switch, port = host.switch, host.switch_port
     shape = ("rate", rate, "burst", burst, "latency", "50ms")
@@ -107,7 +109,9 @@ def delay(host: VirtualHost, others: Sequence[VirtualHost], *, seconds: float, l
     wait_until(lambda: "relays" in relay.output(), timeout_s=60, what="the relay")
 
 
-def lose(host: VirtualHost, percent: float, *, sent: bool = True, received: bool = True, other: VirtualHost | None = None) -> None:
+def lose(
+    host: VirtualHost, percent: float, *, sent: bool = True, received: bool = True, other: VirtualHost | None = None
+) -> None:
     """From now on the switch drops so many frames at random that this host sends or receives, or only from and to another."""
     switch, port = host.switch, host.switch_port
     table = f"loss_{host.name}"
