@@ -3,19 +3,20 @@
 import ctypes
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastictrain.chaos.fleet import FleetHost, LauncherFleet
+from elastictrain.chaos.fleet import FleetHost, FleetProgram, LauncherFleet
 from elastictrain.chaos.in_process import HostControl
 from elastictrain.chaos.injectors import Injectors
 from elastictrain.chaos.local_host import LocalHost
 from elastictrain.chaos.network.hosts import VirtualNetwork
 from elastictrain.chaos.network.namespaces import run_tool
-from elastictrain.chaos.processes import StuckError
+from elastictrain.chaos.processes import StuckError, wait_until
 
 MODEL = {
     "recipe": "llama_tiny",
@@ -45,9 +46,9 @@ _DISTURBED = {
     "fault.heartbeat_s": "0.2",
     "fault.hang_floor_s": "4",
     "fault.step_timeout_s": "30",
-    "fault.init_timeout_s": "60",
+    "fault.init_timeout_s": "90",
     "fault.rendezvous_timeout_s": "30",
-    "fault.save_timeout_s": "60",
+    "fault.save_timeout_s": "90",
     "launch.min_hosts": "1",
     "launch.join_s": "60",
     "launch.grow_after_s": "1",
@@ -55,6 +56,13 @@ _DISTURBED = {
     "launch.retry_unfit_s": "5",
 }
 _DISK = "size=1g"
+_STORE = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(1e6)
+"""
 _UNDISTURBED_LIMIT_S = 3600.0
 _CLONE_NEWNS = 0x20000
 
@@ -81,8 +89,9 @@ class Arena:
         return [f"{key}={value}" for key, value in ({**MODEL, **_DISTURBED} | fixed | dict(self.overrides)).items()]
 
     @contextmanager
-    def opened(self, folder: Path) -> Iterator[Injectors]:
-        """Hosts without launchers yet; all is gone at the end of the block, but for what is in `folder`."""
+    def opened(self, folder: Path, *, plain: bool = False) -> Iterator[Injectors]:
+        """Hosts without launchers yet; all is gone at the end of the block, but for what is in `folder`. `plain`: torchrun and
+        the plain loop take the place of launchers."""
         with ExitStack() as stack:
             network = disk = None
             hosts: dict[str, FleetHost] = {}
@@ -94,8 +103,28 @@ class Arena:
                 hosts |= {name: network.add(name) for name in self.hosts}
             run_dir = (disk or folder) / "run"
             fleet = LauncherFleet(run_dir, folder / "logs", self.arguments())
+            if plain:
+                # Nothing ever happens to the host of the rendezvous.
+                head = network.add("head") if network else stack.enter_context(LocalHost("head", folder=folder))
+                fleet.program = self._torchrun(head, folder)
             controls = {name: HostControl(folder / "control" / name) for name in hosts}
             yield Injectors(fleet, hosts, controls, folder, self.pause_s, network, disk)
+
+    def _torchrun(self, head: FleetHost, folder: Path) -> FleetProgram:
+        """torchrun with a rendezvous that outlives every host."""
+        store = head.popen([sys.executable, "-c", _STORE, head.address], log=folder / "logs" / "store.txt")
+        wait_until(lambda: store.output().endswith("\n"), timeout_s=60.0, what="the store of torchrun's rendezvous")
+        at = f"{head.address}:{store.output().split()[-1]}"
+        fixed = ["--nnodes", f"1:{len(self.hosts)}", "--nproc-per-node", str(self.workers), "--max-restarts", "1000"]
+        fixed += ["--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--rdzv-id", "run", "--monitor-interval", "0.5"]
+        # Ready for what happens here: torchrun's own limits are minutes.
+        fixed += ["--rdzv-conf", "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        module = ("-m", "elastictrain.chaos.plain_loop")
+        return FleetProgram(
+            "torch.distributed.run",
+            lambda host: (*fixed, "--local-addr", host.address, *module),
+            "elastictrain.chaos.plain_loop",
+        )
 
     def undisturbed(self, folder: Path, *, steps: int) -> Path:
         """The run folder of a run of the same that nothing happens to: of the same world where the world never changes, else

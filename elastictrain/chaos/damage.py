@@ -23,8 +23,8 @@ def flip_bit(path: Path, at: int) -> None:
 
 
 def flip_in_memory(memory: Path, *, kind: str, rank: int, share: float) -> int | None:
-    """Flip a bit of the newest snapshot of a rank in a host's memory, `kind` `own` or `replica`. What the saver has not digested
-    yet would not be noticed, so it is passed over. Returns the step; None if there is no such snapshot."""
+    """Flip a bit of the newest snapshot of a rank in a host's memory, `kind` `own` or `replica`. Returns the step; None if
+    there is no such snapshot. One that the saver has not digested yet is passed over: nothing would notice."""
     for folder in sorted(memory.glob("*/*/")):
         names = {str(name) for name in slot_names(str(folder)) if (name.kind, name.rank) == (kind, rank)}
         held = [one for one in look(str(folder), host=0) if one.slot in names]
@@ -55,7 +55,7 @@ def replica_ranks(memory: Path) -> set[int]:
 
 
 def committed(run_dir: Path) -> list[tuple[float, int, int, Path]]:
-    """When each checkpoint in storage was committed, by the clock of the kernel; its generation, step and folder; newest last."""
+    """When each checkpoint in storage was committed, by the kernel's clock; its generation, step, folder. Newest last."""
     found = []
     for manifest in (run_dir / "checkpoints").glob(f"step-*/{MANIFEST_NAME}"):
         try:

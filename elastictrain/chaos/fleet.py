@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ class FleetHost(Protocol):
     """A host that a launcher can live on."""
 
     name: str
+    address: str
     memory: Path
 
     def popen(
@@ -29,13 +30,27 @@ class FleetHost(Protocol):
     def restore(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FleetProgram:
+    """What runs on each host: the module of its first process, the options of that, and the module of its workers."""
+
+    module: str
+    options: Callable[[FleetHost], Sequence[str]]
+    worker: str
+
+
+LAUNCHER = FleetProgram("elastictrain.launch", lambda _: (), "elastictrain.run")
+
+
 @dataclass(slots=True)
 class LauncherFleet:
-    """The launchers of one run, by name of host; `launchers` keeps those that have ended."""
+    """The launchers of one run, by name of host; `launchers` keeps those that have ended. Another `program` may take their
+    place."""
 
     run_dir: Path
     logs: Path
     arguments: Sequence[str]
+    program: FleetProgram = LAUNCHER
     launchers: dict[str, StartedProcess] = field(default_factory=dict)
     num_started: int = 0
     _events: RunEvents | None = None
@@ -50,8 +65,8 @@ class LauncherFleet:
         """One launcher on each of these hosts, in this order."""
         for host in hosts:
             self.num_started += 1
-            command = [sys.executable, "-m", "elastictrain.launch", *self.arguments, f"run.dir={self.run_dir}"]
-            command += [f"checkpoint.memory_dir={host.memory}", *more]
+            command = [sys.executable, "-m", self.program.module, *self.program.options(host), *self.arguments]
+            command += [f"run.dir={self.run_dir}", f"checkpoint.memory_dir={host.memory}", *more]
             log = self.logs / f"{self.num_started:02d}-{host.name}.txt"
             self.launchers[host.name] = host.popen(command, log=log, extra_environment=environment)
 
@@ -117,6 +132,6 @@ def launcher_of(host: FleetHost) -> int:
     return pid
 
 
-def workers(host: FleetHost) -> list[psutil.Process]:
+def workers(host: FleetHost, *, program: str = LAUNCHER.worker) -> list[psutil.Process]:
     """The worker processes on a host, in order of rank."""
-    return workers_among(processes_on(host), program="elastictrain.run")
+    return workers_among(processes_on(host), program=program)

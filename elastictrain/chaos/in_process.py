@@ -159,12 +159,12 @@ def _disturb(path: Path, action: str) -> None:
 def _watch_updates(folder: Path, pause_s: float, module: Any) -> None:
     """Act before updates: `module` is torch.optim.optimizer."""
 
-    def before_update(optimizer: Any, *_: object) -> None:
+    def before_update(optimizer: Any, *_arguments: object) -> None:
         time.sleep(pause_s)
         path = folder / f"do-{os.getpid()}"
         if not path.exists():
             return
-        what, _, share = path.read_text().partition(" ")
+        what, _space, share = path.read_text().partition(" ")
         path.unlink()
         if what == "hang":
             time.sleep(_FOREVER_S)

@@ -18,7 +18,6 @@ from elastictrain.chaos.processes import SOURCES, rank_of, savers, send_signal
 from elastictrain.errors import ElasticTrainError
 
 K = ChaosKind
-_LAUNCHER = ("-m", "elastictrain.launch")
 _BACK_S = 1.0  # until whoever watches over launchers starts one again
 
 NEEDS_HOSTS = frozenset((K.CABLE, K.ONE_WAY, K.FULL_DISK, K.FLIP_REPLICA, K.PARTITION, K.BLIP, K.WRONG_VERSION))
@@ -68,15 +67,15 @@ class Injectors:
 
     def stop(self, name: str) -> None:
         """Ask a host to leave."""
-        send_signal(processes_on(self.hosts[name], *_LAUNCHER), signal.SIGTERM)
+        send_signal(processes_on(self.hosts[name], "-m", self.fleet.program.module), signal.SIGTERM)
 
     def _worker(self, fault: PlannedFault) -> tuple[psutil.Process, int]:
-        there = workers(self.hosts[fault.host])
+        there = workers(self.hosts[fault.host], program=self.fleet.program.worker)
         if fault.worker >= len(there):
             raise NoTargetError(f"{fault.host} has {len(there)} workers now")
         found = there[fault.worker]
         try:
-            rank = rank_of(found, program="elastictrain.run")
+            rank = rank_of(found, program=self.fleet.program.worker)
         except psutil.Error:
             rank = None
         if rank is None:
@@ -97,7 +96,7 @@ class Injectors:
         return Strike(rank=rank)
 
     def _kill_launcher(self, fault: PlannedFault) -> Strike:
-        send_signal(self._present(fault.host, *_LAUNCHER), signal.SIGKILL)
+        send_signal(self._launcher(fault.host), signal.SIGKILL)
         return Strike(self._restart(fault.host), _BACK_S, absent=(fault.host,))
 
     def _kill_saver(self, fault: PlannedFault) -> Strike:
@@ -118,13 +117,16 @@ class Injectors:
         return Strike(rank=rank)
 
     def _leave(self, fault: PlannedFault) -> Strike:
-        send_signal(self._present(fault.host, *_LAUNCHER), signal.SIGTERM)
+        send_signal(self._launcher(fault.host), signal.SIGTERM)
         return Strike(self._restart(fault.host), fault.lasts_s, taken_s=fault.amount, absent=(fault.host,))
 
     def _host_lost(self, fault: PlannedFault) -> Strike:
         self._present(fault.host)
         self.hosts[fault.host].lose()
         return Strike(self._restart(fault.host), fault.lasts_s, absent=(fault.host,))
+
+    def _launcher(self, name: str) -> list[psutil.Process]:
+        return self._present(name, "-m", self.fleet.program.module)
 
     def _present(self, name: str, *words: str) -> list[psutil.Process]:
         found = processes_on(self.hosts[name], *words)
@@ -257,7 +259,7 @@ class Injectors:
         return Strike(right, max(fault.lasts_s, 10 * _BACK_S), absent=(fault.host,))
 
 
-def left_out(kinds: Sequence[ChaosKind], *, hosts: int, workers_in_all: int, alone: str) -> dict[ChaosKind, str]:
+def left_out(kinds: Sequence[ChaosKind], *, hosts: int, workers: int, alone: str) -> dict[ChaosKind, str]:
     """Kinds that cannot be had here, and why. `alone`: why there are no hosts of their own; empty if there are."""
     found = {}
     for kind in kinds:
@@ -267,6 +269,6 @@ def left_out(kinds: Sequence[ChaosKind], *, hosts: int, workers_in_all: int, alo
             found[kind] = "needs --hosts 2 or more"
         elif kind is K.ONE_WAY and shutil.which("nft") is None:
             found[kind] = "needs nft"
-        elif kind is K.FLIP_GRADIENT and workers_in_all < 3:
+        elif kind is K.FLIP_GRADIENT and hosts * workers < 3:
             found[kind] = "needs three workers, or nobody can tell which one differs"
     return found

@@ -11,6 +11,7 @@ from typing import Self
 
 from elastictrain.chaos.processes import StartedProcess, child_environment, kill_all, start_process
 
+_MEMORY = "/dev/shm"  # noqa: S108  # what is made there is private
 _MARK = "ELASTICTRAIN_CHAOS_HOST"
 
 
@@ -19,7 +20,8 @@ class LocalHost:
 
     def __init__(self, name: str, *, folder: Path) -> None:
         self.name = name
-        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.address = "127.0.0.1"
+        in_memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
         self.memory = Path(tempfile.mkdtemp(prefix="elastictrain-host-", dir=in_memory))
         self._mark = f"{folder}/{name}"
         self._runs: list[StartedProcess] = []

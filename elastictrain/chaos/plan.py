@@ -111,6 +111,7 @@ class FaultPlan:
     hosts: tuple[str, ...]
     workers: int  # of each host
     faults: tuple[PlannedFault, ...]
+    strict: bool = False  # faults come at their times even where training has not gone on since the one before
 
     def of(self, *faults: PlannedFault) -> "FaultPlan":
         """The same run with other faults."""
@@ -189,7 +190,7 @@ def plan_of_trace(
 
 def write_plan(plan: FaultPlan) -> str:
     """JSON, a line for each fault."""
-    head = encode_record({"seed": plan.seed, "hosts": plan.hosts, "workers": plan.workers}).decode()
+    head = encode_record({"seed": plan.seed, "hosts": plan.hosts, "workers": plan.workers, "strict": plan.strict}).decode()
     lines = (encode_record({key: value for key, value in _fields(one) if value is not None}).decode() for one in plan.faults)
     return f'{head[:-1]},"faults":[\n ' + ",\n ".join(lines) + "\n]}\n"
 

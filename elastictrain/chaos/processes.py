@@ -79,7 +79,7 @@ def start_process(command: Sequence[str], *, log: Path, cwd: Path, environment: 
     """Start a process whose output is appended to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=cwd)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=cwd)  # noqa: S603
     return StartedProcess(process, log)
 
 

@@ -16,6 +16,7 @@ from elastictrain.chaos.injectors import Injectors, NoTargetError
 from elastictrain.chaos.invariants import ChaosFacts, CommitFact, Invariant, ResumeFact, Usage, Violation, check
 from elastictrain.chaos.plan import FaultPlan, PlannedFault
 from elastictrain.chaos.processes import StuckError, savers
+from elastictrain.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.history import EventReader
 from elastictrain.report.summary import RunReport, summarize
@@ -38,7 +39,7 @@ class ChaosOutcome:
     facts: ChaosFacts
     report: RunReport
     failures: dict[int, FailureRecord]  # what the nth fault was followed by
-    present_s: Mapping[str, float]  # how long each host was there
+    absent_s: Mapping[str, float]  # how long each host was away
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class ChaosRun:
     tell: Teller
     strict: bool = False
     ends_s: float = float("inf")  # of the run, from its first steps on
+    judged: bool = True  # whether invariants must hold: a plain loop promises none
     own_name: str = ""  # what the run calls the only host, where that is not its name in the plan
     struck: list[Struck] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
@@ -70,7 +72,7 @@ class ChaosRun:
             self._begin()
             for fault in self._coming():
                 self._act(fault)
-                violations = check(self._facts())
+                violations = check(self._facts()) if self.judged else []
                 if violations:
                     break
             else:
@@ -80,18 +82,21 @@ class ChaosRun:
         orphans = self._stop()
         facts = self._facts(orphans=orphans)
         known = {(one.invariant, one.what) for one in violations}
-        violations += [one for one in check(facts) if (one.invariant, one.what) not in known]
+        violations += [one for one in check(facts) if (one.invariant, one.what) not in known] if self.judged else []
         report = self._report()
         failures, _ = followed_by(self.struck, report.failures, self._plan_name)
-        end_s = time.monotonic() - self._begins_s
-        present_s = {name: end_s - self._absent_s[name] for name in self.plan.hosts}
-        return ChaosOutcome(self.struck, self.passed_over, violations, facts, report, failures, present_s)
+        for name, since_s in self._absent.items():
+            self._absent_s[name] += time.monotonic() - since_s
+        return ChaosOutcome(self.struck, self.passed_over, violations, facts, report, failures, self._absent_s)
 
     def _begin(self) -> None:
         for name in self.plan.hosts:
             self.injectors.start(name)
         self._begins_s = time.monotonic()
-        self._wait(lambda: self._whole() and self.injectors.fleet.last_step() >= _SETTLED_STEPS, "the first steps of all hosts")
+        fleet = self.injectors.fleet
+        self._wait(
+            lambda: (self.strict or self._whole()) and fleet.last_step() >= _SETTLED_STEPS, "the first steps of all hosts"
+        )
         self._begins_s = time.monotonic()
 
     def _coming(self) -> Iterator[PlannedFault]:
@@ -213,6 +218,8 @@ class ChaosRun:
             code = None if name in self._absent else launcher.process.poll()
             if code is not None and time.monotonic() - self._revived.get(name, 0.0) > 1.0:
                 self._revived[name] = time.monotonic()
+                if code in (EXIT_USAGE, EXIT_CONFIG):
+                    raise ConfigError(launcher.output().strip().rpartition("\n")[2].removeprefix("elastictrain: "))
                 self._codes[f"{name} ({launcher.log.stem})"] = code
                 self.tell(f"     the launcher of {name} has ended with {code}, and is started again")
                 self.injectors.start(name)

@@ -35,11 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run: a path or any fsspec URL")
     parser.add_argument("--json", dest="as_json", action="store_true", help="for a script; a list where there are several runs")
     parser.add_argument("--html", metavar="FILE", help="write one page that needs no network")
-    parser.add_argument("--price", metavar="2.49/gpu-hour", type=_price, help="what an hour of one worker costs, for the cost")
+    parser.add_argument(
+        "--price", metavar="2.49/gpu-hour", type=parse_price, help="what an hour of one worker costs, for the cost"
+    )
     return parser
 
 
-def _price(text: str) -> float:
+def parse_price(text: str) -> float:
+    """Of an hour of one worker. Raises: argparse.ArgumentTypeError."""
     match = _PRICE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"must be like 2.49/gpu-hour or 0.31/worker-hour, but is {text!r}")

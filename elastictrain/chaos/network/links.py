@@ -103,7 +103,7 @@ def delay(host: VirtualHost, others: Sequence[VirtualHost], *, seconds: float, l
     switch.ip("link", "set", port, "promisc", "on")
     with log.open("wb") as output:
         command = switch.entered([sys.executable, "-u", "-c", _RELAY, port, "held", str(seconds)])
-        relay = StartedProcess(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), log)
+        relay = StartedProcess(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), log)  # noqa: S603
     # As if it lived on the host: it ends with it.
     host.runs.append(relay)
     wait_until(lambda: "relays" in relay.output(), timeout_s=60, what="the relay")
@@ -120,7 +120,8 @@ def lose(
         if wanted:
             only = f"ip {peer} {other.address}" if other else ""
             rules.append(f"add chain netdev {table} {hook} {{ type filter hook {hook} device {port} priority 0; }}")
-            rules.append(f"add rule netdev {table} {hook} {only} numgen random mod 10000 < {round(100 * percent)} drop")
+            which = "" if percent >= 100 else f"numgen random mod 10000 < {round(100 * percent)}"
+            rules.append(f"add rule netdev {table} {hook} {only} {which} drop")
     inside(switch, "nft", "; ".join(rules))
 
 
