@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--against", choices=["torchrun"], help="afterwards, the same plan with a plain loop under torchrun")
     add("--price", type=parse_price, metavar="2.49/gpu-hour", help="of a worker that is there")
     add("--html", type=Path, metavar="FILE", help="write the report's page")
+    add("--keep", type=Path, metavar="DIR", help="a new folder for the run, its logs and its events, which stay")
     add("--shrink-minutes", type=float, default=10.0, metavar="M", help="look for the shortest plan that fails so long (10)")
     return parser
 
@@ -133,7 +134,7 @@ def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
     _print(f"{len(plan.faults)} faults on {len(plan.hosts)} host(s) of {plan.workers} worker(s), written to {file}")
     trial = _Trial(arena, strict, ends_s, _print)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(temporary_folder()))
+        folder = Path(stack.enter_context(temporary_folder())) if parsed.keep is None else _new_folder(parsed.keep)
         outcome, seconds = trial.carry_out(plan, folder / "run")
         _tell(outcome, parsed)
         if parsed.against is not None:
@@ -240,6 +241,14 @@ def _conclude(trial: _Trial, plan: FaultPlan, outcome: ChaosOutcome, *, file: Pa
         _write(shortest, write_plan(shrunk.plan), "--plan")
         _print(f"the shortest plan that fails, of {shrunk.tries} tried, has {len(shrunk.plan.faults)} faults: {shortest}")
     return EXIT_BUG
+
+
+def _new_folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--keep must name a folder that can be made, but {path} cannot: {error}") from None
+    return path.absolute()
 
 
 def _write(path: Path, text: str, option: str) -> None:

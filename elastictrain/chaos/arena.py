@@ -27,7 +27,7 @@ MODEL = {
     "model.ffn_dim": "64",
     "train.seq_len": "32",
     "train.global_batch": "12",
-    "train.micro_batch": "2",
+    "train.micro_batch": "3",
     "train.eval_every_steps": "0",
     "telemetry.log_every_steps": "1000",
     "telemetry.loggers": "[]",
@@ -43,7 +43,9 @@ MODEL = {
 _DISTURBED = {
     "train.steps": "1000000",
     "checkpoint.every_steps": "50",
+    "checkpoint.snapshot_every_steps": "5",
     "fault.heartbeat_s": "0.2",
+    "fault.compare_every_steps": "10",
     "fault.hang_floor_s": "4",
     "fault.step_timeout_s": "30",
     "fault.init_timeout_s": "90",
@@ -74,7 +76,7 @@ class Arena:
     hosts: tuple[str, ...]
     workers: int  # of each host
     overrides: Mapping[str, str]
-    pause_s: float = 0.05  # before each update: steps take a while without work for the processor
+    pause_s: float = 0.1  # before each update: steps take a while without work for the processor
     alone: str = ""
     small_disk: bool = False
 

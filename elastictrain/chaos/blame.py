@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastictrain.chaos.invariants import Blamed
-from elastictrain.chaos.plan import PlannedFault
+from elastictrain.chaos.plan import ChaosKind, PlannedFault
 from elastictrain.report.failures import FailureRecord
 
 
@@ -20,10 +20,11 @@ class Struck:
 
 
 def followed_by(
-    struck: Sequence[Struck], failures: Sequence[FailureRecord], plan_name: Callable[[str], str]
+    struck: Sequence[Struck], failures: Sequence[FailureRecord], plan_name: Callable[[str], str], *, alone: bool = False
 ) -> tuple[dict[int, FailureRecord], list[Blamed]]:
     """By number of the fault, the failure of the generation that it struck; where it struck several, that of the last one.
-    `plan_name`: replaces names of hosts by those of the plan."""
+    `plan_name`: replaces names of hosts by those of the plan. `alone`: there is one host, whose workers save and leave in order
+    when they lose their launcher."""
     of_generation = {one.generation: one for one in failures}
     last = {one.generation: number for number, one in enumerate(struck)}
     found: dict[int, FailureRecord] = {}
@@ -32,7 +33,8 @@ def followed_by(
         failure = of_generation.get(one.generation) if last[one.generation] == number else None
         if failure is not None:
             found[number] = failure
-        if last[one.generation] == number:
+        orderly = alone and failure is None and one.fault.kind is ChaosKind.KILL_LAUNCHER
+        if last[one.generation] == number and not orderly:
             culprit = plan_name(failure.culprit) if failure is not None else None
             blamed.append(Blamed(one.fault, culprit, one.rank))
     return found, blamed

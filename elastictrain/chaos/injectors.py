@@ -4,6 +4,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,10 +15,11 @@ from elastictrain.chaos.in_process import HostControl, StorageFault
 from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from elastictrain.chaos.network.links import lose, lose_nothing
 from elastictrain.chaos.plan import ChaosKind, PlannedFault
-from elastictrain.chaos.processes import SOURCES, rank_of, savers, send_signal
+from elastictrain.chaos.processes import SOURCES, StuckError, rank_of, savers, send_signal, wait_until
 from elastictrain.errors import ElasticTrainError
 
 K = ChaosKind
+_DIGESTED_WITHIN_S = 10.0
 _BACK_S = 1.0  # until whoever watches over launchers starts one again
 
 NEEDS_HOSTS = frozenset((K.CABLE, K.ONE_WAY, K.FULL_DISK, K.FLIP_REPLICA, K.PARTITION, K.BLIP, K.WRONG_VERSION))
@@ -224,8 +226,12 @@ class Injectors:
         return self._host_lost(fault)
 
     def _flip(self, memory: Path, kind: str, rank: int, share: float) -> None:
-        if flip_in_memory(memory, kind=kind, rank=rank, share=share) is None:
-            raise NoTargetError(f"no {kind} snapshot of rank {rank} has digests now")
+        # The saver digests a snapshot now and then.
+        flip = partial(flip_in_memory, memory, kind=kind, rank=rank, share=share)
+        try:
+            wait_until(lambda: flip() is not None, timeout_s=_DIGESTED_WITHIN_S, what="a snapshot with digests")
+        except StuckError:
+            raise NoTargetError(f"no {kind} snapshot of rank {rank} gets digests") from None
 
     def _flip_shard(self, fault: PlannedFault) -> Strike:
         step = flip_in_storage(self.fleet.run_dir, share=fault.amount)

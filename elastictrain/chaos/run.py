@@ -13,8 +13,17 @@ from elastictrain.chaos.blame import Struck, followed_by
 from elastictrain.chaos.damage import committed, generation_of
 from elastictrain.chaos.fleet import processes_on
 from elastictrain.chaos.injectors import Injectors, NoTargetError
-from elastictrain.chaos.invariants import ChaosFacts, CommitFact, Invariant, ResumeFact, Usage, Violation, check
-from elastictrain.chaos.plan import FaultPlan, PlannedFault
+from elastictrain.chaos.invariants import (
+    ENDS_GENERATION,
+    ChaosFacts,
+    CommitFact,
+    Invariant,
+    ResumeFact,
+    Usage,
+    Violation,
+    check,
+)
+from elastictrain.chaos.plan import ChaosKind, FaultPlan, PlannedFault
 from elastictrain.chaos.processes import StuckError, savers
 from elastictrain.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
 from elastictrain.report.failures import FailureRecord
@@ -26,6 +35,8 @@ GOES_ON_WITHIN_S = 120.0
 _POLL_S = 0.05
 _SETTLED_STEPS = 3  # one may have been in flight, and one may be done before a loss is noticed
 _ORPHAN_S = 5.0
+_NOTICED = ENDS_GENERATION | {ChaosKind.FLIP_GRADIENT, ChaosKind.FLIP_SNAPSHOT, ChaosKind.FLIP_REPLICA, ChaosKind.FLIP_SHARD}
+_NOTICED_WITHIN_S = 40.0
 _ALLOWED = {"open files": 25.0, "threads": 12.0, "MB": 80.0}
 
 Teller = Callable[[str], None]
@@ -84,7 +95,7 @@ class ChaosRun:
         known = {(one.invariant, one.what) for one in violations}
         violations += [one for one in check(facts) if (one.invariant, one.what) not in known] if self.judged else []
         report = self._report()
-        failures, _ = followed_by(self.struck, report.failures, self._plan_name)
+        failures, _ = followed_by(self.struck, report.failures, self._plan_name, alone=len(self.plan.hosts) == 1)
         for name, since_s in self._absent.items():
             self._absent_s[name] += time.monotonic() - since_s
         return ChaosOutcome(self.struck, self.passed_over, violations, facts, report, failures, self._absent_s)
@@ -141,6 +152,9 @@ class ChaosRun:
         recovered_s = None
         if not self.strict:
             self._wait(lambda: not self._due, "the end of the fault", limit_s=strike.lasts_s + GOES_ON_WITHIN_S)
+            if fault.kind in _NOTICED:
+                with suppress(StuckError):
+                    self._wait(lambda: self._generation() > generation, "its end", limit_s=_NOTICED_WITHIN_S)
             known = max(known, fleet.last_step() if strike.repair else 0)
             self._wait(lambda: self._whole() and fleet.last_step() >= known + _SETTLED_STEPS, f"training after {fault}")
             recovered_s = time.monotonic() - began_s
@@ -269,7 +283,7 @@ class ChaosRun:
         folder = self.injectors.fleet.run_dir / "launch" / "generations"
         made = {generation_of(path.stem): path.stat().st_mtime for path in folder.glob("*.json")}
         resumed = {generation_of(row["incarnation"]): row["step"] for row in rows if row["event"] == "resume"}
-        _, blamed = followed_by(self.struck, self._report().failures, self._plan_name)
+        _, blamed = followed_by(self.struck, self._report().failures, self._plan_name, alone=len(self.plan.hosts) == 1)
         return ChaosFacts(
             commits=[*self._commits.values()],
             resumes=[ResumeFact(made[number], number, step) for number, step in resumed.items() if number in made],
