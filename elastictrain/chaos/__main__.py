@@ -105,7 +105,8 @@ class _Trial:
         self.tell(f"training {outcome.report.steps} steps without faults, to compare")
         right = self.arena.undisturbed(folder / "undisturbed", steps=outcome.report.steps)
         tolerance = 0.0 if self.arena.alone else CHANGING_WORLD
-        facts = with_undisturbed(outcome.facts, run_dir=run_dir, undisturbed=right, tolerance=tolerance)
+        spoilt = {one.generation for one in outcome.struck if one.fault.kind is ChaosKind.FLIP_GRADIENT}
+        facts = with_undisturbed(outcome.facts, run_dir=run_dir, undisturbed=right, tolerance=tolerance, spoilt=spoilt)
         return [one for one in check(facts) if one.invariant in (Invariant.SAME_LOSSES, Invariant.SAMPLES_ONCE)]
 
     def fails(self, plan: FaultPlan, *, like: Sequence[Invariant], until_s: float) -> bool:
@@ -164,8 +165,10 @@ def _plan(parsed: argparse.Namespace, alone: str) -> tuple[FaultPlan, bool, floa
         if alone:
             raise UsageError(f"--trace must have hosts of their own, but there are none: {alone}")
         until_s = 60 * (parsed.minutes or 5.0)
+        counts = read_trace(parsed.trace)
+        first_s = next(second for second, count in counts if count)
         plan = plan_of_trace(
-            read_trace(parsed.trace),
+            [(second - first_s, count) for second, count in counts if second >= first_s],
             hosts=hosts,
             workers=workers,
             until_s=until_s,

@@ -37,6 +37,7 @@ class FleetProgram:
     module: str
     options: Callable[[FleetHost], Sequence[str]]
     worker: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 LAUNCHER = FleetProgram("elastictrain.launch", lambda _: (), "elastictrain.run")
@@ -68,7 +69,8 @@ class LauncherFleet:
             command = [sys.executable, "-m", self.program.module, *self.program.options(host), *self.arguments]
             command += [f"run.dir={self.run_dir}", f"checkpoint.memory_dir={host.memory}", *more]
             log = self.logs / f"{self.num_started:02d}-{host.name}.txt"
-            self.launchers[host.name] = host.popen(command, log=log, extra_environment=environment)
+            variables = {**environment, **self.program.environment}
+            self.launchers[host.name] = host.popen(command, log=log, extra_environment=variables)
 
     def output(self) -> str:
         """Everything that any launcher and its workers have printed."""

@@ -30,13 +30,14 @@ from elastictrain.config.task_signature import build_task
 from elastictrain.data.opening import open_datasets
 from elastictrain.entry_point import leave_process
 
-COLLECTIVE_LIMIT_S = 20.0  # instead of half an hour: a host may vanish without a word
+_START_LIMIT_S = 120.0
+_COLLECTIVE_LIMIT_S = 20.0  # instead of half an hour: a host may vanish without a word
 _KEPT = 3
 _EVERY_STEPS = 50
 
 
 def main(arguments: Sequence[str]) -> int:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_START_LIMIT_S))
     torch.set_num_threads(1)
     _Loop(load(arguments)).train()
     return 0
@@ -48,7 +49,8 @@ class _Loop:
         task: Any = build_task(config)
         self._task = task
         torch.manual_seed(config.run.seed)
-        self._model = DistributedDataParallel(task.build_model())
+        self._group = dist.new_group(timeout=timedelta(seconds=_COLLECTIVE_LIMIT_S))
+        self._model = DistributedDataParallel(task.build_model(), process_group=self._group)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.optim.lr)
         self._data = open_datasets(config.data, seq_len=config.train.seq_len).train
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -102,22 +104,22 @@ class _Loop:
         unfinished = target.with_suffix(".tmp")
         if self._rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier()
-        dcp.save(self._state(), checkpoint_id=unfinished)
+        dist.barrier(self._group)
+        dcp.save(self._state(), checkpoint_id=unfinished, process_group=self._group)
         if self._rank == 0:
             unfinished.rename(target)
             for old in self._checkpoints()[:-_KEPT]:
                 shutil.rmtree(old, ignore_errors=True)
-        dist.barrier()
+        dist.barrier(self._group)
 
     def _resume(self) -> int:
         """Load the newest checkpoint, as rank 0 sees it; returns its step."""
         found = [str(self._checkpoints()[-1]) if self._checkpoints() else ""]
-        dist.broadcast_object_list(found)
+        dist.broadcast_object_list(found, group=self._group)
         if not found[0]:
             return 0
         state = self._state()
-        dcp.load(state, checkpoint_id=found[0])
+        dcp.load(state, checkpoint_id=found[0], process_group=self._group)
         options = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self._model, self._optimizer, **options)
         return int(found[0].rpartition("-")[2])

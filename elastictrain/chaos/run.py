@@ -31,10 +31,10 @@ from elastictrain.report.history import EventReader
 from elastictrain.report.summary import RunReport, summarize
 from elastictrain.storage.opening import open_store
 
-GOES_ON_WITHIN_S = 120.0
+GOES_ON_WITHIN_S = 180.0
 _POLL_S = 0.05
 _SETTLED_STEPS = 3  # one may have been in flight, and one may be done before a loss is noticed
-_ORPHAN_S = 5.0
+_ORPHAN_S = 75.0  # a saver that no worker has ever connected to waits for a minute
 _NOTICED = ENDS_GENERATION | {ChaosKind.FLIP_GRADIENT, ChaosKind.FLIP_SNAPSHOT, ChaosKind.FLIP_REPLICA, ChaosKind.FLIP_SHARD}
 _NOTICED_WITHIN_S = 40.0
 _ALLOWED = {"open files": 25.0, "threads": 12.0, "MB": 80.0}

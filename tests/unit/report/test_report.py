@@ -110,7 +110,7 @@ def test_a_process_that_vanished_is_a_failure_once_another_start_follows() -> No
     assert failures_of(run) == []
     run.start(40.0, 2, 1, ("a",), process=3.0)
     (one,) = failures_of(run)
-    assert (one.culprit, one.cause, one.exit_code) == ("", SILENT, None)
+    assert (one.culprit, one.cause, one.exit_code) == ("a", SILENT, None)
     # Nobody was there from the last step to the start of the next process.
     assert summarize(run.history(), url="run").seconds[TimeCause.ABSENT] == 14.0
 
