@@ -121,12 +121,11 @@ class Arena:
         fixed += ["--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--rdzv-id", "run", "--monitor-interval", "0.5"]
         # Ready for what happens here: torchrun's own limits are minutes.
         fixed += ["--rdzv-conf", "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"]
-        module = ("-m", "elastictrain.chaos.plain_loop")
-        return FleetProgram(
-            "torch.distributed.run",
-            lambda host: (*fixed, "--local-addr", host.address, *module),
-            "elastictrain.chaos.plain_loop",
-        )
+        # Otherwise agents do not tell a new one where the workers' store is.
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        name = "elastictrain.chaos.plain_loop"
+        options = lambda host: (*fixed, "--local-addr", host.address, "-m", name)  # noqa: E731
+        return FleetProgram("torch.distributed.run", options, name, variables)
 
     def undisturbed(self, folder: Path, *, steps: int) -> Path:
         """The run folder of a run of the same that nothing happens to: of the same world where the world never changes, else
