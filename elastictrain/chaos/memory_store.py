@@ -18,10 +18,11 @@ def nothing(operation: str, key: str) -> None:
 
 @dataclass
 class MemoryStore:
-    """Objects in `objects`; `before(operation, key)` is called first and may raise."""
+    """Objects in `objects`; `before(operation, key)` is called first and may raise, `after` once an object is created."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     before: Callable[[str, str], None] = nothing
+    after: Callable[[str, str], None] = nothing
     url: str = "fake://run"
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
@@ -43,6 +44,7 @@ class MemoryStore:
         if key in self.objects:
             raise ObjectExistsError(f"{self.url}/{key} exists")
         self.objects[key] = bytes(data)
+        self.after("create", key)
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["MemoryWriter"]:

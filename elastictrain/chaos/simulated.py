@@ -8,7 +8,7 @@ all must be well.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,9 +16,9 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from elastictrain.chaos.invariants import ChaosFacts, Invariant, Violation, check
-from elastictrain.chaos.plan import ChaosKind, FaultPlan, PlannedFault, seeded_plan
+from elastictrain.chaos.plan import TRAITS, ChaosKind, FaultPlan, PlannedFault, seeded_plan
 from elastictrain.chaos.shrink import Shrunk, shrink
-from elastictrain.chaos.simulated_state import CheckedState, TrainedGroup
+from elastictrain.chaos.simulated_state import CheckedState, SimulatedFaults, TrainedGroup, machine_of
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.data.ledger import Row
 from elastictrain.errors import RunHeldError, StorageError
@@ -35,6 +35,8 @@ FAULTS_OF_A_HISTORY = 50
 EVERY_S = (2.0, 25.0)
 _QUIET_S = 200.0
 _HANG_S = 10.0
+_LAST = 999_999  # generation of the last start
+_LONGER = 3.0  # times as long, so that others take over meanwhile
 _KINDS = tuple(kind for kind in ChaosKind if kind is not ChaosKind.FLIP_GRADIENT)
 """A gradient is on a device, or in a rank's own memory: nothing here has one."""
 
@@ -48,7 +50,21 @@ _COSTS = RunCosts(
     snapshot_stall_s=0.0,
     stop_s=1.0,
 )
+# Impatient launchers, so that much happens in little time.
+_LAUNCH = LaunchGroup(wait_s=0.0, join_s=5.0, grow_after_s=3.0, grow_every_s=10.0, max_failures=10**6, backoff_s=0.0)
 _KILLED_AT = ("list", "open", "close", "write", "create", "read", "delete")
+
+
+_LAUNCHER_BACK_S = 2.0
+_OF_ONE_HOST = {
+    ChaosKind.KILL_WORKER: (FaultKind.WORKER,),
+    ChaosKind.KILL_LAUNCHER: (FaultKind.HOST,),
+    ChaosKind.HOST_LOST: (FaultKind.HOST,),
+    ChaosKind.LEAVE: (FaultKind.NOTICE,),
+    ChaosKind.FREEZE: (FaultKind.NETWORK, FaultKind.STORAGE),
+    ChaosKind.CABLE: (FaultKind.NETWORK, FaultKind.STORAGE),
+    ChaosKind.ONE_WAY: (FaultKind.ONE_WAY,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,30 +140,43 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+def _is_long(fault: PlannedFault) -> bool:
+    """A long partition cuts hosts off storage, too. A long outage of storage is one after which all hosts start again, and the
+    disk with the checkpoints is mounted late."""
+    least, most = TRAITS[fault.kind].lasts_s
+    return fault.lasts_s > (least + most) / 2
+
+
 class _History:
     def __init__(self, plan: FaultPlan, folder: Path) -> None:
         self.plan = plan
         self._machines = {name: number for number, name in enumerate(plan.hosts)}
-        until_s = max((fault.at_s or 0.0) + fault.lasts_s for fault in plan.faults) if plan.faults else 0.0
+        until_s = max((fault.at_s or 0.0) + _LONGER * fault.lasts_s for fault in plan.faults) if plan.faults else 0.0
         self.state = CheckedState(folder, seed=plan.seed, workers=plan.workers, now_s=lambda: self.simulation.queue.now_s)
         self._membership = MembershipStore(self.state.store)
+        # With fewer than there are the others are spare.
+        max_hosts = max(1, len(plan.hosts) - 1) if plan.seed % 2 else 0
         scenario = Scenario(
             hosts=len(plan.hosts),
             days=(until_s + _QUIET_S) / 86_400,
-            launch=LaunchGroup(wait_s=0.0, max_failures=10**6, backoff_s=0.0),
+            launch=replace(_LAUNCH, max_hosts=max_hosts),
             costs=_COSTS,
-            every_s=12.0,
+            every_s=15.0,
             processes=plan.workers,
             notice_s=10.0,
             seed=plan.seed,
         )
         self._chance = Random(f"{plan.seed} history")
-        self.simulation = Simulation(scenario, iter(self._fleet_faults()), state=self.state, create=self._create)
+        self.simulation = Simulation(scenario, iter(()), state=self.state, create=self._create)
         for fault in plan.faults:
             self.simulation.queue.at(fault.at_s or 0.0, partial(self._strike, fault))
 
     def run(self) -> None:
-        self.simulation.run(unless=lambda: self.state.over)
+        """All of it; then a start that has storage alone, which must find the newest checkpoint."""
+        state = self.state
+        self.simulation.run(unless=lambda: state.over)
+        if not state.over and state.restore(_LAST, [f"h{len(self._machines):05d}.1"]) is None:
+            state.violations.append(Violation(Invariant.NEWEST_KEPT, "a last start restores nothing"))
 
     def violations(self) -> list[Violation]:
         state = self.state
@@ -175,63 +204,45 @@ class _History:
         except StorageError:
             return False
 
-    def _fleet_faults(self) -> list[FleetFault]:
-        found = [one for fault in self.plan.faults for one in self._of_fleet(fault)]
-        return sorted(found, key=lambda one: one.at_s)
-
     def _of_fleet(self, fault: PlannedFault) -> Iterator[FleetFault]:
         """What it does to hosts and the network between them."""
-        at_s, lasts_s, everyone = fault.at_s or 0.0, fault.lasts_s, tuple(self._machines.values())
-        first = self._machines.get(fault.host, 0)
-        one = (first,)
-        match fault.kind:
-            case ChaosKind.KILL_WORKER:
-                yield FleetFault(at_s, FaultKind.WORKER, one)
-            case ChaosKind.HANG:
-                yield FleetFault(at_s + _HANG_S, FaultKind.WORKER, one)
-            case ChaosKind.KILL_LAUNCHER:
-                yield FleetFault(at_s, FaultKind.HOST, one, 2.0)
-            case ChaosKind.HOST_LOST:
-                yield FleetFault(at_s, FaultKind.HOST, one, lasts_s)
-            case ChaosKind.LEAVE:
-                yield FleetFault(at_s, FaultKind.NOTICE, one, lasts_s)
-            case ChaosKind.FREEZE | ChaosKind.CABLE:
-                yield FleetFault(at_s, FaultKind.NETWORK, one, lasts_s)
-                yield FleetFault(at_s, FaultKind.STORAGE, one, lasts_s)
-            case ChaosKind.ONE_WAY:
-                yield FleetFault(at_s, FaultKind.ONE_WAY, one, lasts_s)
-            case ChaosKind.PARTITION:
-                inside = tuple((first + number) % len(everyone) for number in range(int(fault.amount)))
-                yield FleetFault(at_s, FaultKind.NETWORK, inside, lasts_s)
-            case ChaosKind.BLIP:
-                for machine in everyone[1:]:
-                    yield FleetFault(at_s, FaultKind.NETWORK, (machine,), lasts_s)
-            case ChaosKind.STORE_AWAY:
-                yield FleetFault(at_s, FaultKind.STORAGE, everyone, lasts_s)
-            case _:
-                pass
+        now_s, lasts_s, first = self.simulation.queue.now_s, fault.lasts_s, self._machines.get(fault.host, 0)
+        everyone = tuple(self._machines.values())
+        if fault.kind in _OF_ONE_HOST:
+            for kind in _OF_ONE_HOST[fault.kind]:
+                yield FleetFault(now_s, kind, (first,), lasts_s or _LAUNCHER_BACK_S)
+        elif fault.kind is ChaosKind.PARTITION:
+            inside = tuple((first + number) % len(everyone) for number in range(int(fault.amount)))
+            if _is_long(fault):
+                # Of those that train, while spare hosts see storage.
+                inside = tuple(self._machines_at_work()) or inside
+                yield FleetFault(now_s, FaultKind.STORAGE, inside, _LONGER * lasts_s)
+            yield FleetFault(now_s, FaultKind.NETWORK, inside, _LONGER * lasts_s)
+        elif fault.kind is ChaosKind.BLIP:
+            for machine in everyone[1:]:
+                yield FleetFault(now_s, FaultKind.NETWORK, (machine,), lasts_s)
+        elif fault.kind is ChaosKind.STORE_AWAY:
+            long = _is_long(fault)
+            yield FleetFault(now_s, FaultKind.HOST if long else FaultKind.STORAGE, everyone, 1.0 if long else lasts_s)
+
+    def _machines_at_work(self) -> list[int]:
+        newest = self.simulation.fleet.known.newest
+        return [] if newest is None else [machine_of(member.host) for member in newest.members]
 
     def _strike(self, fault: PlannedFault) -> None:
         """What it does to storage, to memory and to the processes of a host."""
         state, machine = self.state, self._machines.get(fault.host, 0)
-        faults, ends_s = state.faults, self.simulation.queue.now_s + fault.lasts_s
+        faults = state.faults
+        if fault.kind is ChaosKind.KILL_LAUNCHER:
+            state.keeps_memory.add(machine)
+        for one in self._of_fleet(fault):
+            self.simulation.strike(one)
         match fault.kind:
-            case ChaosKind.KILL_LAUNCHER:
-                state.keeps_memory.add(machine)
             case ChaosKind.HANG:
-                self._hang()
+                self._hang(machine)
             case ChaosKind.KILL_SAVER:
                 faults.kill_at = self._chance.choice(_KILLED_AT)
                 state.kill_saver(machine)
-            case ChaosKind.STORE_503:
-                self._meanwhile("refused", fault.amount, 0.0, ends_s)
-            case ChaosKind.STORE_AWAY:
-                self._meanwhile("away", True, False, ends_s)
-            case ChaosKind.FULL_DISK:
-                self._meanwhile("full", True, False, ends_s)
-            case ChaosKind.STORE_SLOW | ChaosKind.SLOW_DISK:
-                state.save_s = 6.0 + 10 * fault.amount
-                self.simulation.queue.at(ends_s, lambda: setattr(state, "save_s", 6.0))
             case ChaosKind.CLOCK:
                 state.clock_off[machine] = fault.amount
             case ChaosKind.FLIP_SNAPSHOT | ChaosKind.FLIP_REPLICA:
@@ -242,16 +253,38 @@ class _History:
             case ChaosKind.WRONG_VERSION:
                 self._start_another_run()
             case _:
+                self._strike_store(fault)
+
+    def _strike_store(self, fault: PlannedFault) -> None:
+        state, ends_s = self.state, self.simulation.queue.now_s + fault.lasts_s
+        match fault.kind:
+            case ChaosKind.STORE_AWAY if _is_long(fault):
+                state.hide()
+                self.simulation.queue.at(self.simulation.queue.now_s + _LONGER * fault.lasts_s, state.show)
+            case ChaosKind.STORE_AWAY:
+                self._meanwhile(state.faults, "away", True, ends_s)
+            case ChaosKind.STORE_503:
+                self._meanwhile(state.faults, "refused", fault.amount, ends_s)
+            case ChaosKind.FULL_DISK:
+                self._meanwhile(state.faults, "full", True, ends_s)
+            case ChaosKind.STORE_SLOW | ChaosKind.SLOW_DISK:
+                self._meanwhile(state, "slower_s", 10 * fault.amount, ends_s)
+            case _:
                 pass
 
-    def _hang(self) -> None:
-        for group in self.simulation.training.groups.values():
-            self.simulation.training.count()
-            group.stalled_until_s = self.simulation.queue.now_s + _HANG_S
+    def _hang(self, machine: int) -> None:
+        """Nobody trains until the rank monitor of the host ends the worker."""
+        queue, training = self.simulation.queue, self.simulation.training
+        training.count()
+        for group in training.groups.values():
+            group.stalled_until_s = queue.now_s + _HANG_S
+        worker = FleetFault(queue.now_s + _HANG_S, FaultKind.WORKER, (machine,))
+        queue.at(worker.at_s, lambda: self.simulation.strike(worker))
 
-    def _meanwhile(self, name: str, wrong: object, right: object, ends_s: float) -> None:
-        setattr(self.state.faults, name, wrong)
-        self.simulation.queue.at(ends_s, lambda: setattr(self.state.faults, name, right))
+    def _meanwhile(self, of: CheckedState | SimulatedFaults, name: str, value: object, ends_s: float) -> None:
+        """Until then; of two at once the first that ends is the end of both."""
+        setattr(of, name, value)
+        self.simulation.queue.at(ends_s, lambda: setattr(of, name, type(value)()))
 
     def _start_another_run(self) -> None:
         """Another launcher, of whatever release, starts in the same folder: it must find that the run is held."""

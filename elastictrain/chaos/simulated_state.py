@@ -23,9 +23,10 @@ from elastictrain.chaos.memory_store import KilledError, MemoryStore
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.folders import ROOT, clear_target, list_checkpoints
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
-from elastictrain.checkpoint.memory.records import load_digests, store_layout
+from elastictrain.checkpoint.memory.records import load_digests, load_layout, store_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
 from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.checkpoint.peers.placement import Peer, replica_target_of
@@ -39,18 +40,21 @@ from elastictrain.checkpoint.writer import Committer
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.data import assignment
 from elastictrain.data.ledger import Row
-from elastictrain.errors import ElasticTrainError, NoValidCheckpointError, StorageError, StorageFullError, TransientStorageError
+from elastictrain.errors import ElasticTrainError, StorageError, StorageFullError, TransientStorageError
 from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.simulate.state import Committed, Restored, Save
 
 RUN = "simulated"
 GLOBAL_BATCH, MICRO_BATCH, SAMPLES = 6, 2, 50
 KEEP_LAST = 3
+SAVE_S = 8.0  # from the begin of a save to its commit; some take four times as long
 _TENSORS, _ELEMENTS = 8, 4
 _MASK, _FACTOR = 2**63 - 1, 6364136223846793005
 _SHARD_BYTES = 1 << 20
 STEPS_BETWEEN_SNAPSHOTS = 5
 _SLOTS = 4
+_OFTEN = 0.05  # share of `refused`: a save has some dozens of requests, and some saves must get through
+_TORN = 0.5  # share of badly created manifests that are cut short, without an error
 _EARLY = 0.5  # share of savers that write before the leader does
 
 
@@ -113,7 +117,7 @@ class PendingSave:
 class SimulatedFaults:
     """What is wrong with storage and memory now."""
 
-    refused: float = 0.0  # share of requests that fail
+    refused: float = 0.0  # share of requests that fail; of manifests, also after they were created, or created in part
     full: bool = False
     away: bool = False
     kill_at: str = ""  # the operation at which the saver that does it is killed
@@ -125,8 +129,8 @@ class CheckedState:
     """`folder`: for the memory of hosts. Implements `TrainedState`."""
 
     def __init__(self, folder: Path, *, seed: int, workers: int, now_s: Callable[[], float]) -> None:
-        self.save_s = 6.0
-        self.store = MemoryStore(before=self._strike)
+        self.slower_s = 0.0  # of each save
+        self.store = MemoryStore(before=self._strike, after=self._created)
         self.faults = SimulatedFaults()
         self.violations: list[Violation] = []
         self.losses: dict[int, float] = {}
@@ -145,6 +149,7 @@ class CheckedState:
         self._folders: dict[CommitFact, str] = {}
         self._memory_step = 0
         self._saver_acts = False
+        self._hidden: dict[str, bytes] = {}
 
     # The store.
 
@@ -153,14 +158,31 @@ class CheckedState:
         if faults.killed or (self._saver_acts and operation == faults.kill_at):
             faults.killed, faults.kill_at = True, ""
             raise KilledError(f"{operation} {key}")
-        if faults.away or (faults.refused and self._chance.random() < faults.refused):
+        if faults.away or (faults.refused and self._chance.random() < _OFTEN * faults.refused):
             raise TransientStorageError(f"{self.store.url}/{key}: storage does not answer")
         if faults.full and operation in ("write", "create", "open"):
             raise StorageFullError(f"{self.store.url}/{key}: no space")
 
+    def _created(self, _: str, key: str) -> None:
+        if key.endswith(MANIFEST_NAME) and self._chance.random() < self.faults.refused:
+            if self._chance.random() < _TORN:
+                self.store.objects[key] = self.store.objects[key][:-1]
+            else:
+                raise TransientStorageError(f"{self.store.url}/{key}: the answer is lost")
+
+    def hide(self) -> None:
+        """Storage shows no checkpoints, as where its disk is not mounted."""
+        self._hidden |= {key: data for key, data in self.store.objects.items() if key.startswith(f"{ROOT}/")}
+        for key in self._hidden:
+            self.store.objects.pop(key, None)
+
+    def show(self) -> None:
+        self.store.objects.update(self._hidden)
+        self._hidden.clear()
+
     def damage_newest(self, place: int, share: float) -> None:
         """Flip a bit in one object of the newest checkpoint, or cut it there; not in the last one that is whole."""
-        whole = sorted((one for one in self._stored() if one.step not in self.damaged), key=lambda one: one.step)
+        whole = sorted((one for one in self.stored() if one.step not in self.damaged), key=lambda one: one.step)
         if len(whole) < 2:
             return
         folder = self._folders[whole[-1]]
@@ -174,7 +196,7 @@ class CheckedState:
         self.store.objects[key] = bytes(data)
         self.damaged.add(whole[-1].step)
 
-    def _stored(self) -> list[CommitFact]:
+    def stored(self) -> list[CommitFact]:
         """The commits that are in storage, on the lineage of the run."""
         keys = self.store.objects.keys()
         there = [one for one, folder in self._folders.items() if f"{ROOT}/{folder}/{MANIFEST_NAME}" in keys]
@@ -182,8 +204,12 @@ class CheckedState:
 
     # What Training asks for.
 
+    @property
+    def save_s(self) -> float:
+        return self.slower_s + SAVE_S * self._chance.choice((1, 1, 4))
+
     def stored_step(self) -> int:
-        return max((one.step for one in self._stored()), default=0)
+        return max((one.step for one in self.stored()), default=0)
 
     def known_step(self) -> int:
         return max(self._memory_step, self.stored_step())
@@ -213,10 +239,11 @@ class CheckedState:
             Starts(self.store).write(StartRecord(generation, incarnation, world_size))
         except StorageError:
             return None
-        except NoValidCheckpointError as error:
-            self.over = True
-            if lost := [one for one in self._stored() if one.step not in self.damaged]:
-                self._violated(Invariant.NEWEST_KEPT, f"{lost} cannot be restored: {error}")
+        except ElasticTrainError as error:
+            # Where checkpoints are hidden, a person would mount them, and start again.
+            self.over = not self._hidden
+            if self.over:
+                self._violated(Invariant.GOES_ON, f"generation {generation} restores nothing: {error}")
             return None
         step, value = (result.step, value_of(tensors)) if result is not None else (0, value_of(tensors))
         if value is None:
@@ -250,10 +277,10 @@ class CheckedState:
             shutil.rmtree(union)
 
     def ended(self, generation: int, hosts: Sequence[str], *, step: int) -> None:
-        """The two newest snapshots are in memory, and replicas of one of them."""
+        """The two newest snapshots are in memory, and replicas of one of them, or none that is new."""
         group, earlier = self._groups[generation], step - STEPS_BETWEEN_SNAPSHOTS
         group.train_to(step, losses=self.losses, ledger=self.ledger)
-        replicated = self._chance.choice((step, earlier))
+        replicated = self._chance.choice((step, earlier, 0))
         for one in (earlier, step):
             if one > group.first_step:
                 for host in hosts:
@@ -265,6 +292,8 @@ class CheckedState:
 
     def begin_save(self, generation: int, hosts: Sequence[str], *, step: int) -> Save | None:
         group, save = self._groups[generation], Save(generation, step, hosts)
+        if any(one.generation == generation for one in self._saves):
+            return None
         group.train_to(step, losses=self.losses, ledger=self.ledger)
         try:
             listing = list_checkpoints(self.store)
@@ -309,10 +338,16 @@ class CheckedState:
         del self._saves[save]
         if (job := pending.jobs.get(leader)) is None:
             return None
+        reported = False
         with self._saver(job):
-            self._lead(save, job, pending.folder)
-        # A saver that was killed may have committed before.
-        if f"{ROOT}/{pending.folder}/{MANIFEST_NAME}" not in self.store.objects:
+            reported = self._lead(save, job, pending.folder)
+        # A later generation may have taken the folder.
+        maker = maker_of(self.store.objects.get(f"{ROOT}/{pending.folder}/{MANIFEST_NAME}", b""))
+        valid = maker == incarnation_of(save.generation)
+        if reported and not valid:
+            self._violated(Invariant.NEWEST_KEPT, f"step {save.step} is said to be committed, but its manifest is not whole")
+        if not valid:
+            # Otherwise a saver that was killed may have committed before.
             return None
         commit = CommitFact(self._now_s(), save.generation, save.step)
         self._folders[commit] = pending.folder
@@ -321,8 +356,8 @@ class CheckedState:
             self._violated(Invariant.ONE_COMMITTER, f"{commit}, though {passed[-1]} had gone on without it")
         return Committed(len(save.hosts), 0)
 
-    def _lead(self, save: Save, job: SaveJob, folder: str) -> None:
-        """As the leading saver does once all have written."""
+    def _lead(self, save: Save, job: SaveJob, folder: str) -> bool:
+        """As the leading saver does once all have written; whether it says that it has committed."""
         listing = list_checkpoints(self.store)
         protocol = CommitProtocol(self.store, job.incarnation, job.step, first_rank=0)
         protocol.prepare(lambda: folder)
@@ -342,6 +377,7 @@ class CheckedState:
         manifest = committer.commit(parts, facts=facts, folder=folder)
         committer.tidy(folder, manifest, listing=listing, time_s=self._clock(save.hosts[0]), record=lambda _: None)
         protocol.clear()
+        return True
 
     def host_gone(self, host: str, *, saved: bool) -> None:
         """The memory of a host that left in an orderly way is as good as lost: it has saved all of it before."""
@@ -433,7 +469,9 @@ class CheckedState:
                         rest = rest[len(part) :]
                         return len(part)
 
-                    replicas.take(Put(found.facts, found.layout, digests), go=lambda: None, receive=receive)
+                    with suppress(ElasticTrainError):
+                        # Damaged bytes are refused.
+                        replicas.take(Put(found.facts, found.layout, digests), go=lambda: None, receive=receive)
                     rest.release()
 
     def _flip(self) -> None:
@@ -443,13 +481,9 @@ class CheckedState:
             held = [one for one in look(folder, host=0) if one.replica == (kind == "replica")]
             newest = max((one.facts.step for one in held), default=0)
             if chosen := [one for one in held if one.facts.step == newest]:
-                path = Path(folder, chosen[place % len(chosen)].slot)
-                with path.open("r+b") as file:
-                    at = HEADER_BYTES + int(share * (path.stat().st_size - HEADER_BYTES - 1))
-                    file.seek(at)
-                    byte = file.read(1)[0]
-                    file.seek(at)
-                    file.write(bytes([byte ^ 1]))
+                one = chosen[place % len(chosen)]
+                layout = load_layout(folder, one.facts.layout)
+                flip(Path(folder, one.slot), [base + at for base, at in _chunk_places(layout)], share=share)
         self.faults.flips.clear()
 
     def _clock(self, host: str) -> float:
@@ -466,6 +500,31 @@ def incarnation_of(generation: int) -> str:
 def machine_of(host: str) -> int:
     """Hosts are named `h00001.2`: the second launcher on machine 1."""
     return int(host[1:6])
+
+
+def _chunk_places(layout: RankLayout) -> Iterator[tuple[int, int]]:
+    """Where the bytes of tensors are: the rest of a slot is a header, or unused."""
+    for file, base in zip(layout.template, layout.starts, strict=True):
+        for chunk in (chunk for placed in file.items for chunk in placed.chunks):
+            yield from ((HEADER_BYTES + base, at) for at in range(chunk.start, chunk.start + chunk.size_bytes))
+
+
+def flip(path: Path, places: Sequence[int], *, share: float) -> None:
+    if places:
+        with path.open("r+b") as file:
+            at = places[int(share * (len(places) - 1))]
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+
+
+def maker_of(raw: bytes) -> str:
+    """The incarnation that committed a manifest; empty if it is not whole."""
+    try:
+        return parse_manifest(raw, where="the manifest", key=None).incarnation
+    except ElasticTrainError:
+        return ""
 
 
 def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -91,10 +91,14 @@ class Simulation:
 
     def _next_fault(self) -> None:
         if (fault := next(self._faults, None)) is not None:
-            self.queue.at(fault.at_s, lambda: self._strike(fault))
+            self.queue.at(fault.at_s, partial(self._strike_and_go_on, fault))
 
-    def _strike(self, fault: FleetFault) -> None:
+    def _strike_and_go_on(self, fault: FleetFault) -> None:
         self._next_fault()
+        self.strike(fault)
+
+    def strike(self, fault: FleetFault) -> None:
+        """It happens now."""
         self._hosts_change()
         fleet, now_s = self.fleet, self.queue.now_s
         there = [machine for machine in fault.machines if machine in fleet.on_machine]
@@ -197,6 +201,9 @@ class Simulation:
             return
         largest = self._largest()
         group = self.training.groups.get(newest.number)
+        if self.queue.now_s < self.training.waited_s + limit_s:
+            self._hosts_change()
+            return
         trains = group is not None and group.running
         created_s = self.fleet.created_s[-1]
         if any(host.memory and newest.has(name) for name, host in self.fleet.hosts.items()):

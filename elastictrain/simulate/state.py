@@ -37,7 +37,9 @@ class Committed:
 class TrainedState(Protocol):
     """What groups of hosts have trained; `hosts` are in the order of their ranks."""
 
-    save_s: float  # from the begin of a save to its commit
+    @property
+    def save_s(self) -> float:
+        """From the begin of the next save to its commit."""
 
     def stored_step(self) -> int:
         """The newest step in storage."""

@@ -1,5 +1,6 @@
 """What simulated groups train: steps, snapshots in host memory, checkpoints in storage, and what a failure costs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -73,6 +74,7 @@ class Training:
         self.overtaken: list[int] = []  # generations that trained on, and saved, after a newer one had begun
         self._cut: set[str] = set()  # hosts that do not reach storage
         self._reached_s = 0.0  # when hosts last reached it again
+        self.waited_s = -math.inf  # when a restore found last that storage does not answer
         self._newest_begun = 0
         self._saving: list[Save] = []
         self._counted_s = 0.0
@@ -93,8 +95,9 @@ class Training:
     def _restore(self, group: GenerationGroup) -> None:
         if group.over or not group.whole:
             return
-        if (restored := self.state.restore(group.generation.number, group.hosts)) is None:
-            # Storage does not answer.
+        restored = self.state.restore(group.generation.number, group.hosts)
+        if restored is None:
+            self.waited_s = self.queue.now_s
             self.queue.at(self.queue.now_s + _AGAIN_S, lambda: self._restore(group))
             return
         group.first_step = group.step = float(restored.step)
