@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from elastictrain.chaos.arena import Arena, temporary_folder
+from elastictrain.chaos.arena import ChaosArena, temporary_folder
 from elastictrain.chaos.injectors import left_out
 from elastictrain.chaos.invariants import Invariant, Violation, check
 from elastictrain.chaos.network.namespaces import unavailable
@@ -66,25 +66,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--replay", type=Path, metavar="PLAN.json", help="carry out a plan that was written before")
     add("--plan", type=Path, metavar="FILE", help="where the plan is written (chaos-SEED.json)")
     add("--against", choices=["torchrun"], help="afterwards, the same plan with a plain loop under torchrun")
-    add("--price", type=parse_price, metavar="2.49/gpu-hour", help="of a worker that is there")
+    add("--price", type=_price, metavar="2.49/gpu-hour", help="of a worker that is there")
     add("--html", type=Path, metavar="FILE", help="write the report's page")
     add("--keep", type=Path, metavar="DIR", help="a new folder for the run, its logs and its events, which stay")
     add("--shrink-minutes", type=float, default=10.0, metavar="M", help="look for the shortest plan that fails so long (10)")
     return parser
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    outcome: ChaosOutcome
-    violations: list[Violation]
-    seconds: float
+def _price(text: str) -> float:
+    found = parse_price(text)
+    if not isinstance(found, float):
+        raise argparse.ArgumentTypeError(f"must be one price for all hosts, like 2.49/gpu-hour, but is {text!r}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
     """How plans are carried out."""
 
-    arena: Arena
+    arena: ChaosArena
     strict: bool
     ends_s: float
     tell: Teller
@@ -129,7 +129,7 @@ def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
     given = dict(word.partition("=")[::2] for word in overrides)
     checked = {"preflight": "off"} if not any(one.kind is ChaosKind.WRONG_VERSION for one in plan.faults) else {}
     small_disk = any(one.kind is ChaosKind.FULL_DISK for one in plan.faults)
-    arena = Arena(plan.hosts, plan.workers, checked | given, alone=alone, small_disk=small_disk)
+    arena = ChaosArena(plan.hosts, plan.workers, checked | given, alone=alone, small_disk=small_disk)
     file = parsed.plan or Path(f"chaos-{plan.seed}.json")
     _write(file, write_plan(plan), "--plan")
     _print(f"{len(plan.faults)} faults on {len(plan.hosts)} host(s) of {plan.workers} worker(s), written to {file}")

@@ -70,7 +70,7 @@ _CLONE_NEWNS = 0x20000
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class ChaosArena:
     """`alone`: why this machine is the only host; empty where it can have hosts of its own."""
 
     hosts: tuple[str, ...]
