@@ -120,7 +120,7 @@ class ChaosArena:
         fixed = ["--nnodes", f"1:{len(self.hosts)}", "--nproc-per-node", str(self.workers), "--max-restarts", "1000"]
         fixed += ["--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--rdzv-id", "run", "--monitor-interval", "0.5"]
         # Ready for what happens here: torchrun's own limits are minutes.
-        fixed += ["--rdzv-conf", "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        fixed += ["--rdzv-conf", "is_host=0,last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"]
         # Otherwise agents do not tell a new one where the workers' store is.
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         name = "elastictrain.chaos.plain_loop"

@@ -1,6 +1,7 @@
 """Trains a run, lets the faults of a plan happen to it, and gathers what is known of it."""
 
 import heapq
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -186,7 +187,10 @@ class ChaosRun:
             if name in self._absent:
                 continue
             with suppress(StuckError):
-                self._codes.setdefault(f"{name} (at the end)", launcher.wait(GOES_ON_WITHIN_S))
+                code = launcher.wait(GOES_ON_WITHIN_S)
+                # One that was just started has not imported what takes signals.
+                if code != -signal.SIGTERM or launcher.output():
+                    self._codes[f"{name} (at the end)"] = code
         # A saver writes what storage lacks after its launcher has ended.
         deadline = time.monotonic() + _ORPHAN_S
         while (left := self._left()) and time.monotonic() < deadline:
