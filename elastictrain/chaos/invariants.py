@@ -141,8 +141,12 @@ def _commits(facts: ChaosFacts) -> Iterator[Violation]:
             what = f"generation {later.generation} resumed at {later.step}, though {commit} was there"
             yield Violation(Invariant.NEWEST_KEPT, what)
     kept = sorted((one for one in facts.commits if on_lineage(one, resumes)), key=lambda one: (one.step, one.at_s))
+    resumed = {one.generation: one.step for one in resumes}
     for before, after in pairwise(kept):
-        if before.generation > after.generation or (before.step == after.step and before.generation != after.generation):
+        # A generation that was stopped before its first step saves once more what it has resumed.
+        twice = before.step == after.step and before.generation != after.generation
+        again = resumed.get(max(before.generation, after.generation)) == after.step
+        if (before.generation > after.generation or twice) and not (twice and again):
             yield Violation(Invariant.ONE_COMMITTER, f"{before} and {after} are both in the history of the run")
 
 

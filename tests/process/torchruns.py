@@ -16,8 +16,8 @@ import torch.distributed as dist
 from warm import can_be_warm, warm_host
 
 from elastictrain.chaos.processes import StartedProcess, child_environment, start_process
-from elastictrain.chaos.processes import rank_of as rank_of
-from elastictrain.chaos.processes import savers as savers
+from elastictrain.chaos.processes import rank_of as rank_of  # noqa: PLC0414
+from elastictrain.chaos.processes import savers as savers  # noqa: PLC0414
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

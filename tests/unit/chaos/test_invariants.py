@@ -122,3 +122,8 @@ def test_many_violations_of_one_kind_are_cut_short() -> None:
     losses = dict.fromkeys(range(100), 1.0)
     assert len(found(losses={}, undisturbed=losses)) == 1
     assert len(found(losses=dict.fromkeys(range(100), 2.0), undisturbed=losses)) == 3
+
+
+def test_a_generation_that_did_no_step_may_save_what_it_resumed_once_more() -> None:
+    resumes = [ResumeFact(0.0, 1, 0), ResumeFact(3.0, 2, 20)]
+    assert found(commits=[CommitFact(2.0, 1, 20), CommitFact(4.0, 2, 20)], resumes=resumes) == []
