@@ -30,7 +30,7 @@ class ComparedRun:
 
 def kinds_table(struck: Sequence[Struck], failures: Mapping[int, FailureRecord]) -> list[str]:
     """`went on`: until all hosts train again; `lost`: steps that were done twice."""
-    head = f"{'fault':<14} {'times':>5} {'went on after, s':>17} {'lost steps':>14} {'failures':>9}  caused by"
+    head = f"{'fault':<14} {'times':>5} {'went on after, s':>17} {'lost steps':>14} {'failed':>6} caused by"
     lines = [head, f"{'':<14} {'':>5} {'median':>9} {'most':>7} {'median':>8} {'most':>5}"]
     for kind in sorted({one.fault.kind for one in struck}):
         numbers = [number for number, one in enumerate(struck) if one.fault.kind is kind]
@@ -40,7 +40,7 @@ def kinds_table(struck: Sequence[Struck], failures: Mapping[int, FailureRecord])
         seconds = f"{statistics.median(waited):9.1f} {max(waited):7.1f}" if waited else f"{'-':>9} {'-':>7}"
         steps = f"{statistics.median(lost):8g} {max(lost):5d}" if lost else f"{'-':>8} {'-':>5}"
         causes = ", ".join(sorted({one.cause for one in followed}))
-        lines.append(f"{kind:<14} {len(numbers):5d} {seconds} {steps} {len(followed):9d}  {causes}"[:80].rstrip())
+        lines.append(f"{kind:<14} {len(numbers):5d} {seconds} {steps} {len(followed):6d} {causes}"[:80].rstrip())
     return lines
 
 
