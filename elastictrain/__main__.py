@@ -16,6 +16,7 @@ COMMANDS = {  # command -> the module whose `main(argv) -> int` runs it, and its
     "preflight": ("elastictrain.preflight.__main__", "check this host, or under torchrun all hosts and their links"),
     "simulate": ("elastictrain.simulate.__main__", "what months on a fleet of machines that fail would cost a run"),
     "checkpoint": ("elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),
+    "chaos": ("elastictrain.chaos.__main__", "break a run on purpose, and check what must still hold"),
     "report": ("elastictrain.report.__main__", "what a run has spent its time on, and what its failures cost"),
 }
 _USAGE = """\

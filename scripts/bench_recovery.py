@@ -47,15 +47,15 @@ from recovery_report import (  # noqa: E402
     growth,
     growth_table,
     judge,
-    last_step,
     ledger_differences,
     new_step,
-    steps_of,
     table,
     usual_step_s,
 )
-from recovery_run import Run, StuckError, reached, sample, started  # noqa: E402
+from recovery_run import Run, reached, sample, started  # noqa: E402
 
+from elastictrain.chaos.processes import StuckError  # noqa: E402
+from elastictrain.chaos.run_events import last_step, steps_of  # noqa: E402
 from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
 from elastictrain.report.history import EventReader  # noqa: E402
 from elastictrain.report.summary import summarize  # noqa: E402
@@ -101,7 +101,7 @@ class Bench:
         else:
 
             def over() -> bool:
-                return new_step(self.run.events.look(), first.time) is not None
+                return new_step(self.run.events.update(), first.time) is not None
 
             self.run.wait(lambda: reached(self.run, moment, first.time, began_s) or over(), what=moment, every_s=MOMENT_LOOK_S)
             if over():
@@ -115,12 +115,12 @@ class Bench:
         self.strike()
         self.strike_again()
         mine = self.strikes[before:]
-        self.run.wait(lambda: new_step(self.run.events.look(), mine[-1].time), what="a new step")
+        self.run.wait(lambda: new_step(self.run.events.update(), mine[-1].time), what="a new step")
         pids = {rank: one.pid for rank, one in self.run.workers().items()}
         self.samples.append(sample(self.run, self.memory))
         for one in mine:
             others = {rank for other in mine if other is not one for rank in other.ranks}
-            outcome = judge(one, self.run.events.look(), pids=pids, struck_too=others)
+            outcome = judge(one, self.run.events.update(), pids=pids, struck_too=others)
             self.outcomes.append(outcome)
             who = "rank " + " and ".join(map(str, one.ranks)) + (f" at {one.during}" if one.during else "")
             print(
@@ -132,12 +132,12 @@ class Bench:
 
     def pause(self, due_s: float) -> float:
         """Wait for the next turn, which is due at `due_s` (monotonic) with --every; returns when the one after it is."""
-        parsed, after = self.parsed, last_step(self.run.events.look())
+        parsed, after = self.parsed, last_step(self.run.events.update())
         if parsed.every is not None:
             self.run.wait(lambda: time.monotonic() >= due_s, what="the next turn", limit_s=float("inf"))
             return due_s + float(parsed.every)
         wanted = after + parsed.steps + self.chance.randrange(parsed.steps) - 1
-        self.run.wait(lambda: last_step(self.run.events.look()) >= wanted, what="new steps")
+        self.run.wait(lambda: last_step(self.run.events.update()) >= wanted, what="new steps")
         # Steps are seen as they end, and deaths come at any point of a step.
         newest = steps_of(self.run.events.rows)[-5:]
         step_s = min(later["time"] - earlier["time"] for earlier, later in pairwise(newest))
@@ -148,25 +148,27 @@ class Bench:
 def disturb(parsed: argparse.Namespace, run: Run, memory: Path) -> Bench:
     """Train, strike by the plan, and stop."""
     bench = Bench(run, parsed, memory, random.Random(parsed.seed))
-    run.wait(lambda: last_step(run.events.look()) >= parsed.steps, what="the first steps")
+    run.wait(lambda: last_step(run.events.update()) >= parsed.steps, what="the first steps")
     due_s = time.monotonic() + (parsed.every or 0) / 2
     for _ in range(parsed.kills):
         due_s = bench.pause(due_s)
         bench.turn()
-    after = last_step(run.events.look())
-    run.wait(lambda: last_step(run.events.look()) >= after + parsed.steps, what="the last steps")
+    after = last_step(run.events.update())
+    run.wait(lambda: last_step(run.events.update()) >= after + parsed.steps, what="the last steps")
     if (code := run.stop()) not in (0, 75):
         raise StuckError(f"the launcher was asked to stop, and ended with exit code {code}")
-    run.events.look()
+    run.events.update()
     return bench
 
 
 def compare(run: Run, right: Run) -> list[str]:
     """What differs between a run and an undisturbed one, which this trains to the same step."""
     last = last_step(run.events.rows)
-    right.wait(lambda: last_step(right.events.look()) >= last or right.process.poll() == 0, what=f"step {last}", limit_s=36000)
+    right.wait(
+        lambda: last_step(right.events.update()) >= last or right.process.poll() == 0, what=f"step {last}", limit_s=36000
+    )
     right.stop()
-    problems = differences(run.events.rows, right.events.look())
+    problems = differences(run.events.rows, right.events.update())
     if (run.folder / "run" / "ledger").is_dir():
         ledgers = [fold(list(read_ledger(open_store(str(one.folder / "run"))))) for one in (run, right)]
         first, end = steps_of(right.events.rows)[0]["positions"]

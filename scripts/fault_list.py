@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / one) for one in ("", "tests/network", "tests/process")]
+sys.path.insert(0, str(ROOT))
 
-from faults import delay, inside, jumbo, jumbo_bridge, limit_rate, lose, place_of, without_offloads  # noqa: E402
-from hosts import INTERFACE, Host  # noqa: E402
+from elastictrain.chaos.network.hosts import INTERFACE, VirtualHost  # noqa: E402
+from elastictrain.chaos.network.links import delay, inside, jumbo, jumbo_bridge, limit_rate, lose, without_offloads  # noqa: E402
 
 PORT = 29610
 
@@ -26,7 +26,7 @@ Named = set[tuple[str, str]]  # check and subject
 class Scene:
     """Hosts before their preflight, one or two of which a fault makes ill."""
 
-    hosts: list[Host]
+    hosts: list[VirtualHost]
     folder: Path
     run_dir: Path
     chance: random.Random
@@ -41,15 +41,15 @@ class Scene:
         if self.ill is self.hosts[0]:
             self.ill, self.other = self.other, self.ill
 
-    def shell(self, host: Host, text: str) -> None:
-        inside(place_of(host), "sh", "-c", text)
+    def shell(self, host: VirtualHost, text: str) -> None:
+        inside(host.namespaces, "sh", "-c", text)
 
-    def firewall(self, host: Host, *rules: str) -> None:
+    def firewall(self, host: VirtualHost, *rules: str) -> None:
         chains = "".join(
             f"add chain inet wall {hook} {{ type filter hook {hook} priority 0; }}; " for hook in ("input", "output")
         )
         inside(
-            place_of(host), "nft", f"add table inet wall; {chains}" + "; ".join(f"add rule inet wall {one}" for one in rules)
+            host.namespaces, "nft", f"add table inet wall; {chains}" + "; ".join(f"add rule inet wall {one}" for one in rules)
         )
 
 
@@ -108,7 +108,7 @@ def own_name(scene: Scene, *, line: str, hosts: int = 1, harmless: bool = False)
         file = scene.folder / f"hosts-{one.name}"
         others = "".join(f"{host.address} {host.name}\n" for host in scene.hosts if host is not one)
         file.write_text(f"127.0.0.1 localhost\n{others}{line.format(name=one.name)}\n")
-        inside(place_of(one), "mount", "--bind", str(file), "/etc/hosts")
+        inside(one.namespaces, "mount", "--bind", str(file), "/etc/hosts")
     return set() if harmless else {("name", one.name) for one in ill}
 
 
@@ -117,7 +117,7 @@ def unplugged(scene: Scene) -> Named:
     return {("reachable", scene.ill.name)}
 
 
-def all_jumbo(scene: Scene, *, ports: Collection[Host] | None = None) -> None:
+def all_jumbo(scene: Scene, *, ports: Collection[VirtualHost] | None = None) -> None:
     for one in scene.hosts:
         jumbo(one, switch_too=ports is None or one in ports)
     jumbo_bridge(scene.hosts[0])

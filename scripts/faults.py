@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / one) for one in ("scripts", "tests/network", "tests/process", "")]
 
 from fault_list import FAULTS, PORT, Fault, Named, Scene, nothing  # noqa: E402
-from hosts import Network  # noqa: E402
+
+from elastictrain.chaos.network.hosts import VirtualNetwork  # noqa: E402
 
 MEMBER = ROOT / "tests/network/host_preflight_member.py"
 LIMIT_S = 60.0
@@ -50,7 +51,7 @@ class Finding:
 
 
 def look(fault: Fault, folder: Path, *, seed: int, load: bool = False) -> Finding:
-    with Network(folder / "network") as network:
+    with VirtualNetwork(folder / "network") as network:
         hosts = [network.add(name) for name in "abcde"[: fault.hosts]]
         run_dir, exchange = folder / "run", folder / "exchange"
         for one in (run_dir, exchange):

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-Row = Mapping[str, Any]
+from elastictrain.chaos.run_events import EventRow as Row
+from elastictrain.chaos.run_events import last_step, steps_of
 
 RESTART, IN_PLACE = "restart", "in_place"
 _BEGINS_ANEW = frozenset(("start", "resume", "recovery"))  # events after which steps may be repeated
@@ -45,10 +45,6 @@ class Sample:
     figures: Mapping[str, float]
 
 
-def steps_of(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row["event"] == "step"]
-
-
 def boundary(rows: Sequence[Row], after: float) -> int | None:
     """Index of the first row after a time that a new life of the training wrote. `rows`: of rank 0, by time.
 
@@ -70,10 +66,6 @@ def new_step(rows: Sequence[Row], after: float) -> Row | None:
         return None
     done = last_step(rows[:index])
     return next((row for row in steps_of(rows[index:]) if row["step"] > done), None)
-
-
-def last_step(rows: Iterable[Row]) -> int:
-    return max((row["step"] for row in steps_of(rows)), default=0)
 
 
 def pids_told(rows: Iterable[Row]) -> dict[int, int]:

@@ -1,6 +1,5 @@
 """A run under the launcher for `bench_recovery.py`: its processes, its events as they are written, and what it uses."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from recovery_report import Row, Sample
+from recovery_report import Sample
 
+from elastictrain.chaos.processes import StuckError, rank_of, savers, workers_among
+from elastictrain.chaos.run_events import RunEvents
 from elastictrain.liveness.monitor_client import default_parent
 from elastictrain.liveness.progress import STEP_PHASES
 from elastictrain.liveness.progress_file import ProgressFileReader
@@ -23,36 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
 STOP_LIMIT_S = 120.0
 LOOK_S = 0.02
-GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-
-
-class StuckError(Exception):
-    """The run ended, or made no new step in time."""
-
-
-@dataclass(slots=True)
-class Events:
-    """Rows of rank 0 and of the launcher, read as they are written."""
-
-    run_dir: Path
-    rows: list[Row] = field(default_factory=list)  # of rank 0, by time
-    launcher: list[Row] = field(default_factory=list)
-    _read: dict[str, int] = field(default_factory=dict)
-
-    def look(self) -> list[Row]:
-        """Reads what is new; returns the rows of rank 0."""
-        for kind, pattern in ((self.rows, "*-r00000*.jsonl"), (self.launcher, "launcher-*.jsonl")):
-            for path in sorted((self.run_dir / "events").glob(pattern)):
-                before = self._read.get(path.name, 0)
-                if path.stat().st_size > before:
-                    with path.open("rb") as file:
-                        file.seek(before)
-                        # The line that is being written is read when it is whole.
-                        data = file.read().rpartition(b"\n")[0]
-                    self._read[path.name] = before + len(data) + bool(data)
-                    kind += [json.loads(line) for line in data.splitlines()]
-            kind.sort(key=lambda row: float(row["time"]))
-        return self.rows
 
 
 @dataclass(slots=True)
@@ -61,7 +32,7 @@ class Run:
 
     process: "subprocess.Popen[bytes]"
     folder: Path
-    events: Events
+    events: RunEvents
 
     def family(self) -> dict[int, psutil.Process]:
         with suppress(psutil.Error):
@@ -70,13 +41,12 @@ class Run:
 
     def workers(self) -> dict[int, psutil.Process]:
         """Living workers by rank."""
-        found: dict[int, psutil.Process] = {}
-        for one in self.family().values():
+        found = {}
+        for one in workers_among(self.family().values(), program="elastictrain.run"):
             with suppress(psutil.Error):
-                rank = rank_of(one)
-                if rank is not None and one.status() not in GONE:
-                    found[rank] = max(found.get(rank, one), one, key=lambda process: process.create_time())
-        return dict(sorted(found.items()))
+                if (rank := rank_of(one)) is not None:
+                    found[rank] = one
+        return found
 
     def wait(self, condition: Callable[[], object], *, what: str, limit_s: float = LIMIT_S, every_s: float = LOOK_S) -> None:
         """Raises: StuckError."""
@@ -95,16 +65,6 @@ class Run:
         return self.process.wait(STOP_LIMIT_S)
 
 
-def rank_of(process: psutil.Process) -> int | None:
-    """Forked workers are named after their rank; others have it in their environment."""
-    name = process.name()
-    if name.startswith("rank ") and name[5:].isdigit():
-        return int(name[5:])
-    if "elastictrain.run" in process.cmdline():
-        return int(process.environ().get("RANK", "-1"))
-    return None
-
-
 @contextmanager
 def started(overrides: Mapping[str, str], folder: Path, memory: Path) -> Iterator[Run]:
     """A run in `folder`, with a host memory of its own in `memory`; both are made."""
@@ -115,7 +75,7 @@ def started(overrides: Mapping[str, str], folder: Path, memory: Path) -> Iterato
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    run = Run(process, folder, Events(folder / "run"))
+    run = Run(process, folder, RunEvents(folder / "run"))
     try:
         yield run
     finally:
@@ -126,17 +86,6 @@ def started(overrides: Mapping[str, str], folder: Path, memory: Path) -> Iterato
         process.wait()
         # It may be much, and the next run needs it.
         shutil.rmtree(memory, ignore_errors=True)
-
-
-def savers(memory: Path) -> list[psutil.Process]:
-    """Savers whose host memory lies below a folder; they outlive their launcher."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            line = process.cmdline()
-            if "elastictrain.checkpoint.saver" in line and line[-1].startswith(str(memory)):
-                found.append(process)
-    return found
 
 
 def sample(run: Run, memory: Path) -> list[Sample]:
@@ -172,7 +121,7 @@ def reached(run: Run, moment: str, since: float, since_s: float) -> bool:
     That is an event of rank 0 or of the launcher, by name, or a phase (`elastictrain.liveness.progress.Phase`) of a worker; the
     phases of a step only before the first one is done, because survivors may enter them before they notice.
     """
-    run.events.look()
+    run.events.update()
     if any(row["event"] == moment and row["time"] > since for row in (*run.events.rows, *run.events.launcher)):
         return True
     for path in Path(default_parent()).glob("*/r*.marks"):

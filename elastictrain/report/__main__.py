@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from elastictrain.entry_point import run_command
@@ -17,7 +18,7 @@ from elastictrain.errors import EXIT_OK, PermanentStorageError, UsageError
 from elastictrain.report.history import EventReader
 from elastictrain.report.output import as_json, as_text
 from elastictrain.report.page import page
-from elastictrain.report.summary import RunReport, summarize
+from elastictrain.report.summary import Price, RunReport, summarize
 from elastictrain.storage.opening import open_store
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)/(?:gpu|worker)-hour")
@@ -35,15 +36,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run: a path or any fsspec URL")
     parser.add_argument("--json", dest="as_json", action="store_true", help="for a script; a list where there are several runs")
     parser.add_argument("--html", metavar="FILE", help="write one page that needs no network")
-    parser.add_argument("--price", metavar="2.49/gpu-hour", type=_price, help="what an hour of one worker costs, for the cost")
+    price_help = "what an hour of one worker costs, for the cost; or a file with lines `host,price`, `*` for the other hosts"
+    parser.add_argument("--price", metavar="2.49/gpu-hour", type=parse_price, help=price_help)
     return parser
 
 
-def _price(text: str) -> float:
-    match = _PRICE.fullmatch(text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be like 2.49/gpu-hour or 0.31/worker-hour, but is {text!r}")
-    return float(match[1])
+def parse_price(text: str) -> Price:
+    """Of an hour of one worker, or by host. Raises: argparse.ArgumentTypeError."""
+    if (match := _PRICE.fullmatch(text)) is not None:
+        return float(match[1])
+    try:
+        pairs = (line.split(",") for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip())
+        prices = {host.strip(): float(price) for host, price in pairs}
+    except (OSError, ValueError) as error:
+        expected = "like 2.49/gpu-hour or 0.31/worker-hour, or a file with lines `host,price`"
+        raise argparse.ArgumentTypeError(f"must be {expected}, but is {text!r}: {error}") from None
+    if not prices or not all(0 <= one < inf for one in prices.values()):
+        raise argparse.ArgumentTypeError(f"must have prices >= 0 of hosts, but {text} has {prices}")
+    return prices
 
 
 def read_report(url: str) -> RunReport:

@@ -132,7 +132,8 @@ def _explain(span: GenerationSpan, later: Sequence[GenerationSpan]) -> tuple[str
     if failures:
         alone = _rank_of(failures[0].row.exit_code) < _rank_of(errors.EXIT_TRANSPORT)
         return failures[0].writer if alone else "", describe_code(failures[0].row.exit_code), code
-    return "", SILENT, None
+    # Of several hosts nobody is left to say which one was the first.
+    return span.hosts[0] if len(span.hosts) == 1 else "", SILENT, None
 
 
 def _lost_host(span: GenerationSpan, later: Sequence[GenerationSpan]) -> str:

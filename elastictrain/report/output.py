@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.ledger import TimeCause
-from elastictrain.report.summary import RunReport
+from elastictrain.report.summary import Price, RunReport
 
 WIDTH = 80
 _BAR = 24
@@ -15,7 +15,7 @@ _SHOWN_FAILURES = 20
 _INDENT = "    "
 
 
-def as_json(report: RunReport, *, price: float | None) -> dict[str, object]:
+def as_json(report: RunReport, *, price: Price | None) -> dict[str, object]:
     """All figures, for a script. Seconds are those of workers, except `recover_s`, `mtbf_s`, `duration_s`, `step_s`."""
     rate = report.rate
     found: dict[str, object] = {
@@ -92,7 +92,7 @@ def summary_line(report: RunReport) -> str:
     return ", ".join(parts)
 
 
-def as_text(report: RunReport, *, price: float | None) -> list[str]:
+def as_text(report: RunReport, *, price: Price | None) -> list[str]:
     """What a person wants to know first."""
     if not report.worker_s:
         return [f"{report.url}: no generation has begun here yet"]
@@ -125,7 +125,7 @@ def as_text(report: RunReport, *, price: float | None) -> list[str]:
     return lines
 
 
-def _figures(report: RunReport, price: float | None) -> Sequence[tuple[str, str]]:
+def _figures(report: RunReport, price: Price | None) -> Sequence[tuple[str, str]]:
     found = [("steps", f"{report.new_steps} new, {report.repeated_steps} repeated")]
     if report.rate is not None:
         found.append(("speed, pauses included", f"{show_number(report.rate[0])} {report.rate[1]}"))

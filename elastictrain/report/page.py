@@ -9,13 +9,13 @@ from elastictrain.report.failures import FailureRecord
 from elastictrain.report.markup import Markup, join, table, tag
 from elastictrain.report.output import show_number, show_s, show_time
 from elastictrain.report.records import EvalRow, PreflightRow, ResumeRow, SavedRow, SnapshotRow
-from elastictrain.report.summary import RunReport
+from elastictrain.report.summary import Price, RunReport
 
 _CSS = Path(__file__).with_name("page.css")
 _MOST_ROWS = 200  # of a table: the newest
 
 
-def page(reports: Sequence[RunReport], *, price: float | None) -> str:
+def page(reports: Sequence[RunReport], *, price: Price | None) -> str:
     """The page for one or several runs. `price` of an hour of one worker."""
     title = "elastictrain: " + ", ".join(_name(one) for one in reports)
     head = tag(
@@ -33,7 +33,7 @@ def _name(report: RunReport) -> str:
     return report.url.rstrip("/").rpartition("/")[2] or report.url
 
 
-def _run(report: RunReport, price: float | None) -> Markup:
+def _run(report: RunReport, price: Price | None) -> Markup:
     title = tag("h1", report.url)
     if not report.worker_s:
         return tag("article", title, tag("p", "No generation has begun here yet."))
@@ -68,7 +68,7 @@ def _section(title: str, *content: str | Sequence[str]) -> Markup:
     return tag("section", tag("h2", title), *content)
 
 
-def _cards(report: RunReport, price: float | None) -> Markup:
+def _cards(report: RunReport, price: Price | None) -> Markup:
     cards = [("goodput", f"{report.goodput:.1%}"), ("attributed", f"{report.attributed:.2%}")]
     cards += [("new steps", f"{report.new_steps:,}"), ("repeated steps", f"{report.repeated_steps:,}")]
     cards.append(("failures", f"{len(report.failures):,}"))
@@ -153,17 +153,18 @@ def _preflight(report: RunReport) -> Markup:
     return table(("at", "stage and level", "took", "found"), rows)
 
 
-def _cost(report: RunReport, price: float | None) -> Markup:
+def _cost(report: RunReport, price: Price | None) -> Markup:
     costs = report.costs(price or 0.0)
     rows = [("in all", f"{costs.total:,.2f}"), ("not for useful steps", f"{costs.wasted:,.2f}")]
     if costs.per_step is not None:
         rows.append(("per useful step", f"{costs.per_step:,.4g}"))
     if costs.per_billion_tokens is not None:
         rows.append(("per billion tokens", f"{costs.per_billion_tokens:,.2f}"))
-    return table((f"at {price:g} for an hour of a worker", ""), rows, class_="numbers")
+    told = f"at {price:g} for an hour of a worker" if isinstance(price, float | int) else "at the prices of its hosts"
+    return table((told, ""), rows, class_="numbers")
 
 
-def _comparison(reports: Sequence[RunReport], price: float | None) -> Markup:
+def _comparison(reports: Sequence[RunReport], price: Price | None) -> Markup:
     def row(name: str, values: Sequence[str]) -> tuple[str, ...]:
         return (name, *values)
 

@@ -1,10 +1,11 @@
 """The figures of a run: shares of its time, steps, speed, failures and cost. A pure function of the events."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
+from elastictrain.errors import UsageError
 from elastictrain.report.failures import FailureRecord, RungFigures, by_rung, find_failures
 from elastictrain.report.history import History
 from elastictrain.report.ledger import GenerationSpan, Segment, TimeCause, attribute, spans
@@ -12,6 +13,18 @@ from elastictrain.report.records import ResumeRow, StepRow
 
 HOUR_S = 3600.0
 BILLION = 1e9
+
+
+Price = float | Mapping[str, float]  # by host; `*` for those that are not named
+
+
+def price_of(price: Price, hosts: Sequence[str]) -> float:
+    """The mean over `hosts`. Raises: UsageError if one has no price."""
+    if isinstance(price, float | int):
+        return float(price)
+    if unknown := [name for name in hosts if name not in price and "*" not in price]:
+        raise UsageError(f"--price must have a price of each host, or of `*`, but has none of {', '.join(unknown)}")
+    return sum(price[name if name in price else "*"] for name in hosts) / max(1, len(hosts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +97,19 @@ class RunReport:
             return None
         return (self.tokens or self.samples) / self.duration_s, "samples/s" if self.tokens is None else "tokens/s"
 
-    def costs(self, price_per_hour: float) -> Costs:
-        """`price_per_hour` of one worker whose host is there."""
-        total = self.present_s / HOUR_S * price_per_hour
-        useful = self.seconds.get(TimeCause.USEFUL, 0.0) / HOUR_S * price_per_hour
+    def costs(self, price: Price) -> Costs:
+        """`price` of one worker and hour whose host is there. A worker of a generation costs the mean of its hosts, one that
+        waits beside it the mean of the others, and one between generations the mean of all."""
+        everyone = dict.fromkeys(host for one in self.generations for host in one.hosts)
+        total = useful = 0.0
+        for one in self.segments:
+            if one.cause is not TimeCause.ABSENT:
+                hosts = next((span.hosts for span in self.generations if span.begin <= one.begin < span.end), ())
+                waits = one.cause is TimeCause.WAITING
+                charged = [host for host in everyone if not hosts or (host in hosts) != waits]
+                cost = one.worker_s / HOUR_S * price_of(price, charged or [*everyone])
+                total += cost
+                useful += cost if one.cause is TimeCause.USEFUL else 0.0
         per_step = total / self.new_steps if self.new_steps else None
         return Costs(total, total - useful, per_step, total / self.tokens * BILLION if self.tokens else None)
 

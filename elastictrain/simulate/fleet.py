@@ -33,6 +33,7 @@ from elastictrain.simulate.queue import EventQueue
 from elastictrain.simulate.training import Training
 
 Decide = Callable[[ClusterState, LaunchGroup], Decision]
+CreateGeneration = Callable[[Generation], bool]  # False: it exists already, or storage does not answer
 TURN_S = 0.125  # between two decisions of a launcher; a power of two, so that sums of turns are exact
 _KILLED = 137
 
@@ -76,7 +77,10 @@ class Fleet:
         turn_s: float = TURN_S,
         polled: bool = False,
         decide_by: Decide = decide,
+        create: CreateGeneration | None = None,
     ) -> None:
+        """`create`: puts a generation into storage; without it each number exists once."""
+        self._create = create or (lambda generation: generation.number == len(self.generations) + 1)
         self.queue, self.training, self.options = queue, training, options
         self.network = training.network
         self.hosts: dict[str, Host] = {}
@@ -309,9 +313,10 @@ class Fleet:
                     self._publish(host, replace(host.record, state=HostState.BUSY))
                 self.training.join(generation, alike)
                 self.look(self.queue.now_s + self.options.lost_s + self._turn_s / 1024)
-            case Create(generation) if alike[0].memory is None and generation.number == len(self.generations) + 1:
-                self.generations.append(generation)
-                self.created_s.append(self.queue.now_s)
+            case Create(generation) if alike[0].memory is None:
+                if self._create(generation):
+                    self.generations.append(generation)
+                    self.created_s.append(self.queue.now_s)
                 self.look(self.queue.now_s + self._turn_s)
             case Finish(end, at_once):
                 own = end.host == alike[0].record.host
@@ -353,8 +358,9 @@ class Fleet:
         assert generation is not None  # noqa: S101
         self.training.host_over(generation, host.record.host)
         host.running, host.asked, host.exits_s = None, None, inf
-        record = replace(host.record, state=HostState.READY, ended=generation.number, committed_step=self.training.known_step())
-        self._publish(host, replace(record, end=end) if end.host == record.host else record)
+        told = end if end.host == host.record.host else host.record.end
+        step = self.training.known_step()
+        self._publish(host, replace(host.record, state=HostState.READY, ended=generation.number, committed_step=step, end=told))
 
     def _publish(self, host: Host, record: HostRecord) -> None:
         host.record, self._groups = record, None

@@ -1,6 +1,6 @@
 """One simulated run: a fleet, what happens to it, what that costs, and what must hold all along."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -10,10 +10,11 @@ from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import EndKind, GenerationOutcome, HostState
 from elastictrain.lease.chain import BEAT_S
 from elastictrain.simulate.faults import FaultKind, FleetFault
-from elastictrain.simulate.fleet import TURN_S, Decide, Fleet, Host
+from elastictrain.simulate.fleet import TURN_S, CreateGeneration, Decide, Fleet, Host
 from elastictrain.simulate.network import Network, Outage
 from elastictrain.simulate.queue import EventQueue
 from elastictrain.simulate.scenario import Scenario
+from elastictrain.simulate.state import TrainedState
 from elastictrain.simulate.training import Totals, Training
 
 _BREAKS = 0.5  # share of outages in which connections break before launchers notice
@@ -54,11 +55,14 @@ class Simulation:
         turn_s: float = TURN_S,
         polled: bool = False,
         decide_by: Decide = decide,
+        state: TrainedState | None = None,
+        create: CreateGeneration | None = None,
     ) -> None:
+        """`state` and `create`: see `Training` and `Fleet`."""
         self.scenario, self.queue, launch = scenario, EventQueue(), scenario.launch
         self.network = Network(self.queue, launch.lost_s)
-        self.training = Training(self.queue, self.network, scenario)
-        self.fleet = Fleet(self.queue, self.training, launch, turn_s=turn_s, polled=polled, decide_by=decide_by)
+        self.training = Training(self.queue, self.network, scenario, state=state)
+        self.fleet = Fleet(self.queue, self.training, launch, turn_s=turn_s, polled=polled, decide_by=decide_by, create=create)
         self.broken: list[str] = []
         self.given_up_s: float | None = None
         self._faults, self._random = faults, Random(scenario.seed)
@@ -69,13 +73,13 @@ class Simulation:
         for at_s, price in scenario.prices:
             self.queue.at(at_s, partial(setattr, self, "_price", price))
 
-    def run(self) -> Result:
-        """All of it, or until the run is given up."""
+    def run(self, *, unless: Callable[[], bool] = lambda: False) -> Result:
+        """All of it, or until the run is given up, or `unless` is true."""
         until_s = self.scenario.days * 86_400
         for machine in range(self.scenario.hosts):
             self.fleet.start(machine)
         self._next_fault()
-        while self.given_up_s is None and self.queue.next_s() <= until_s:
+        while self.given_up_s is None and not unless() and self.queue.next_s() <= until_s:
             self._count(self.queue.next_s())
             self.queue.run_next()
             self._check()
@@ -87,10 +91,14 @@ class Simulation:
 
     def _next_fault(self) -> None:
         if (fault := next(self._faults, None)) is not None:
-            self.queue.at(fault.at_s, lambda: self._strike(fault))
+            self.queue.at(fault.at_s, partial(self._strike_and_go_on, fault))
 
-    def _strike(self, fault: FleetFault) -> None:
+    def _strike_and_go_on(self, fault: FleetFault) -> None:
         self._next_fault()
+        self.strike(fault)
+
+    def strike(self, fault: FleetFault) -> None:
+        """It happens now."""
         self._hosts_change()
         fleet, now_s = self.fleet, self.queue.now_s
         there = [machine for machine in fault.machines if machine in fleet.on_machine]
@@ -193,6 +201,9 @@ class Simulation:
             return
         largest = self._largest()
         group = self.training.groups.get(newest.number)
+        if self.queue.now_s < self.training.waited_s + limit_s:
+            self._hosts_change()
+            return
         trains = group is not None and group.running
         created_s = self.fleet.created_s[-1]
         if any(host.memory and newest.has(name) for name, host in self.fleet.hosts.items()):

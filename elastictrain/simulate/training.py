@@ -1,19 +1,18 @@
 """What simulated groups train: steps, snapshots in host memory, checkpoints in storage, and what a failure costs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastictrain.checkpoint.folders import FolderFacts
-from elastictrain.checkpoint.manifest import MANIFEST_NAME
-from elastictrain.checkpoint.retention import plan_retention
 from elastictrain.launch.membership.records import Generation, HostRecord
 from elastictrain.simulate.network import Network
 from elastictrain.simulate.queue import EventQueue
 from elastictrain.simulate.scenario import Scenario
+from elastictrain.simulate.state import CountedState, Save, TrainedState
 
-_FILES_OF_A_SAVE = 3  # beside the shards of the workers: manifest, layout, newest mark
 _STOPPED_WITHIN_S = 5.0
+_AGAIN_S = 1.0
 
 
 class Joining(Protocol):
@@ -46,13 +45,6 @@ class GenerationGroup:
         return tuple(member.host for member in self.generation.members)
 
 
-@dataclass(slots=True, eq=False)
-class Save:
-    step: int
-    hosts: frozenset[str]
-    lost: bool = False
-
-
 @dataclass(slots=True)
 class Totals:
     """Of a run so far."""
@@ -70,29 +62,25 @@ class Totals:
 
 
 class Training:
-    def __init__(self, queue: EventQueue, network: Network, scenario: Scenario) -> None:
+    def __init__(self, queue: EventQueue, network: Network, scenario: Scenario, *, state: TrainedState | None = None) -> None:
+        """`state`: where what was trained is kept; without one it is only counted."""
         self.queue, self.network, self.scenario = queue, network, scenario
+        self.state = state or CountedState(scenario)
         self.costs = costs = scenario.costs
         self.restart_cost_s = costs.stop_s + costs.recovery_s
         self.new_processes_s = max(0.0, costs.restart_s - costs.recovery_s)
         self.groups: dict[int, GenerationGroup] = {}
         self.totals = Totals()
         self.overtaken: list[int] = []  # generations that trained on, and saved, after a newer one had begun
-        self._snapshot: tuple[int, tuple[str, ...]] = (0, ())  # its step, and the hosts that have it
-        self._handed_over: set[str] = set()  # hosts that left, and saved what they had
         self._cut: set[str] = set()  # hosts that do not reach storage
         self._reached_s = 0.0  # when hosts last reached it again
+        self.waited_s = -math.inf  # when a restore found last that storage does not answer
         self._newest_begun = 0
         self._saving: list[Save] = []
-        self._checkpoints: dict[str, FolderFacts] = {}
-        self._files: dict[str, int] = {}
         self._counted_s = 0.0
 
     def known_step(self) -> int:
-        return max(self._snapshot[0], self._stored_step())
-
-    def _stored_step(self) -> int:
-        return max((one.step for one in self._checkpoints.values()), default=0)
+        return self.state.known_step()
 
     def join(self, generation: Generation, hosts: Sequence[Joining]) -> None:
         """Once all members have joined they start."""
@@ -102,19 +90,20 @@ class Training:
             group.ready_s = max(group.ready_s, host.ready_s)
         if not group.whole or group.over:
             return
-        step, from_memory = self._restored(set(group.hosts))
-        group.first_step = group.step = float(step)
-        takes_s = self.costs.recovery_s + (0.0 if from_memory or not step else self.costs.restore_s)
-        begins_s = max(group.ready_s, self.queue.now_s + generation.pause_s) + takes_s
-        self.queue.at(begins_s, lambda: self._begin(group, from_memory=from_memory))
+        self._restore(group)
 
-    def _restored(self, hosts: set[str]) -> tuple[int, bool]:
-        """The step that `hosts` go on from, and whether it is in their memory: each one's replicas are on the next ones."""
-        step, holders = self._snapshot
-        lost = [place for place, host in enumerate(holders) if host not in hosts and host not in self._handed_over]
-        copies = range(1, min(self.scenario.replicas, len(holders) - 1) + 1)
-        whole = all(any(holders[(place + copy) % len(holders)] in hosts for copy in copies) for place in lost)
-        return (step, True) if step and whole and step >= self._stored_step() else (self._stored_step(), False)
+    def _restore(self, group: GenerationGroup) -> None:
+        if group.over or not group.whole:
+            return
+        restored = self.state.restore(group.generation.number, group.hosts)
+        if restored is None:
+            self.waited_s = self.queue.now_s
+            self.queue.at(self.queue.now_s + _AGAIN_S, lambda: self._restore(group))
+            return
+        group.first_step = group.step = float(restored.step)
+        takes_s = self.costs.recovery_s + (0.0 if restored.from_memory or not restored.step else self.costs.restore_s)
+        begins_s = max(group.ready_s, self.queue.now_s + group.generation.pause_s) + takes_s
+        self.queue.at(begins_s, lambda: self._begin(group, from_memory=restored.from_memory))
 
     def _begin(self, group: GenerationGroup, *, from_memory: bool) -> None:
         if group.over or not group.whole:
@@ -166,7 +155,7 @@ class Training:
         done = group.step - group.first_step
         step = int(group.first_step + (done if orderly else done // steps * steps))
         if group.begun and step > group.first_step:
-            self._snapshot = step, group.hosts
+            self.state.ended(group.generation.number, group.hosts, step=step)
         group.over = True
         self.update()
 
@@ -184,15 +173,14 @@ class Training:
 
     def host_gone(self, host: str, *, saved: bool = False) -> None:
         """Its memory is gone, unless it left with all of it saved."""
-        if saved:
-            self._handed_over.add(host)
-            return
-        for save in self._saving:
-            save.lost |= host in save.hosts
-        for group in list(self.groups.values()):
-            if host in group.at_work:
-                self._end(group, orderly=False)
-                group.at_work.discard(host)
+        if not saved:
+            for save in self._saving:
+                save.lost |= host in save.hosts
+            for group in list(self.groups.values()):
+                if host in group.at_work:
+                    self._end(group, orderly=False)
+                    group.at_work.discard(host)
+        self.state.host_gone(host, saved=saved)
 
     def reaches_storage(self, host: str, *, reaches: bool) -> None:
         (self._cut.discard if reaches else self._cut.add)(host)
@@ -203,31 +191,23 @@ class Training:
             return
         self.queue.at(self.queue.now_s + self.scenario.every_s, lambda: self._save(group))
         self.count()
-        if not group.running or not self._cut.isdisjoint(group.at_work) or group.step <= self._stored_step():
+        state = self.state
+        if not group.running or not self._cut.isdisjoint(group.at_work) or group.step <= state.stored_step():
             return
         if group.generation.number < self._newest_begun:
             # Refused. Launchers that reach storage must have stopped it before.
             if self.queue.now_s > self._reached_s + _STOPPED_WITHIN_S:
                 self.overtaken.append(group.generation.number)
             return
-        group.stalled_until_s = self.queue.now_s + self.costs.save_stall_s
-        save = Save(int(group.step), frozenset(group.hosts))
-        self._saving.append(save)
-        self.queue.at(self.queue.now_s + self.costs.save_s, lambda: self._commit(save))
+        if (save := state.begin_save(group.generation.number, group.hosts, step=int(group.step))) is not None:
+            group.stalled_until_s = self.queue.now_s + self.costs.save_stall_s
+            self._saving.append(save)
+            self.queue.at(self.queue.now_s + state.save_s, lambda: self._commit(save))
 
     def _commit(self, save: Save) -> None:
-        """A checkpoint is durable; the ones that it supersedes are deleted."""
+        """A checkpoint becomes durable; the ones that it supersedes are deleted."""
         self._saving.remove(save)
-        name = f"step-{save.step:09d}"
-        if save.lost or name in self._checkpoints:
-            return
-        self._checkpoints[name] = FolderFacts(name, save.step, 0, {MANIFEST_NAME: 1})
-        self._files[name] = len(save.hosts) * self.scenario.processes + _FILES_OF_A_SAVE
-        self.totals.saves += 1
-        self.totals.writes += self._files[name]
-        folders = list(self._checkpoints.values())
-        keep_last, intact = self.scenario.keep_last, self._checkpoints.keys()
-        deletions = plan_retention(folders, newest=name, intact=intact, keep_last=keep_last, keep_every=0)
-        for deletion in deletions:
-            del self._checkpoints[deletion.folder]
-            self.totals.deletes += self._files.pop(deletion.folder)
+        if (done := self.state.commit(save)) is not None:
+            self.totals.saves += 1
+            self.totals.writes += done.writes
+            self.totals.deletes += done.deletes

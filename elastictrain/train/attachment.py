@@ -84,9 +84,11 @@ class Attachment:
                 step=step,
                 seconds=changed.seconds,
                 limited_by=changed.limited_by,
-                mean_time_to_loss_s=counts.mean_time_to_loss_s,
+                mean_time_to_loss_s=counts.time_to_loss_s,
+                losses=counts.losses,
+                kept=counts.kept,
+                trained_s=counts.trained_s,
                 **asdict(tuner.costs),
-                **asdict(counts),
             )
         )
 

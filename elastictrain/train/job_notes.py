@@ -57,8 +57,7 @@ class JobNotes:
         failures, launcher = before.failures, self._identity.launcher
         # torchrun starts workers again only after a failure; a launcher tells.
         if before.incarnations and (launcher is None or launcher.recovery is not None):
-            lost = tier == "storage"
-            failures = replace(failures, losses=failures.losses + lost, kept=failures.kept + (not lost))
+            failures = failures.failed(lost=tier == "storage")
         self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval, evaluated, failures)
         self._write()
 

@@ -9,8 +9,10 @@ import pytest
 for _folder in (Path(__file__).parent, Path(__file__).parents[1] / "process"):
     sys.path.insert(0, str(_folder))
 
-from hosts import Network  # noqa: E402
-from namespaces import unavailable  # noqa: E402
+from hosts import start_warm  # noqa: E402
+
+from elastictrain.chaos.network.hosts import VirtualNetwork  # noqa: E402
+from elastictrain.chaos.network.namespaces import unavailable  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
+def network(tmp_path: Path) -> Iterator[VirtualNetwork]:
     """A switch without hosts yet."""
-    with Network(tmp_path / "network") as switched:
+    with VirtualNetwork(tmp_path / "network", start=start_warm) as switched:
         yield switched

@@ -5,8 +5,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from hosts import Host, Network
 from torchruns import environment, wait_until
+
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue")
 # Launchers on the same machine lock by number of job and name of host: another cluster on it has other numbers.
@@ -57,13 +58,13 @@ class SlurmCluster:
     Each node has at `memory` a host memory of its own.
     """
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network: VirtualNetwork, folder: Path) -> None:
         self.folder = folder
         self.memory = folder / "host-memory"
         for name in ("state", "host-memory"):
             (folder / name).mkdir(parents=True)
         self.head, *nodes = (network.add(name) for name in ("head", "n1", "n2"))
-        self.nodes: dict[str, Host] = {node.name: node for node in nodes}
+        self.nodes: dict[str, VirtualHost] = {node.name: node for node in nodes}
         (folder / "slurm.conf").write_text(
             _CONFIGURATION.format(
                 controller=f"head({self.head.address})", folder=folder, first_job=1 + secrets.randbelow(10**7)
@@ -88,10 +89,10 @@ class SlurmCluster:
         self._daemon(self.head, "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket}", *files)
         wait_until(socket.exists, timeout_s=10, what="munge's socket")
 
-    def _daemon(self, host: Host, *command: str) -> None:
+    def _daemon(self, host: VirtualHost, *command: str) -> None:
         host.popen(command, log=self.folder / f"{command[0]}-{host.name}.txt", extra_environment=self._variables)
 
-    def _start(self, node: Host) -> None:
+    def _start(self, node: VirtualHost) -> None:
         node.popen(["mount", "-t", "tmpfs", "none", self.memory], log=self.folder / "mount.txt").wait(10)
         self._daemon(node, "slurmd", "-D", "-N", node.name)
 

@@ -4,9 +4,10 @@ import sys
 import time
 from pathlib import Path
 
-from fleet import Fleet
-from hosts import Host, Network
 from torchruns import REPOSITORY, TINY, events, last_step, wait_until
+
+from elastictrain.chaos.fleet import LauncherFleet
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 
 LEFT_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 SAYS = {
@@ -26,7 +27,7 @@ ARGUMENTS = (
 _SERVER = Path(__file__).with_name("metadata_host.py")
 
 
-def into_cloud(host: Host, cloud: str, *, taken: Path) -> None:
+def into_cloud(host: VirtualHost, cloud: str, *, taken: Path) -> None:
     """Make a host a machine of a cloud, which takes it when the file `taken` is there."""
     host.namespaces.ip("address", "add", "169.254.169.254/32", "dev", "lo")
     # What the firmware of this machine says would count for more.
@@ -39,14 +40,14 @@ def into_cloud(host: Host, cloud: str, *, taken: Path) -> None:
     wait_until(lambda: "serving" in server.output(), timeout_s=60, what="the metadata service")
 
 
-def test_each_clouds_notice_is_saved_in_time_and_the_next_start_goes_on(network: Network, tmp_path: Path) -> None:
-    fleets: dict[str, Fleet] = {}
+def test_each_clouds_notice_is_saved_in_time_and_the_next_start_goes_on(network: VirtualNetwork, tmp_path: Path) -> None:
+    fleets: dict[str, LauncherFleet] = {}
     hosts = {cloud: network.add(cloud) for cloud in LEFT_S}
     for cloud, host in hosts.items():
         folder = tmp_path / cloud
         folder.mkdir()
         into_cloud(host, cloud, taken=folder / "taken")
-        fleets[cloud] = Fleet(folder / "run", folder / "logs", [*ARGUMENTS, f"checkpoint.memory_dir={host.memory}"])
+        fleets[cloud] = LauncherFleet(folder / "run", folder / "logs", [*ARGUMENTS, f"checkpoint.memory_dir={host.memory}"])
         fleets[cloud].start(host, more=["train.steps=100000", "task.pause_s=0.05"])
     for cloud, fleet in fleets.items():
         fleet.wait_for_step(5, timeout_s=120)

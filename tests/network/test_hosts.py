@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import INTERFACE, Host, Network, durable_step, start_run
-from namespaces import processes_in
+from hosts import durable_step, start_run
 from torchruns import TINY, Run, environment, events, last_step, last_wins, losses, train_warm, wait_until
 
+from elastictrain.chaos.network.hosts import INTERFACE, VirtualHost, VirtualNetwork
+from elastictrain.chaos.network.namespaces import processes_in
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
 from elastictrain.data.opening import open_datasets
@@ -76,15 +77,15 @@ time.sleep(600)
 OWNER = """
 import sys, time
 from pathlib import Path
-from hosts import Network
-with Network(Path(sys.argv[1])) as network:
+from elastictrain.chaos.network.hosts import VirtualNetwork
+with VirtualNetwork(Path(sys.argv[1])) as network:
     host = network.add("a")
     print(host.network, host.memory, flush=True)
     time.sleep(600)
 """
 
 
-def python(host: Host, code: str, *arguments: str, log: Path) -> Run:
+def python(host: VirtualHost, code: str, *arguments: str, log: Path) -> Run:
     """Start a small program on a host."""
     return host.popen([sys.executable, "-c", code, *arguments], log=log)
 
@@ -97,7 +98,7 @@ def wait_for_word(run: Run, word: str) -> None:
     wait_until(lambda: last_word(run) == word, timeout_s=60, what=f"{word!r}")
 
 
-def test_each_host_is_itself(network: Network, tmp_path: Path) -> None:
+def test_each_host_is_itself(network: VirtualNetwork, tmp_path: Path) -> None:
     for host in (network.add("a"), network.add("b")):
         described = python(host, DESCRIBE, log=tmp_path / f"{host.name}.txt")
         assert described.wait(60) == 0, described.output()
@@ -106,7 +107,7 @@ def test_each_host_is_itself(network: Network, tmp_path: Path) -> None:
         assert host.memory.parent == Path("/dev/shm")
 
 
-def test_a_cut_link_is_silent_and_a_killed_host_is_not(network: Network, tmp_path: Path) -> None:
+def test_a_cut_link_is_silent_and_a_killed_host_is_not(network: VirtualNetwork, tmp_path: Path) -> None:
     a, b = network.add("a"), network.add("b")
     python(b, ECHO, log=tmp_path / "b.txt")
     wait_until(lambda: listening(b), timeout_s=60, what="the echo")
@@ -121,12 +122,12 @@ def test_a_cut_link_is_silent_and_a_killed_host_is_not(network: Network, tmp_pat
     assert last_word(asking) == "closed"
 
 
-def listening(host: Host) -> bool:
+def listening(host: VirtualHost) -> bool:
     """Whether somebody on the host accepts connections."""
     return any(" 0A " in Path(f"/proc/{pid}/net/tcp").read_text() for pid in processes_in(host.network)[:1])
 
 
-def test_a_lost_host_says_nothing(network: Network, tmp_path: Path) -> None:
+def test_a_lost_host_says_nothing(network: VirtualNetwork, tmp_path: Path) -> None:
     a, b = network.add("a"), network.add("b")
     python(b, ECHO, log=tmp_path / "b.txt")
     (b.memory / "snapshots").mkdir()
@@ -144,7 +145,7 @@ def test_nothing_is_left_behind_by_a_test_that_fails(tmp_path: Path) -> None:
     hosts = []
 
     def fail() -> None:
-        with Network(tmp_path / "network") as network:
+        with VirtualNetwork(tmp_path / "network") as network:
             hosts.append(network.add("a"))
             run = python(hosts[0], STUBBORN, log=tmp_path / "a.txt")
             wait_until(lambda: run.output().count("settled") == 2, timeout_s=60, what="two processes")
@@ -185,7 +186,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def test_two_hosts_train_as_one_does(network: Network, tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+def test_two_hosts_train_as_one_does(network: VirtualNetwork, tmp_path: Path, undisturbed: dict[str, Path]) -> None:
     a, b = network.add("a"), network.add("b")
     run_dir = tmp_path / "run"
     start_run([a, b], [*ARGUMENTS, "parallel=ddp"], run_dir=run_dir, logs=tmp_path).train()
@@ -195,7 +196,9 @@ def test_two_hosts_train_as_one_does(network: Network, tmp_path: Path, undisturb
     assert_every_position_once(run_dir, undisturbed["ddp"])
 
 
-def test_a_new_host_takes_the_place_of_a_lost_one(network: Network, tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+def test_a_new_host_takes_the_place_of_a_lost_one(
+    network: VirtualNetwork, tmp_path: Path, undisturbed: dict[str, Path]
+) -> None:
     """Sharded, so that neither host has all of the state."""
     a, b = network.add("a"), network.add("b")
     run_dir, arguments = tmp_path / "run", [*ARGUMENTS, "parallel=fsdp"]

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fleet import Fleet, launcher_of, resumed, workers
-from hosts import Host, Network
 from torchruns import TINY, events, kill, last_step, last_wins, train_warm, wait_until
 
+from elastictrain.chaos.fleet import LauncherFleet, launcher_of, resumed, workers
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
 from elastictrain.data.opening import open_datasets
@@ -49,13 +49,13 @@ def undisturbed(tmp_path: Path) -> Path:
     return folder / "run"
 
 
-def freeze(host: Host, number: int) -> None:
+def freeze(host: VirtualHost, number: int) -> None:
     for pid in host.namespaces.inhabitants():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def lose_and_replace(fleet: Fleet, gone: Host, others: list[Host]) -> None:
+def lose_and_replace(fleet: LauncherFleet, gone: VirtualHost, others: list[VirtualHost]) -> None:
     """The others go on without it, and take it in when it is back."""
     names = [host.name for host in others]
     fleet.wait_for_members(names)
@@ -66,9 +66,9 @@ def lose_and_replace(fleet: Fleet, gone: Host, others: list[Host]) -> None:
     fleet.go_on()
 
 
-def test_whatever_is_lost_the_run_is_the_same(network: Network, tmp_path: Path, undisturbed: Path) -> None:
+def test_whatever_is_lost_the_run_is_the_same(network: VirtualNetwork, tmp_path: Path, undisturbed: Path) -> None:
     a, b, c = (network.add(name) for name in "abc")
-    fleet = Fleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS, *PACED, "task.pause_s=0.05", *LAUNCH])
+    fleet = LauncherFleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS, *PACED, "task.pause_s=0.05", *LAUNCH])
     fleet.start(a, b, c)
     fleet.wait_for_step(12)
 
@@ -117,7 +117,7 @@ def test_whatever_is_lost_the_run_is_the_same(network: Network, tmp_path: Path, 
     check(fleet, undisturbed)
 
 
-def check(fleet: Fleet, undisturbed: Path) -> None:
+def check(fleet: LauncherFleet, undisturbed: Path) -> None:
     """The losses are those of the undisturbed run, and each sample was consumed once."""
     right = {row["step"]: row["loss"] for row in events(undisturbed, "step")}
     rows = events(fleet.run_dir, "step")

@@ -5,20 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults import (
-    BLOCKED_PORT,
-    Checked,
-    block,
-    check_links,
-    delay,
-    drop_sent,
-    jumbo,
-    jumbo_bridge,
-    limit_rate,
-    lose,
-    without_offloads,
-)
-from hosts import Host, Network
+from faults import BLOCKED_PORT, Checked, check_links
+
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
+from elastictrain.chaos.network.links import block, delay, drop_sent, jumbo, jumbo_bridge, limit_rate, lose, without_offloads
 
 LIMIT_S = 10.0
 """From a complete roster to verdicts on every host."""
@@ -29,7 +19,7 @@ FULL = ["roster", "reachable", "mtu", "loss", "latency", "clock", "bandwidth"]
 
 
 @pytest.fixture
-def hosts(network: Network) -> list[Host]:
+def hosts(network: VirtualNetwork) -> list[VirtualHost]:
     made = [network.add(name) for name in ("h1", "h2", "h3")]
     for host in made:
         # Without a limit a link is as fast as the processor is idle.
@@ -43,14 +33,14 @@ def assert_only(found: Checked, *failed: tuple[str, str, str]) -> None:
     assert found.seconds < LIMIT_S
 
 
-def test_healthy_hosts_pass(hosts: list[Host], tmp_path: Path) -> None:
+def test_healthy_hosts_pass(hosts: list[VirtualHost], tmp_path: Path) -> None:
     for number in range(HEALTHY_RUNS):
         found = check_links(hosts, tmp_path / f"full{number}")
         assert_only(found)
         assert [row["check"] for row in found.verdicts if row["status"] == "pass"] == FULL, found.verdicts
 
 
-def test_a_quick_check_is_quick(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_quick_check_is_quick(hosts: list[VirtualHost], tmp_path: Path) -> None:
     seconds = []
     for number in range(HEALTHY_RUNS):
         found = check_links(hosts, tmp_path / f"quick{number}", full=False)
@@ -61,7 +51,7 @@ def test_a_quick_check_is_quick(hosts: list[Host], tmp_path: Path) -> None:
     assert max(seconds) < 1.5
 
 
-def test_large_frames_that_vanish_at_the_switch(hosts: list[Host], tmp_path: Path) -> None:
+def test_large_frames_that_vanish_at_the_switch(hosts: list[VirtualHost], tmp_path: Path) -> None:
     for host in hosts:
         jumbo(host, switch_too=False)
     found = check_links(hosts, tmp_path / "words")
@@ -75,7 +65,7 @@ def test_large_frames_that_vanish_at_the_switch(hosts: list[Host], tmp_path: Pat
     assert_only(check_links(hosts, tmp_path / "remedied", full=False))
 
 
-def test_large_frames_that_vanish_at_one_port(hosts: list[Host], tmp_path: Path) -> None:
+def test_large_frames_that_vanish_at_one_port(hosts: list[VirtualHost], tmp_path: Path) -> None:
     for host in hosts:
         jumbo(host, switch_too=host is not hosts[2])
     jumbo_bridge(hosts[0])
@@ -86,7 +76,7 @@ def test_large_frames_that_vanish_at_one_port(hosts: list[Host], tmp_path: Path)
 
 
 @NEEDS_NFT
-def test_the_mtu_is_found_where_udp_is_blocked(hosts: list[Host], tmp_path: Path) -> None:
+def test_the_mtu_is_found_where_udp_is_blocked(hosts: list[VirtualHost], tmp_path: Path) -> None:
     for host in hosts:
         jumbo(host, switch_too=host is not hosts[2])
         drop_sent(host, "meta l4proto udp")
@@ -97,7 +87,7 @@ def test_the_mtu_is_found_where_udp_is_blocked(hosts: list[Host], tmp_path: Path
 
 
 @NEEDS_NFT
-def test_a_peer_that_drops_connections_makes_no_host_silent(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_peer_that_drops_connections_makes_no_host_silent(hosts: list[VirtualHost], tmp_path: Path) -> None:
     """From some packet on: contacts still succeed."""
     for host in hosts:
         without_offloads(host)
@@ -109,7 +99,7 @@ def test_a_peer_that_drops_connections_makes_no_host_silent(hosts: list[Host], t
     assert {(scope, subject) for _, scope, subject in found.failed()} <= {("link", "h1 -> h2"), ("link", "h2 -> h1")}
 
 
-def test_hosts_with_unequal_interfaces_are_well(hosts: list[Host], tmp_path: Path) -> None:
+def test_hosts_with_unequal_interfaces_are_well(hosts: list[VirtualHost], tmp_path: Path) -> None:
     """TCP agrees on the smaller one."""
     jumbo(hosts[2], switch_too=False)
     assert_only(check_links(hosts, tmp_path / "words", full=False))
@@ -124,7 +114,9 @@ def test_hosts_with_unequal_interfaces_are_well(hosts: list[Host], tmp_path: Pat
     ],
     ids=["both", "sent", "received"],
 )
-def test_a_host_at_100_mbit_per_s(hosts: list[Host], tmp_path: Path, sent: bool, received: bool, unit: str, look: str) -> None:
+def test_a_host_at_100_mbit_per_s(
+    hosts: list[VirtualHost], tmp_path: Path, sent: bool, received: bool, unit: str, look: str
+) -> None:
     limit_rate(hosts[2], sent=sent, received=received)
     found = check_links(hosts, tmp_path / "words")
     assert_only(found, ("bandwidth", "host", "h3"))
@@ -134,19 +126,19 @@ def test_a_host_at_100_mbit_per_s(hosts: list[Host], tmp_path: Path, sent: bool,
     assert verdict["remedy"].partition("`")[2].startswith(look)
 
 
-def lossy_sender(hosts: list[Host], percent: float) -> None:
+def lossy_sender(hosts: list[VirtualHost], percent: float) -> None:
     lose(hosts[2], percent, received=False)
 
 
-def lossy_host(hosts: list[Host], percent: float) -> None:
+def lossy_host(hosts: list[VirtualHost], percent: float) -> None:
     lose(hosts[2], percent)
 
 
-def lossy_link(hosts: list[Host], percent: float) -> None:
+def lossy_link(hosts: list[VirtualHost], percent: float) -> None:
     lose(hosts[1], percent, received=False, other=hosts[0])
 
 
-def lossy_pair(hosts: list[Host], percent: float) -> None:
+def lossy_pair(hosts: list[VirtualHost], percent: float) -> None:
     lose(hosts[1], percent)
     lose(hosts[3], percent)
 
@@ -163,12 +155,12 @@ def lossy_pair(hosts: list[Host], percent: float) -> None:
     ],
 )
 def test_packets_that_get_lost(
-    fault: Callable[[list[Host], float], None],
+    fault: Callable[[list[VirtualHost], float], None],
     num_hosts: int,
     subjects: set[str],
     full: bool,
     percent: float,
-    network: Network,
+    network: VirtualNetwork,
     tmp_path: Path,
 ) -> None:
     hosts = [network.add(f"h{number + 1}") for number in range(num_hosts)]
@@ -183,7 +175,7 @@ def test_packets_that_get_lost(
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])
-def test_a_host_20_ms_away(hosts: list[Host], tmp_path: Path, full: bool) -> None:
+def test_a_host_20_ms_away(hosts: list[VirtualHost], tmp_path: Path, full: bool) -> None:
     delay(hosts[2], hosts[:2], seconds=0.02, log=tmp_path / "relay.txt")
     found = check_links(hosts, tmp_path / "words", full=full)
     # The relay is no fast one, either.
@@ -195,7 +187,7 @@ def test_a_host_20_ms_away(hosts: list[Host], tmp_path: Path, full: bool) -> Non
     assert verdict["unit"] == "ms"
 
 
-def test_a_port_that_is_blocked_one_way(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_port_that_is_blocked_one_way(hosts: list[VirtualHost], tmp_path: Path) -> None:
     block(hosts[2], hosts[0], port=BLOCKED_PORT)
     found = check_links(hosts, tmp_path / "words", full=False)
     assert_only(found, ("reachable", "link", "h3 -> h1"))
@@ -204,7 +196,7 @@ def test_a_port_that_is_blocked_one_way(hosts: list[Host], tmp_path: Path) -> No
     assert f"-s {hosts[2].address}" in verdict["remedy"]
 
 
-def test_an_absent_host(hosts: list[Host], tmp_path: Path) -> None:
+def test_an_absent_host(hosts: list[VirtualHost], tmp_path: Path) -> None:
     found = check_links(hosts, tmp_path / "words", absent=("h3",), roster_s=2.0)
     assert_only(found, ("roster", "host", "h3"))
     assert found.verdict("roster", "h3")["status"] == "fail"
@@ -214,18 +206,18 @@ def test_an_absent_host(hosts: list[Host], tmp_path: Path) -> None:
 
 # On a busy machine contacts may be ordered a second time before anything is measured.
 @pytest.mark.parametrize(("stop_at", "doing"), [("order/0", "contacts"), ('"measure":true', "bandwidth")])
-def test_a_host_that_falls_silent_midway(hosts: list[Host], tmp_path: Path, stop_at: str, doing: str) -> None:
+def test_a_host_that_falls_silent_midway(hosts: list[VirtualHost], tmp_path: Path, stop_at: str, doing: str) -> None:
     found = check_links(hosts, tmp_path / "words", changed={"h3": {"stop_at": stop_at}})
     assert_only(found, ("roster", "host", "h3"))
     assert doing in found.verdict("roster", "h3")["measured"]
 
 
-def test_a_clock_that_is_off(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_clock_that_is_off(hosts: list[VirtualHost], tmp_path: Path) -> None:
     found = check_links(hosts, tmp_path / "words", changed={"h1": {"skew_s": 20.0}}, full=False)
     assert_only(found, ("clock", "host", "h1"))
 
 
-def slow_link(hosts: list[Host]) -> None:
+def slow_link(hosts: list[VirtualHost]) -> None:
     limit_rate(hosts[1], received=False)
 
 
@@ -238,7 +230,7 @@ def slow_link(hosts: list[Host]) -> None:
     ids=["healthy", "one way"],
 )
 def test_two_hosts(
-    network: Network, tmp_path: Path, ill: Callable[[list[Host]], None], failed: list[tuple[str, str, str]]
+    network: VirtualNetwork, tmp_path: Path, ill: Callable[[list[VirtualHost]], None], failed: list[tuple[str, str, str]]
 ) -> None:
     pair = [network.add(name) for name in ("h1", "h2")]
     ill(pair)

@@ -4,9 +4,10 @@ import os
 import signal
 from pathlib import Path
 
-from fleet import Fleet, launcher_of, workers
-from hosts import Network
 from torchruns import events, kill, losses, wait_until, warm_ranks
+
+from elastictrain.chaos.fleet import LauncherFleet, launcher_of, workers
+from elastictrain.chaos.network.hosts import VirtualNetwork
 
 STEPS = 150
 PROGRAM = """
@@ -39,7 +40,7 @@ with elastictrain.attach(folder, model=model, optimizer=optimizer) as run:
 """
 
 
-def test_a_host_is_replaced_while_the_other_keeps_its_process(network: Network, tmp_path: Path) -> None:
+def test_a_host_is_replaced_while_the_other_keeps_its_process(network: VirtualNetwork, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     right = tmp_path / "undisturbed"
@@ -47,7 +48,7 @@ def test_a_host_is_replaced_while_the_other_keeps_its_process(network: Network, 
     a, b, c = (network.add(name) for name in "abc")
     run_dir = tmp_path / "run"
     launch = ("launch.min_hosts=2", "launch.max_hosts=2", "launch.join_s=120", "launch.notices=false", "preflight=off")
-    fleet = Fleet(run_dir, tmp_path / "logs", launch)
+    fleet = LauncherFleet(run_dir, tmp_path / "logs", launch)
     more = ["--", str(program), str(run_dir), "100000", "0.03"]
     fleet.start(a, b, more=more)
     fleet.wait_for_step(12)

@@ -5,9 +5,10 @@ import signal
 import time
 from pathlib import Path
 
-from fleet import Fleet, launcher_of
-from hosts import Host, Network
 from torchruns import TINY, wait_until
+
+from elastictrain.chaos.fleet import LauncherFleet, launcher_of
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 
 GOES_ON_WITHIN_S = 15.0
 ARGUMENTS = (
@@ -28,7 +29,7 @@ ARGUMENTS = (
 """The limits on failures are the default ones."""
 
 
-def generations_with(fleet: Fleet, *groups: str) -> None:
+def generations_with(fleet: LauncherFleet, *groups: str) -> None:
     """Until the newest generation is one of these, in time."""
     began_s = time.monotonic()
     while "".join(sorted(fleet.members())) not in groups:
@@ -36,15 +37,15 @@ def generations_with(fleet: Fleet, *groups: str) -> None:
         time.sleep(0.05)
 
 
-def together(fleet: Fleet, network: Network, hosts: list[Host]) -> None:
+def together(fleet: LauncherFleet, network: VirtualNetwork, hosts: list[VirtualHost]) -> None:
     network.join()
     fleet.wait_for_members([host.name for host in hosts])
     fleet.go_on()
 
 
-def test_a_network_that_falls_apart_never_ends_the_run(network: Network, tmp_path: Path) -> None:
+def test_a_network_that_falls_apart_never_ends_the_run(network: VirtualNetwork, tmp_path: Path) -> None:
     hosts = a, b, c, d = [network.add(name) for name in "abcd"]
-    fleet = Fleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS])
+    fleet = LauncherFleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS])
     fleet.start(*hosts)
     fleet.wait_for_members(list("abcd"))
     fleet.wait_for_step(5)
@@ -75,9 +76,9 @@ def test_a_network_that_falls_apart_never_ends_the_run(network: Network, tmp_pat
     assert fleet.wait() == dict.fromkeys("abcd", 75), fleet.output()[-8000:]
 
 
-def test_a_host_whose_address_changes_is_taken_in_under_the_new_one(network: Network, tmp_path: Path) -> None:
+def test_a_host_whose_address_changes_is_taken_in_under_the_new_one(network: VirtualNetwork, tmp_path: Path) -> None:
     a, b = (network.add(name) for name in "ab")
-    fleet = Fleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS, "launch.max_hosts=2"])
+    fleet = LauncherFleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS, "launch.max_hosts=2"])
     fleet.start(a, b)
     fleet.wait_for_members(["a", "b"])
     fleet.wait_for_step(3)

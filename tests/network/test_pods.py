@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-from fleet import Fleet
-from hosts import Network
 from torchruns import TINY, events
+
+from elastictrain.chaos.fleet import LauncherFleet
+from elastictrain.chaos.network.hosts import VirtualNetwork
 
 GPUS = 4
 ARGUMENTS = (*TINY, "train.steps=3", "train.eval_every_steps=0", "launch.notices=false", "run.num_threads=1")
 
 
-def test_pods_whose_world_size_counts_gpus_train_together(network: Network, tmp_path: Path) -> None:
+def test_pods_whose_world_size_counts_gpus_train_together(network: VirtualNetwork, tmp_path: Path) -> None:
     pods = [network.add(name) for name in "ab"]
-    fleet = Fleet(tmp_path / "run", tmp_path / "logs", ARGUMENTS)
+    fleet = LauncherFleet(tmp_path / "run", tmp_path / "logs", ARGUMENTS)
     for rank, pod in enumerate(pods):
         fleet.start(
             pod,

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import block, delay, inside, jumbo, limit_rate, place_of
-from fleet import Fleet
-from hosts import Host, Network, start_run
+from hosts import start_run
 from torchruns import REPOSITORY, TINY, events, losses
 
+from elastictrain.chaos.fleet import LauncherFleet
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
+from elastictrain.chaos.network.links import block, delay, inside, jumbo, limit_rate
 from elastictrain.errors import EXIT_CONFIG, EXIT_TRANSPORT, EXIT_UNFIT
 
 PORT = 29610
@@ -45,7 +46,7 @@ class Outcome:
 
 
 def preflight(
-    hosts: Sequence[Host],
+    hosts: Sequence[VirtualHost],
     folder: Path,
     *,
     run_dir: Path,
@@ -78,7 +79,7 @@ def preflight(
 
 
 @pytest.fixture
-def three(network: Network) -> list[Host]:
+def three(network: VirtualNetwork) -> list[VirtualHost]:
     return [network.add(name) for name in ("a", "b", "c")]
 
 
@@ -89,7 +90,7 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_nothing_is_wrong(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_nothing_is_wrong(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     for level, torchrun in (("full", True), ("quick", False), ("full", False)):
         outcome = preflight(three, tmp_path / f"{level}-{torchrun}", run_dir=run_dir, level=level, torchrun=torchrun)
         assert outcome.failed() == set(), outcome.verdicts
@@ -103,20 +104,20 @@ def test_nothing_is_wrong(three: list[Host], run_dir: Path, tmp_path: Path) -> N
 DONE_ELSEWHERE = pytest.mark.skipif(not UNDER_TORCHRUN, reason="test_links.py does the same without torch")
 
 
-def black_hole(hosts: list[Host]) -> None:
+def black_hole(hosts: list[VirtualHost]) -> None:
     for host in hosts:
         jumbo(host, switch_too=False)
 
 
-def slow(hosts: list[Host]) -> None:
+def slow(hosts: list[VirtualHost]) -> None:
     limit_rate(hosts[1])
 
 
-def slow_to_send(hosts: list[Host]) -> None:
+def slow_to_send(hosts: list[VirtualHost]) -> None:
     limit_rate(hosts[2], received=False)
 
 
-def blocked(hosts: list[Host]) -> None:
+def blocked(hosts: list[VirtualHost]) -> None:
     block(hosts[1], hosts[2], port=PORT)
 
 
@@ -130,11 +131,11 @@ def blocked(hosts: list[Host]) -> None:
     ],
 )
 def test_a_network_that_is_ill(
-    fault: Callable[[list[Host]], None],
+    fault: Callable[[list[VirtualHost]], None],
     check: str,
     subjects: set[str] | None,
     remedy: str,
-    three: list[Host],
+    three: list[VirtualHost],
     run_dir: Path,
     tmp_path: Path,
 ) -> None:
@@ -148,7 +149,7 @@ def test_a_network_that_is_ill(
 
 
 @DONE_ELSEWHERE
-def test_one_host_is_far_away(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_one_host_is_far_away(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     delay(three[1], [three[0], three[2]], seconds=0.02, log=tmp_path / "relay.txt")
     outcome = preflight(three, tmp_path, run_dir=run_dir)
     assert ("latency", "b") in outcome.failed(), outcome.verdicts
@@ -157,11 +158,11 @@ def test_one_host_is_far_away(three: list[Host], run_dir: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(("pinned", "name"), [("docker0", "docker0"), ("ens7", "ens7")])
 def test_an_interface_that_a_person_chose_wrongly(
-    pinned: str, name: str, three: list[Host], run_dir: Path, tmp_path: Path
+    pinned: str, name: str, three: list[VirtualHost], run_dir: Path, tmp_path: Path
 ) -> None:
-    inside(place_of(three[1]), "ip", "link", "add", "docker0", "type", "bridge")
-    inside(place_of(three[1]), "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
-    inside(place_of(three[1]), "ip", "link", "set", "docker0", "up")
+    inside(three[1].namespaces, "ip", "link", "add", "docker0", "type", "bridge")
+    inside(three[1].namespaces, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
+    inside(three[1].namespaces, "ip", "link", "set", "docker0", "up")
     environments = {"b": {"GLOO_SOCKET_IFNAME": pinned, "NCCL_SOCKET_IFNAME": pinned}}
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick", environments=environments)
     assert outcome.failed() == {("interface", "b")}, outcome.verdicts
@@ -169,29 +170,31 @@ def test_an_interface_that_a_person_chose_wrongly(
     assert name in str([row for row in outcome.verdicts if row["check"] == "interface"])
 
 
-def test_a_route_through_docker0_and_nothing_that_follows_from_it(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
-    inside(place_of(three[1]), "ip", "link", "add", "docker0", "type", "bridge")
-    inside(place_of(three[1]), "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
-    inside(place_of(three[1]), "ip", "link", "set", "docker0", "up")
+def test_a_route_through_docker0_and_nothing_that_follows_from_it(
+    three: list[VirtualHost], run_dir: Path, tmp_path: Path
+) -> None:
+    inside(three[1].namespaces, "ip", "link", "add", "docker0", "type", "bridge")
+    inside(three[1].namespaces, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
+    inside(three[1].namespaces, "ip", "link", "set", "docker0", "up")
     for other in (three[0], three[2]):
-        inside(place_of(three[1]), "ip", "route", "add", f"{other.address}/32", "dev", "docker0")
+        inside(three[1].namespaces, "ip", "route", "add", f"{other.address}/32", "dev", "docker0")
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick", torchrun=False)
     assert outcome.failed() == {("interface", "b")}, outcome.verdicts
     assert "docker0" in outcome.remedy("interface")
     assert outcome.codes == {"a": EXIT_TRANSPORT, "b": EXIT_UNFIT, "c": EXIT_TRANSPORT}
 
 
-def test_an_address_that_two_hosts_have(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_an_address_that_two_hosts_have(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     three[2].move(three[1].address)
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick", torchrun=False)
     assert outcome.failed() == {("interface", "b"), ("interface", "c")}, outcome.verdicts
     assert outcome.codes == {"a": EXIT_TRANSPORT, "b": EXIT_UNFIT, "c": EXIT_UNFIT}
 
 
-def test_an_own_name_that_is_loopback(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_an_own_name_that_is_loopback(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("127.0.0.1 localhost\n127.0.1.1 c\n")
-    inside(place_of(three[2]), "mount", "--bind", str(hosts_file), "/etc/hosts")
+    inside(three[2].namespaces, "mount", "--bind", str(hosts_file), "/etc/hosts")
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick")
     assert outcome.failed() == {("name", "c")}, outcome.verdicts
     assert "/etc/hosts" in outcome.remedy("name")
@@ -200,7 +203,7 @@ def test_an_own_name_that_is_loopback(three: list[Host], run_dir: Path, tmp_path
     assert {name for name in "abc" if "unfit" in outcome.output[name]} == {"c"}
 
 
-def test_a_clock_that_is_off(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_clock_that_is_off(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     hooks = tmp_path / "hooks"
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() + 20\n")
@@ -209,19 +212,19 @@ def test_a_clock_that_is_off(three: list[Host], run_dir: Path, tmp_path: Path) -
     assert outcome.failed() == {("clock", "b")}, outcome.verdicts
 
 
-def full_disk(host: Host, run_dir: Path) -> None:
-    inside(place_of(host), "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(run_dir))
-    inside(place_of(host), "sh", "-c", f"head -c 100000 /dev/zero > {run_dir}/fill || true")
+def full_disk(host: VirtualHost, run_dir: Path) -> None:
+    inside(host.namespaces, "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(run_dir))
+    inside(host.namespaces, "sh", "-c", f"head -c 100000 /dev/zero > {run_dir}/fill || true")
 
 
-def read_only_disk(host: Host, run_dir: Path) -> None:
-    inside(place_of(host), "mount", "--bind", str(run_dir), str(run_dir))
-    inside(place_of(host), "mount", "-o", "remount,bind,ro", str(run_dir))
+def read_only_disk(host: VirtualHost, run_dir: Path) -> None:
+    inside(host.namespaces, "mount", "--bind", str(run_dir), str(run_dir))
+    inside(host.namespaces, "mount", "-o", "remount,bind,ro", str(run_dir))
 
 
 @pytest.mark.parametrize(("fault", "words"), [(full_disk, "df"), (read_only_disk, "remount")])
 def test_a_folder_that_cannot_be_written(
-    fault: Callable[[Host, Path], None], words: str, three: list[Host], run_dir: Path, tmp_path: Path
+    fault: Callable[[VirtualHost, Path], None], words: str, three: list[VirtualHost], run_dir: Path, tmp_path: Path
 ) -> None:
     fault(three[1], run_dir)
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick")
@@ -230,12 +233,12 @@ def test_a_folder_that_cannot_be_written(
     assert words in outcome.remedy("storage")
 
 
-def own_disk(host: Host, run_dir: Path) -> None:
-    inside(place_of(host), "mount", "-t", "tmpfs", "tmpfs", str(run_dir))
+def own_disk(host: VirtualHost, run_dir: Path) -> None:
+    inside(host.namespaces, "mount", "-t", "tmpfs", "tmpfs", str(run_dir))
 
 
 @pytest.mark.parametrize("level", ["quick", "full"])
-def test_a_run_folder_that_one_host_does_not_share(level: str, three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_folder_that_one_host_does_not_share(level: str, three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     own_disk(three[2], run_dir)
     outcome = preflight(three, tmp_path, run_dir=run_dir, level=level)
     assert outcome.failed() == {("storage", "c")}, outcome.verdicts
@@ -243,7 +246,7 @@ def test_a_run_folder_that_one_host_does_not_share(level: str, three: list[Host]
     assert not list(run_dir.iterdir()), "nothing is left behind"
 
 
-def test_a_run_folder_that_no_host_shares(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_folder_that_no_host_shares(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     for host in three[1:]:
         own_disk(host, run_dir)
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick")
@@ -252,7 +255,7 @@ def test_a_run_folder_that_no_host_shares(three: list[Host], run_dir: Path, tmp_
     assert set(outcome.codes.values()) == {1 if UNDER_TORCHRUN else EXIT_TRANSPORT}
 
 
-def test_a_host_with_other_code(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_host_with_other_code(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(REPOSITORY / "elastictrain", other / "elastictrain", ignore=shutil.ignore_patterns("__pycache__"))
     file = other / "elastictrain/train/step.py"
@@ -262,14 +265,14 @@ def test_a_host_with_other_code(three: list[Host], run_dir: Path, tmp_path: Path
     assert "elastictrain/train" in str(outcome.verdicts)
 
 
-def test_a_host_with_other_settings(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_host_with_other_settings(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     environments = {name: {"NCCL_ALGO": "Tree" if name == "b" else "Ring"} for name in "abc"}
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick", environments=environments)
     assert outcome.failed() == {("alike", "b")}, outcome.verdicts
     assert "NCCL_ALGO" in outcome.remedy("alike")
 
 
-def test_what_fails_everywhere_is_not_tried_again(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_what_fails_everywhere_is_not_tried_again(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     for host in three:
         read_only_disk(host, run_dir)
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick")
@@ -278,7 +281,7 @@ def test_what_fails_everywhere_is_not_tried_again(three: list[Host], run_dir: Pa
     assert all("storage" in output for output in outcome.output.values())
 
 
-def test_a_run_plans_its_interfaces_and_leaves_out_nobody(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_plans_its_interfaces_and_leaves_out_nobody(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     arguments = [*TINY, "preflight=default", "train.steps=3", "train.eval_every_steps=0"]
     start_run(three, arguments, run_dir=run_dir, logs=tmp_path / "logs", extra_environment=UNSET).train()
     assert sorted(losses(run_dir)) == [1, 2, 3]
@@ -289,7 +292,7 @@ def test_a_run_plans_its_interfaces_and_leaves_out_nobody(three: list[Host], run
     assert {row["host"]: row["variables"]["GLOO_SOCKET_IFNAME"] for row in planned} == dict.fromkeys("abc", "eth0")
 
 
-def test_a_run_trains_on_a_slow_host_that_cannot_be_left_out(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_trains_on_a_slow_host_that_cannot_be_left_out(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     limit_rate(three[1])
     arguments = [*TINY, "preflight=full", "train.steps=2", "train.eval_every_steps=0"]
     start_run(three, arguments, run_dir=run_dir, logs=tmp_path / "logs", extra_environment=UNSET).train()
@@ -300,12 +303,12 @@ def test_a_run_trains_on_a_slow_host_that_cannot_be_left_out(three: list[Host], 
 
 @pytest.mark.parametrize(("least", "members"), [(2, ["a", "c"]), (3, ["a", "b", "c"])])
 def test_a_launcher_leaves_a_slow_host_out_if_enough_others_remain(
-    least: int, members: list[str], three: list[Host], run_dir: Path, tmp_path: Path
+    least: int, members: list[str], three: list[VirtualHost], run_dir: Path, tmp_path: Path
 ) -> None:
     limit_rate(three[1])
     arguments = [*TINY, "preflight=full", "train.steps=4", "train.eval_every_steps=0", "launch.notices=false"]
     arguments += [f"launch.min_hosts={least}", "launch.max_hosts=3", "launch.join_s=120"]
-    fleet = Fleet(run_dir, tmp_path / "logs", arguments)
+    fleet = LauncherFleet(run_dir, tmp_path / "logs", arguments)
     fleet.start(*three, environment=UNSET)
     fleet.wait_for_step(4)
     fleet.wait_for_members(members)
@@ -317,7 +320,7 @@ def test_a_launcher_leaves_a_slow_host_out_if_enough_others_remain(
     assert excused == (set() if "b" not in members else {("bandwidth", "b")})
 
 
-def test_a_run_does_not_begin_on_an_unfit_host(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_begin_on_an_unfit_host(three: list[VirtualHost], run_dir: Path, tmp_path: Path) -> None:
     read_only_disk(three[1], run_dir)
     began = time.monotonic()
     arguments = [*TINY, "preflight=quick", "train.steps=3"]

@@ -2,26 +2,25 @@
 
 from pathlib import Path
 
-from faults import place_of
-from fleet import Fleet
-from hosts import Network
 from torchruns import TINY, events, wait_until
 
+from elastictrain.chaos.fleet import LauncherFleet
+from elastictrain.chaos.network.hosts import VirtualNetwork
 from elastictrain.errors import EXIT_TRANSPORT
 
 ARGUMENTS = (*TINY, "train.steps=30", "train.eval_every_steps=0", "fault.heartbeat_s=0.2", "fault.rendezvous_timeout_s=6")
 LAUNCH = ("launch.min_hosts=2", "launch.max_hosts=2", "launch.max_failures=1", "launch.notices=false")
 
 
-def test_a_store_behind_a_firewall_is_named_and_does_not_end_the_run(network: Network, tmp_path: Path) -> None:
+def test_a_store_behind_a_firewall_is_named_and_does_not_end_the_run(network: VirtualNetwork, tmp_path: Path) -> None:
     a, b = (network.add(name) for name in "ab")
-    place = place_of(a)
+    place = a.namespaces
     rule = ("from", b.address, "ipproto", "tcp", "blackhole")
     # Its own addresses are looked up first of all: after this, only after the rule below.
     place.ip("rule", "add", "pref", "100", "lookup", "local")
     place.ip("rule", "del", "pref", "0")
     place.ip("rule", "add", "pref", "10", *rule)
-    fleet = Fleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS, *LAUNCH])
+    fleet = LauncherFleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS, *LAUNCH])
     fleet.start(a, b)
     try:
         wait_until(lambda: len(fleet.generations()) > 2, timeout_s=90, what="two generations without a step")

@@ -4,8 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import Network, start_run
+from hosts import start_run
 from torchruns import TINY, events, losses, savers, train_warm, wait_until
+
+from elastictrain.chaos.network.hosts import VirtualNetwork
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "process/saver"))
 
@@ -38,7 +40,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(train_warm(ARGUMENTS, world_size=2, folder=tmp_path_factory.mktemp("undisturbed")))
 
 
-def test_sigkill_while_replicas_are_on_their_way(network: Network, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+def test_sigkill_while_replicas_are_on_their_way(
+    network: VirtualNetwork, tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
     hosts = [network.add("a"), network.add("b")]
     run_dir = tmp_path / "run"
     job = start_run(

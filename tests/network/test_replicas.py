@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hosts import Network
-from torchruns import TINY, events, losses, savers, train_warm, wait_until
+from hosts import torchrun
+from torchruns import TINY, Run, events, losses, savers, train_warm, wait_until
+
+from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 
 STEPS = 30
 ARGUMENTS = (
@@ -27,20 +29,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def test_a_new_host_goes_on_from_the_replica_of_a_lost_one(
-    network: Network, tmp_path: Path, undisturbed: dict[int, float]
+    network: VirtualNetwork, tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     a, b = network.add("a"), network.add("b")
     run_dir, port = tmp_path / "run", a.port()
     arguments = [*ARGUMENTS, "task.pause_s=0.1", "fault.step_timeout_s=6", f"run.dir={run_dir}"]
 
-    def start(host: object, number: int) -> object:
-        return host.torchrun(  # type: ignore[attr-defined]
+    def start(host: VirtualHost, number: int) -> Run:
+        return torchrun(
+            host,
             arguments,
             nnodes=2,
             node_rank=number,
             master=a,
             port=port,
-            log=tmp_path / f"{host.name}.txt",  # type: ignore[attr-defined]
+            log=tmp_path / f"{host.name}.txt",
             rendezvous="c10d",
             max_restarts=3,
             # torchrun's agents do not tell a new one where the workers' store is, unless each group gets one of its own.
@@ -56,8 +59,8 @@ def test_a_new_host_goes_on_from_the_replica_of_a_lost_one(
     newest = max(step for rank, step in replicated() if rank == 1)
     c = network.add("c")
     third = start(c, 1)
-    assert first.wait(120) == 0, first.output()[-5000:]  # type: ignore[attr-defined]
-    assert third.wait(30) == 0, third.output()[-5000:]  # type: ignore[attr-defined]
+    assert first.wait(120) == 0, first.output()[-5000:]
+    assert third.wait(30) == 0, third.output()[-5000:]
     resume = events(run_dir, "resume")[-1]
     assert (resume["tier"], resume["bytes"] > 0) == ("peer", True)
     assert resume["step"] >= newest >= 12

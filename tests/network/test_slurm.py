@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hosts import Network, durable_step
+from hosts import durable_step
 from slurm_cluster import SlurmCluster, missing_tools
 from torchruns import REPOSITORY, TINY, events, last_step, last_wins, wait_until
 
+from elastictrain.chaos.network.hosts import VirtualNetwork
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, read_ledger
 from elastictrain.data.opening import open_datasets
@@ -128,7 +129,7 @@ def short_path() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_whatever_slurm_does_the_run_goes_on(network: Network, tmp_path: Path, short_path: Path) -> None:
+def test_whatever_slurm_does_the_run_goes_on(network: VirtualNetwork, tmp_path: Path, short_path: Path) -> None:
     cluster = SlurmCluster(network, short_path / "slurm")
     job = submit(cluster, "slurm.sbatch", tmp_path)
 

@@ -5,14 +5,15 @@ import sys
 import time
 from pathlib import Path
 
-from faults import limit_rate
-from hosts import Network
 from torchruns import REPOSITORY
+
+from elastictrain.chaos.network.hosts import VirtualNetwork
+from elastictrain.chaos.network.links import limit_rate
 
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "", "PYTHONPATH": str(REPOSITORY)}
 
 
-def test_the_slow_direction_shows(network: Network, tmp_path: Path) -> None:
+def test_the_slow_direction_shows(network: VirtualNetwork, tmp_path: Path) -> None:
     listener, other = network.add("a"), network.add("b")
     limit_rate(other, received=False, rate="200mbit")
     port = listener.port()

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from fleet import Fleet
-from hosts import Network
 from torchruns import TINY, events
+
+from elastictrain.chaos.fleet import LauncherFleet
+from elastictrain.chaos.network.hosts import VirtualNetwork
 
 STEPS = 260
 ARGUMENTS = (
@@ -26,9 +27,9 @@ ARGUMENTS = (
 )
 
 
-def test_a_host_that_holds_up_the_others_is_left_out(network: Network, tmp_path: Path) -> None:
+def test_a_host_that_holds_up_the_others_is_left_out(network: VirtualNetwork, tmp_path: Path) -> None:
     hosts = [network.add(name) for name in "abc"]
-    fleet = Fleet(tmp_path / "run", tmp_path / "logs", ARGUMENTS)
+    fleet = LauncherFleet(tmp_path / "run", tmp_path / "logs", ARGUMENTS)
     fleet.start(*hosts)
     fleet.wait_for_step(12)
     ranks = {member["name"]: rank for rank, member in enumerate(fleet.generations()[-1]["members"])}

@@ -296,7 +296,6 @@ ELSEWHERE = {
     "recovery_calm.py": "bench_recovery.py",
     "recovery_report.py": "bench_recovery.py",
     "recovery_run.py": "bench_recovery.py",
-    "soak.py": "tests/network/test_soak.py",
     **{f"cluster/{path.name}": "tests/integration/launch/test_templates.py" for path in (SCRIPTS / "cluster").iterdir()},
 }
 """Scripts that another one's test runs, or a test in another file."""

@@ -1,22 +1,23 @@
 """Real runs for tests: torchrun with free ports, own folders and bounded waits; only processes started here are ended."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch.distributed as dist
-from warm import WarmHost, WarmProcess, can_be_warm, warm_host
+from warm import WarmHost, can_be_warm, warm_host
+
+from elastictrain.chaos.processes import StartedProcess, child_environment, start_process
+from elastictrain.chaos.processes import rank_of as rank_of  # noqa: PLC0414
+from elastictrain.chaos.processes import savers as savers  # noqa: PLC0414
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -45,18 +46,7 @@ COMPILED = (
 """The same, with so little to compile that a compiler needs seconds."""
 
 
-def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """For child processes: one thread, a resolver that gives up quickly, our package on the path."""
-    # The last one is set by what compiles within this process.
-    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_CACHE_DIR")
-    kept = {name: value for name, value in os.environ.items() if name not in own}
-    return {
-        **kept,
-        "OMP_NUM_THREADS": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        **extra,
-    }
+environment = child_environment
 
 
 def last_wins(command: Sequence[str | Path]) -> list[str]:
@@ -73,19 +63,6 @@ def memory_arguments(arguments: Sequence[str], folder: Path) -> list[str]:
     memory = folder.parent / "host-memory"
     memory.mkdir(parents=True, exist_ok=True)
     return [f"checkpoint.memory_dir={memory}"]
-
-
-def savers(below: Path) -> list[psutil.Process]:
-    """Savers whose host memory lies below a folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line = process.cmdline()
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-        if "elastictrain.checkpoint.saver" in line and line[-1].startswith(f"{below}/"):
-            found.append(process)
-    return found
 
 
 def free_port() -> int:
@@ -106,62 +83,7 @@ def rendezvous_arguments(kind: str) -> list[str]:
     return ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"run{port}"]
 
 
-def rank_of(process: psutil.Process, *, program: str = "elastictrain") -> int | None:
-    """Of a worker: one that the launcher's torchrun forked is named after it, any other has it in its environment."""
-    if named := re.fullmatch(r"rank (\d+)", process.name()):
-        return int(named[1])
-    rank = process.environ().get("RANK")
-    return int(rank) if rank is not None and program in " ".join(process.cmdline()) else None
-
-
-@dataclass(slots=True)
-class Run:
-    """One torchrun (or plain Python) process with its output."""
-
-    process: "subprocess.Popen[bytes] | WarmProcess"
-    log: Path
-
-    def wait(self, timeout_s: float = 240) -> int:
-        """Exit code; the whole tree is killed if it takes longer."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill_tree()
-            raise AssertionError(f"not finished within {timeout_s} s:\n{self.output()[-4000:]}") from None
-
-    def output(self) -> str:
-        """Everything printed so far."""
-        return self.log.read_text(errors="replace")
-
-    def workers(self) -> list[psutil.Process]:
-        """Living worker processes, in order of rank."""
-        found = []
-        try:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-        for child in children:
-            try:
-                if (rank := rank_of(child)) is not None:
-                    found.append((rank, child))
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        ranks = {}
-        for rank, child in sorted(found, key=lambda pair: pair[1].pid, reverse=True):
-            ranks[rank] = child
-        return [ranks[rank] for rank in sorted(ranks)]
-
-    def kill_tree(self) -> None:
-        """End everything this run started."""
-        try:
-            family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        except psutil.NoSuchProcess:
-            return
-        for member in family:
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                continue
+Run = StartedProcess
 
 
 def host_of_forks(command: Sequence[str], variables: Mapping[str, str]) -> WarmHost:
@@ -181,18 +103,16 @@ def started(
     """A process that does not outlive the block. If `warm`, a Python program is a fork of one that has imported torch."""
     variables, folder = environment(extra_environment), cwd or log.parent
     command = last_wins(command)
-    process: subprocess.Popen[bytes] | WarmProcess
     if warm and can_be_warm(command):
-        process = host_of_forks(command, variables).start(command[1:], environment=variables, log=log, cwd=folder)
+        forks = host_of_forks(command, variables)
+        run = Run(forks.start(command[1:], environment=variables, log=log, cwd=folder), log)
     else:
-        with log.open("ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=folder)
-    run = Run(process, log)
+        run = start_process(command, log=log, cwd=folder, environment=variables)
     try:
         yield run
     finally:
         run.kill_tree()
-        process.wait(60)
+        run.process.wait(60)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def test_a_process_that_vanished_is_a_failure_once_another_start_follows() -> No
     assert failures_of(run) == []
     run.start(40.0, 2, 1, ("a",), process=3.0)
     (one,) = failures_of(run)
-    assert (one.culprit, one.cause, one.exit_code) == ("", SILENT, None)
+    assert (one.culprit, one.cause, one.exit_code) == ("a", SILENT, None)
     # Nobody was there from the last step to the start of the next process.
     assert summarize(run.history(), url="run").seconds[TimeCause.ABSENT] == 14.0
 
@@ -162,6 +162,24 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sum(found["seconds"].values()) == pytest.approx(41.0)
     assert found["failures"][0].keys() >= {"time", "culprit", "cause", "lost_steps", "recover_s"}
     assert found["cost"]["total"] == pytest.approx(41.0)
+
+
+def test_the_cost_of_hosts_with_prices_counted_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost_host().save(tmp_path / "run")
+    # Of a second, for a 1 and for b 3; both, and whoever waits between generations, cost 2 in the mean.
+    (tmp_path / "prices").write_text("a,3600\n*,10800\n")
+    assert main([str(tmp_path / "run"), "--json", f"--price={tmp_path / 'prices'}"]) == 0
+    cost = json.loads(capsys.readouterr().out)["cost"]
+    waiting = 2 * (3.0 + 1.0 + 2.0) + 3 * 2.0
+    assert cost["total"] == pytest.approx(waiting + 2 * 20.0 + 1 * 5.0 + 2 * 10.0)
+    assert cost["total"] - cost["wasted"] == pytest.approx(2 * 6.0 + 1 * 3.0 + 2 * 6.0)
+
+
+@pytest.mark.parametrize("prices", ["a,1\n", "a,-1\n*,1\n", "a,nan\n*,1\n", "a;1\n", ""])
+def test_prices_of_hosts_must_be_whole(prices: str, tmp_path: Path) -> None:
+    lost_host().save(tmp_path / "run")
+    (tmp_path / "prices").write_text(prices)
+    assert main([str(tmp_path / "run"), f"--price={tmp_path / 'prices'}"]) == 64
 
 
 def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Nameless namespaces for a host: network, hostname and mounts.
 
-They live as long as a process is in them. So two test runs cannot meet, and nothing of them is left behind, not even when the
-tests are killed.
+They live as long as a process is in them. So two users cannot meet, and nothing of them is left behind, not even when who made
+them is killed.
 """
 
 import os
@@ -36,7 +36,7 @@ def unavailable() -> str | None:
         return f"needs {', '.join(missing)}" if missing else "needs root, to make network namespaces"
     steps = "mount -t sysfs sysfs /sys && ip link add name b type bridge && ip link add name p type veth peer name q"
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", steps]
-    probe = subprocess.run(command, check=False, capture_output=True, text=True)
+    probe = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
     return f"network namespaces do not work here: {probe.stderr.strip()}" if probe.returncode else None
 
 
@@ -45,16 +45,16 @@ class Namespaces:
 
     def __init__(self, hostname: str, *, folder: Path, hosts_file: Path, removed: Path) -> None:
         folder.mkdir(parents=True)
-        self._anchor = subprocess.Popen(
-            ["unshare", "--net", "--uts", "--mount", "sh", "-c", _ANCHOR, "anchor", hostname, hosts_file, folder, removed],
+        self._anchor = subprocess.Popen(  # noqa: S603
+            ["unshare", "--net", "--uts", "--mount", "sh", "-c", _ANCHOR, "anchor", hostname, hosts_file, folder, removed],  # noqa: S607
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the tests; they end this in their turn
+            start_new_session=True,  # Ctrl-C is for whoever made it, and ends this in its turn
         )
-        assert self._anchor.stdout is not None
-        if self._anchor.stdout.readline() != "ready\n":
+        ready = self._anchor.stdout.readline() if self._anchor.stdout else ""
+        if ready != "ready\n":
             message = self._anchor.communicate()[1]
             raise RuntimeError(f"host {hostname} cannot be made: {message.strip()}")
         self.network = _network_of(self.pid)
@@ -88,7 +88,7 @@ class Namespaces:
 
 def run_tool(*command: str) -> None:
     """Run a command to its end. Raises: RuntimeError with what it complains about."""
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 

@@ -1,0 +1,49 @@
+"""The events of a run, read as they are written."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EventRow = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class RunEvents:
+    """Rows of rank 0 and of launchers, each by time."""
+
+    run_dir: Path
+    rows: list[EventRow] = field(default_factory=list)
+    launcher: list[EventRow] = field(default_factory=list)
+    last_step: int = 0
+    _read: dict[str, int] = field(default_factory=dict)
+
+    def update(self) -> list[EventRow]:
+        """Read what is new; returns the rows of rank 0."""
+        for known, pattern in ((self.rows, "*-r00000*.jsonl"), (self.launcher, "launcher-*.jsonl")):
+            new = [row for path in sorted((self.run_dir / "events").glob(pattern)) for row in self._new_rows(path)]
+            if new:
+                known.extend(new)
+                known.sort(key=lambda row: float(row["time"]))
+                self.last_step = max(self.last_step, last_step(new))
+        return self.rows
+
+    def _new_rows(self, path: Path) -> Iterable[EventRow]:
+        before = self._read.get(path.name, 0)
+        if path.stat().st_size <= before:
+            return []
+        with path.open("rb") as file:
+            file.seek(before)
+            # The line that is being written is read when it is whole.
+            data = file.read().rpartition(b"\n")[0]
+        self._read[path.name] = before + len(data) + bool(data)
+        return [json.loads(line) for line in data.splitlines()]
+
+
+def steps_of(rows: Iterable[EventRow]) -> list[EventRow]:
+    return [row for row in rows if row["event"] == "step"]
+
+
+def last_step(rows: Iterable[EventRow]) -> int:
+    return max((row["step"] for row in steps_of(rows)), default=0)
