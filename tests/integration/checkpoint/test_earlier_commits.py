@@ -162,7 +162,7 @@ def test_torchrun_remembers_what_its_workers_committed() -> None:
     second = JobNotes(store, identity(None))
     assert second.read() == JobMemory(("000001-aa",), 40)
     second.begin("000002-bb", step=30, tier="storage")
-    lost = FailureCounts(losses=1)
+    lost = FailureCounts().failed(lost=True)
     assert JobNotes(store, identity(None)).read() == JobMemory(("000001-aa", "000002-bb"), 40, failures=lost)
     second.learned(7)
     third = JobNotes(store, identity(None))
@@ -187,7 +187,7 @@ def test_under_a_launcher_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
     assert notes.failures == FailureCounts()
     after = JobNotes(dist.HashStore(), failed)
     after.begin("000003-cc", step=30, tier="storage")
-    assert after.failures == FailureCounts(losses=1)
+    assert after.failures == FailureCounts().failed(lost=True)
 
 
 def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
