@@ -96,6 +96,7 @@ def simulate_chaos(
     kinds: Sequence[ChaosKind] = _KINDS,
     stop_at_first: bool = True,
     shrink_tries: int = 100,
+    per_history: int = FAULTS_OF_A_HISTORY,
     told: Callable[[SimulatedResult], None] = lambda _: None,
 ) -> SimulatedResult:
     """So many faults, in as many histories as they need; `told` after each. A broken history is shrunk."""
@@ -103,7 +104,7 @@ def simulate_chaos(
     for number in count():
         if result.faults >= faults or (result.broken and stop_at_first):
             return result
-        left = min(FAULTS_OF_A_HISTORY, faults - result.faults)
+        left = min(per_history, faults - result.faults)
         plan = plan_of(seed * 1_000_003 + number, faults=left, kinds=kinds)
         violations = play(plan, result)
         if violations:
