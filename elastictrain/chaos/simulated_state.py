@@ -3,6 +3,7 @@
 The store and the hosts' memory can be damaged, refuse, and be out of reach meanwhile.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -263,6 +264,9 @@ class CheckedState:
         commit = CommitFact(self._now_s(), save.generation, save.step)
         self._folders[commit] = pending.folder
         self.commits.append(commit)
+        # As the journal of rank 0 has it.
+        key, row = f"events/{maker}-r00000.jsonl", {"event": "checkpoint_saved", "step": save.step, "rank": 0}
+        self.store.objects[key] = self.store.objects.get(key, b"") + json.dumps(row).encode() + b"\n"
         if passed := [one for one in self.resumes if one.generation > save.generation and one.step < save.step]:
             self._violated(Invariant.ONE_COMMITTER, f"{commit}, though {passed[-1]} had gone on without it")
         return Committed(len(save.hosts), 0)
