@@ -6,6 +6,7 @@ all must be well.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,13 +16,16 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
+import torch
+
 from elastictrain.chaos.invariants import ChaosFacts, Invariant, Violation, check
-from elastictrain.chaos.plan import TRAITS, ChaosKind, FaultPlan, PlannedFault, seeded_plan
+from elastictrain.chaos.plan import TRAITS, ChaosKind, FaultPlan, PlannedFault, seeded_plan, write_plan
 from elastictrain.chaos.shrink import Shrunk, shrink
-from elastictrain.chaos.simulated_state import CheckedState, SimulatedFaults, TrainedGroup, machine_of
+from elastictrain.chaos.simulated_group import TrainedGroup, machine_of
+from elastictrain.chaos.simulated_state import CheckedState, SimulatedFaults
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.data.ledger import Row
-from elastictrain.errors import RunHeldError, StorageError
+from elastictrain.errors import EXIT_BUG, EXIT_OK, RunHeldError, StorageError
 from elastictrain.launch.membership.records import Generation
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain
@@ -34,6 +38,7 @@ from elastictrain.simulate.scenario import Scenario
 FAULTS_OF_A_HISTORY = 50
 EVERY_S = (2.0, 25.0)
 _QUIET_S = 200.0
+_TOLD_EVERY = 20  # histories
 _HANG_S = 10.0
 _LAST = 999_999  # generation of the last start
 _LONGER = 3.0  # times as long, so that others take over meanwhile
@@ -91,6 +96,7 @@ def simulate_chaos(
     kinds: Sequence[ChaosKind] = _KINDS,
     stop_at_first: bool = True,
     shrink_tries: int = 100,
+    per_history: int = FAULTS_OF_A_HISTORY,
     told: Callable[[SimulatedResult], None] = lambda _: None,
 ) -> SimulatedResult:
     """So many faults, in as many histories as they need; `told` after each. A broken history is shrunk."""
@@ -98,7 +104,7 @@ def simulate_chaos(
     for number in count():
         if result.faults >= faults or (result.broken and stop_at_first):
             return result
-        left = min(FAULTS_OF_A_HISTORY, faults - result.faults)
+        left = min(per_history, faults - result.faults)
         plan = plan_of(seed * 1_000_003 + number, faults=left, kinds=kinds)
         violations = play(plan, result)
         if violations:
@@ -106,6 +112,29 @@ def simulate_chaos(
             result.broken.append(BrokenHistory(plan, violations, small))
         told(result)
     return result
+
+
+def run_simulated(
+    *, faults: int, seed: int, kinds: Sequence[ChaosKind] = _KINDS, tell: Callable[[str], None], file: Path | None = None
+) -> int:
+    """What `--simulated` does: tells what it finds, and writes the shortest plan that fails to `file`; returns an exit code."""
+    began_s = time.monotonic()
+    torch.set_num_threads(1)  # the tensors are small
+
+    def progress(result: SimulatedResult) -> None:
+        if result.histories % _TOLD_EVERY == 0:
+            tell(f"{result.faults} faults in {time.monotonic() - began_s:.0f} s, {len(result.broken)} broken histories")
+
+    result = simulate_chaos(faults=faults, seed=seed, kinds=kinds, told=progress)
+    counts = f"{result.generations} generations, {result.commits} commits, {result.restores} restores"
+    tell(f"{result.faults} faults in {result.histories} histories, {time.monotonic() - began_s:.0f} s: {counts}")
+    for broken in result.broken:
+        plan = broken.shrunk.plan if broken.shrunk is not None else broken.plan
+        tell("\n".join(["broken:", *map(str, broken.violations), "by these faults:", *map(str, plan.faults)]))
+        if file is not None:
+            file.write_text(write_plan(plan), encoding="utf-8")
+            tell(f"written to {file}")
+    return EXIT_BUG if result.broken else EXIT_OK
 
 
 def plan_of(seed: int, *, faults: int, kinds: Sequence[ChaosKind] = _KINDS) -> FaultPlan:

@@ -1,110 +1,42 @@
-"""The state of a simulated run, kept by the real modules: slots in host memory, replicas, commits, restores and retention.
+"""The state of a simulated run, kept by the real modules: commits, restores and retention over a store in memory.
 
-A state is one number that each step's samples change, so that each loss depends on all samples before it. Tensors are made of
-it; a mix of two steps is seen. The store and the hosts' memory can be damaged meanwhile.
+The store and the hosts' memory can be damaged, refuse, and be out of reach meanwhile.
 """
 
+import json
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from math import nan
 from pathlib import Path
 from random import Random
 
-import torch
-from torch import Tensor
-
 from elastictrain.chaos.invariants import CommitFact, Invariant, ResumeFact, Violation, on_lineage
 from elastictrain.chaos.memory_store import KilledError, MemoryStore
+from elastictrain.chaos.simulated_group import TrainedGroup, incarnation_of, machine_of, set_tensors, tensors_of, value_of
+from elastictrain.chaos.simulated_memory import RUN, SimulatedMemory, close
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.folders import ROOT, clear_target, list_checkpoints
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
-from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
-from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
-from elastictrain.checkpoint.memory.records import load_digests, load_layout, store_layout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
 from elastictrain.checkpoint.memory_restore import MemoryRestore
-from elastictrain.checkpoint.peers.placement import Peer, replica_target_of
-from elastictrain.checkpoint.peers.requests import Put
-from elastictrain.checkpoint.peers.server import ReplicaSlots
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline
-from elastictrain.checkpoint.saver.pending_snapshots import SaveJob, lease, with_digests
+from elastictrain.checkpoint.saver.pending_snapshots import SaveJob
 from elastictrain.checkpoint.saver.snapshot_writer import write_snapshots
-from elastictrain.checkpoint.tensor_bytes import own_items, reader_of
 from elastictrain.checkpoint.writer import Committer
 from elastictrain.config.composed import CheckpointGroup
-from elastictrain.data import assignment
 from elastictrain.data.ledger import Row
 from elastictrain.errors import ElasticTrainError, StorageError, StorageFullError, TransientStorageError
 from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.simulate.state import Committed, Restored, Save
 
-RUN = "simulated"
-GLOBAL_BATCH, MICRO_BATCH, SAMPLES = 6, 2, 50
 KEEP_LAST = 3
 SAVE_S = 8.0  # from the begin of a save to its commit; some take four times as long
-_TENSORS, _ELEMENTS = 8, 4
-_MASK, _FACTOR = 2**63 - 1, 6364136223846793005
-_SHARD_BYTES = 1 << 20
 STEPS_BETWEEN_SNAPSHOTS = 5
-_SLOTS = 4
 _OFTEN = 0.05  # share of `refused`: a save has some dozens of requests, and some saves must get through
 _TORN = 0.5  # share of badly created manifests that are cut short, without an error
 _EARLY = 0.5  # share of savers that write before the leader does
-
-
-def tensors_of(value: int) -> dict[str, Tensor]:
-    return {
-        f"model.{name}": torch.tensor([(value ^ (name * _FACTOR + place)) & _MASK for place in range(_ELEMENTS)])
-        for name in range(_TENSORS)
-    }
-
-
-def value_of(tensors: Mapping[str, Tensor]) -> int | None:
-    """None if the tensors are of several states."""
-    value = int(tensors["model.0"][0])
-    right = tensors_of(value)
-    return value if all(torch.equal(tensors[name], right[name]) for name in right) else None
-
-
-def trained(value: int, samples: Sequence[int]) -> int:
-    """The state after a step; the order of samples within it does not matter."""
-    return (value * _FACTOR + sum((sample + 1) * (sample + 7) * _FACTOR & _MASK for sample in samples) + 1) & _MASK
-
-
-class TrainedGroup:
-    """What the workers of one generation do: each rank reads its samples, and all have the same state."""
-
-    def __init__(self, generation: int, *, world_size: int, first_step: int, value: int, seed: int) -> None:
-        self.incarnation, self.world_size = incarnation_of(generation), world_size
-        self.first_step = self.step = first_step
-        self.values = {first_step: value}  # state by step
-        shares = [assignment.Share(GLOBAL_BATCH, MICRO_BATCH, world_size, rank) for rank in range(world_size)]
-        read = partial(assignment.passes, first_step, last_step=1 << 40, num_samples=SAMPLES, seed=seed, shuffle=True)
-        self._passes = [read(share=share) for share in shares]
-        self._per_step = shares[0].passes_per_step
-
-    def train_to(self, step: int, *, losses: dict[int, float], ledger: list[Row]) -> None:
-        while self.step < step:
-            samples: list[int] = []
-            for rank, passes in enumerate(self._passes):
-                counting = [one for one in islice(passes, self._per_step) if one.portion.counts]
-                positions = tuple((one.portion.first, one.portion.end) for one in counting)
-                ids = tuple(sample for one in counting for sample in one.sample_ids)
-                samples += ids
-                ledger.append(Row(self.incarnation, rank, self.step + 1, positions, ids))
-            value = trained(self.values[self.step], samples)
-            self.step += 1
-            self.values[self.step] = value
-            loss = value / _MASK
-            if losses.setdefault(self.step, loss) != loss:
-                # Whichever is right, both trained.
-                losses[self.step] = nan
 
 
 @dataclass(slots=True)
@@ -141,7 +73,7 @@ class CheckedState:
         self.over = False  # no checkpoint can be restored any more, and the plan has damaged them all
         self.keeps_memory: set[int] = set()  # machines whose saver outlives the next loss of their launcher
         self.clock_off: dict[int, float] = {}
-        self._folder, self._seed, self._workers, self._now_s = folder, seed, workers, now_s
+        self._memory, self._seed, self._workers, self._now_s = SimulatedMemory(folder, workers=workers), seed, workers, now_s
         self._chance = Random(f"{seed} state")
         self._groups: dict[int, TrainedGroup] = {}
         self._committers: dict[int, Committer] = {}
@@ -219,7 +151,7 @@ class CheckedState:
         world_size, looked_s = len(hosts) * self._workers, self._now_s()
         options = CheckpointGroup(keep_last=KEEP_LAST)
         try:
-            with self._memory_of(hosts) as union:
+            with self._memory.union(hosts) as union:
                 result = Checkpointer(
                     self.store,
                     options=options,
@@ -233,7 +165,7 @@ class CheckedState:
                     clock=partial(self._clock, hosts[0]),
                 ).restore(
                     tensors=tensors,
-                    reset=lambda: _fill(tensors, tensors_of(0)),
+                    reset=partial(set_tensors, tensors, 0),
                     recall=MemoryRestore(union, run=RUN, host=0, lists_host_memory=True, group=None, remote=None),
                 )
             Starts(self.store).write(StartRecord(generation, incarnation, world_size))
@@ -256,26 +188,6 @@ class CheckedState:
         self._memory_step = step
         return Restored(step, result is not None and result.tier != "storage")
 
-    @contextmanager
-    def _memory_of(self, hosts: Sequence[str]) -> Iterator[str]:
-        """One folder with the snapshots of all these hosts, as ranks that list theirs would see them together."""
-        union, places = self._folder / "union", Counter[tuple[str, int]]()
-        union.mkdir()
-        try:
-            for folder in dict.fromkeys(self._memory(host) for host in hosts):
-                for layout in folder.glob("layout-*.json"):
-                    with suppress(FileExistsError):
-                        (union / layout.name).hardlink_to(layout)
-                for name in slot_names(str(folder)):
-                    alias = SlotName(name.kind, name.rank, places[name.kind, name.rank])
-                    places[name.kind, name.rank] += 1
-                    (union / str(alias)).hardlink_to(folder / str(name))
-                    with suppress(FileNotFoundError):
-                        (union / f"{alias}.digests").hardlink_to(folder / f"{name}.digests")
-            yield str(union)
-        finally:
-            shutil.rmtree(union)
-
     def ended(self, generation: int, hosts: Sequence[str], *, step: int) -> None:
         """The two newest snapshots are in memory, and replicas of one of them, or none that is new."""
         group, earlier = self._groups[generation], step - STEPS_BETWEEN_SNAPSHOTS
@@ -284,9 +196,9 @@ class CheckedState:
         for one in (earlier, step):
             if one > group.first_step:
                 for host in hosts:
-                    self._snapshot(group, host, hosts, step=one, reason="")
+                    self._snapshot(group, host, hosts, step=one)
                 if one == replicated and len(hosts) > 1:
-                    self._replicate(group, hosts)
+                    self._memory.replicate(hosts)
         self._flip()
         self._memory_step = step
 
@@ -328,7 +240,7 @@ class CheckedState:
         except (ElasticTrainError, KilledError):
             pass
         finally:
-            _close(job)
+            close(job)
             self._saver_acts = self.faults.killed = False
 
     def commit(self, save: Save) -> Committed | None:
@@ -352,6 +264,9 @@ class CheckedState:
         commit = CommitFact(self._now_s(), save.generation, save.step)
         self._folders[commit] = pending.folder
         self.commits.append(commit)
+        # As the journal of rank 0 has it.
+        key, row = f"events/{maker}-r00000.jsonl", {"event": "checkpoint_saved", "step": save.step, "rank": 0}
+        self.store.objects[key] = self.store.objects.get(key, b"") + json.dumps(row).encode() + b"\n"
         if passed := [one for one in self.resumes if one.generation > save.generation and one.step < save.step]:
             self._violated(Invariant.ONE_COMMITTER, f"{commit}, though {passed[-1]} had gone on without it")
         return Committed(len(save.hosts), 0)
@@ -385,105 +300,20 @@ class CheckedState:
             self.keeps_memory.discard(machine_of(host))
             return
         self.kill_saver(machine_of(host))
-        shutil.rmtree(self._memory(host), ignore_errors=True)
+        shutil.rmtree(self._memory.folder_of(host), ignore_errors=True)
 
     def kill_saver(self, machine: int) -> None:
         """What it was about to write is not written."""
         for pending in self._saves.values():
             for host in [host for host in pending.jobs if machine_of(host) == machine]:
-                _close(pending.jobs.pop(host))
+                close(pending.jobs.pop(host))
 
-    # Host memory.
-
-    def _memory(self, host: str) -> Path:
-        return self._folder / f"m{machine_of(host)}"
-
-    def _snapshot(self, group: TrainedGroup, host: str, hosts: Sequence[str], *, step: int, reason: str) -> SaveJob:
-        """Write the slots of a host's ranks, and digest them. The job is closed unless it is for a save."""
-        folder, first = self._memory(host), hosts.index(host) * self._workers
-        folder.mkdir(exist_ok=True)
-        ranks = range(first, first + self._workers)
-        for one in slot_names(str(folder)):
-            if one.kind == "own" and one.rank not in ranks:
-                remove_slot(str(folder), one)
-        leased = []
-        for rank in ranks:
-            name = self._write_slot(str(folder), group, rank, step=step, reason=reason, created=self._clock(host))
-            found = lease(str(folder), name)
-            assert found is not None  # noqa: S101
-            leased.append(with_digests(found))
-        job = SaveJob(tuple(leased), Deadline(0.0))
-        if not reason:
-            _close(job)
-        return job
-
-    def _write_slot(self, folder: str, group: TrainedGroup, rank: int, *, step: int, reason: str, created: float) -> str:
-        """Into the slot with the older snapshot; returns its name."""
-        tensors = tensors_of(group.values[step])
-        layout = RankLayout(own_items(tensors, rank=rank, world_size=group.world_size), _SHARD_BYTES)
-        names = [str(SlotName("own", rank, index)) for index in range(_SLOTS)]
-        held = {name: facts_in(f"{folder}/{name}") for name in names}
-        free = [name for name in names if not any(_holds(pending, f"{folder}/{name}") for pending in self._saves.values())]
-        name = min(free, key=lambda one: (facts.incarnation, facts.step) if (facts := held[one]) is not None else ("", 0))
-        store_layout(folder, layout)
-        with closing(Slot.make(f"{folder}/{name}", size_bytes=layout.size_bytes)) as slot:
-            slot.lock(shared=False)
-            slot.begin()
-            with slot.data as data:
-                for file, base in zip(layout.template, layout.starts, strict=True):
-                    data[base : base + len(file.header)] = file.header
-                    for placed in file.items:
-                        read, begin = reader_of(tensors[placed.item.name], placed.item), base + placed.start
-                        data[begin : begin + placed.item.size_bytes] = read(0, placed.item.size_bytes)
-            state = {"step": step}
-            slot.complete(
-                SnapshotFacts(
-                    1, RUN, group.incarnation, step, group.world_size, rank, layout.digest, "", created, reason, state
-                )
-            )
-        return name
-
-    def _replicate(self, group: TrainedGroup, hosts: Sequence[str]) -> None:
-        """The newest snapshot of each rank, to the host that keeps its replicas."""
-        ranks = {host: tuple(range(n * self._workers, (n + 1) * self._workers)) for n, host in enumerate(hosts)}
-        roster = [Peer(host, host, 1, ranks[host], number) for number, host in enumerate(hosts)]
-        for peer in roster:
-            if (target := replica_target_of(peer, roster)) is None:
-                continue
-            replicas = ReplicaSlots(str(self._memory(target.host)), run=RUN)
-            replicas.kept = frozenset(peer.ranks)
-            replicas.drop_others()
-            folder = str(self._memory(peer.host))
-            newest = {one.facts.rank: one for one in sorted(look(folder, host=0), key=lambda one: one.facts.step)}
-            for rank in peer.ranks:
-                found = lease(folder, newest[rank].slot)
-                assert found is not None  # noqa: S101
-                with closing(with_digests(found).slot) as slot, slot.data as data:
-                    digests = load_digests(slot.path, found.facts)
-                    assert digests is not None  # noqa: S101
-                    rest = data
-
-                    def receive(part: memoryview) -> int:
-                        nonlocal rest
-                        part[:] = rest[: len(part)]
-                        rest = rest[len(part) :]
-                        return len(part)
-
-                    with suppress(ElasticTrainError):
-                        # Damaged bytes are refused.
-                        replicas.take(Put(found.facts, found.layout, digests), go=lambda: None, receive=receive)
-                    rest.release()
+    def _snapshot(self, group: TrainedGroup, host: str, hosts: Sequence[str], *, step: int, reason: str = "") -> SaveJob:
+        return self._memory.snapshot(group, host, hosts, step=step, reason=reason, created=self._clock(host))
 
     def _flip(self) -> None:
-        """Flip the bits that were to be flipped in the newest snapshot or replica of a machine."""
         for kind, machine, place, share in self.faults.flips:
-            folder = str(self._folder / f"m{machine}")
-            held = [one for one in look(folder, host=0) if one.replica == (kind == "replica")]
-            newest = max((one.facts.step for one in held), default=0)
-            if chosen := [one for one in held if one.facts.step == newest]:
-                one = chosen[place % len(chosen)]
-                layout = load_layout(folder, one.facts.layout)
-                flip(Path(folder, one.slot), [base + at for base, at in _chunk_places(layout)], share=share)
+            self._memory.flip(kind, machine, place=place, share=share)
         self.faults.flips.clear()
 
     def _clock(self, host: str) -> float:
@@ -493,49 +323,9 @@ class CheckedState:
         self.violations.append(Violation(invariant, what))
 
 
-def incarnation_of(generation: int) -> str:
-    return f"{generation:06d}-simulated"
-
-
-def machine_of(host: str) -> int:
-    """Hosts are named `h00001.2`: the second launcher on machine 1."""
-    return int(host[1:6])
-
-
-def _chunk_places(layout: RankLayout) -> Iterator[tuple[int, int]]:
-    """Where the bytes of tensors are: the rest of a slot is a header, or unused."""
-    for file, base in zip(layout.template, layout.starts, strict=True):
-        for chunk in (chunk for placed in file.items for chunk in placed.chunks):
-            yield from ((HEADER_BYTES + base, at) for at in range(chunk.start, chunk.start + chunk.size_bytes))
-
-
-def flip(path: Path, places: Sequence[int], *, share: float) -> None:
-    if places:
-        with path.open("r+b") as file:
-            at = places[int(share * (len(places) - 1))]
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
-
-
 def maker_of(raw: bytes) -> str:
     """The incarnation that committed a manifest; empty if it is not whole."""
     try:
         return parse_manifest(raw, where="the manifest", key=None).incarnation
     except ElasticTrainError:
         return ""
-
-
-def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        tensor.copy_(values[name])
-
-
-def _close(job: SaveJob) -> None:
-    for leased in job.snapshots:
-        leased.slot.close()
-
-
-def _holds(pending: PendingSave, path: str) -> bool:
-    return any(leased.slot.path == path for job in pending.jobs.values() for leased in job.snapshots)

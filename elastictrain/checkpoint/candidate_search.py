@@ -120,6 +120,7 @@ class CandidateSearch:
             decision = select_checkpoint(listing, rejected=self._rejected, on_invalid=self.on_invalid)
             folder = decision if isinstance(decision, FolderFacts) else None
             if memory is not None and (folder is None or memory >= (folder.name not in self._off_lineage, folder.step)):
+                self._refuse_if_newer_lost(memory[1])
                 return IN_MEMORY
             if isinstance(decision, NoCandidate) and not decision.fresh:
                 rejects = [self._with_reason(reject) for reject in decision.rejects]
@@ -167,6 +168,14 @@ class CandidateSearch:
         listing = list_checkpoints(self.store)
         folders, self._off_lineage = self._lineage.lineage_first(listing.folders)
         return replace(listing, folders=folders)
+
+    def _refuse_if_newer_lost(self, step: int) -> None:
+        """Where storage shows no checkpoint at all, as before its disk is mounted, the run may have committed a newer step than
+        `step`, which is in memory. Raises: NoValidCheckpointError; StorageError."""
+        if self.on_invalid == "fresh" or self._listing.begun or self._listing.folders:
+            return
+        if traces := [one for one in find_traces(self.store, self._lineage, incarnation=self.incarnation) if one.step > step]:
+            raise NoValidCheckpointError(lost_message(traces, url=f"{self.store.url}/{ROOT}"))
 
     def _refuse_if_lost(self) -> None:
         """A folder without checkpoints looks like a new run. Raises: NoValidCheckpointError if the run has committed before."""

@@ -10,6 +10,7 @@ from elastictrain.errors import UsageError
 from elastictrain.storage.opening import open_store
 
 Row = Mapping[str, Any]
+_STEPS = 10  # of a world, at least, whose median tells what its steps take
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def _measured(rows: Sequence[Row]) -> dict[str, float]:
     """Medians, of what there are figures of. `rows` of all ranks and launchers, in the order of time."""
     found: dict[str, list[float]] = {field.name: [] for field in fields(RunCosts)}
     last: dict[str, Row] = {}  # of each kind
+    by_world: dict[int, list[float]] = {}  # durations of steps
     begun_s, number = None, 0  # of a generation that has not done a step
     for row in rows:
         kind, time_s, seconds = str(row.get("event")), _number(row.get("time")), row.get("seconds")
@@ -62,6 +64,8 @@ def _measured(rows: Sequence[Row]) -> dict[str, float]:
             continue
         if kind in ("step", "snapshot") and before is not None and before["incarnation"] == row["incarnation"]:
             found["step_s" if kind == "step" else "snapshot_every_s"].append(time_s - _number(before["time"]))
+            if kind == "step" and (start := last.get("start")) and start["incarnation"] == row["incarnation"]:
+                by_world.setdefault(int(_number(start.get("world_size"))), []).append(time_s - _number(before["time"]))
         if kind == "snapshot":
             found["snapshot_stall_s"].append(_number(row.get("stall_s")))
         elif kind == "step" and begun_s is not None:
@@ -76,10 +80,21 @@ def _measured(rows: Sequence[Row]) -> dict[str, float]:
             found["save_s"].append(sum(map(_number, seconds.values())))
         last[kind] = row
     measured = {name: median(values) for name, values in found.items() if values}
+    measured |= _steps_of_worlds({world: median(values) for world, values in by_world.items() if len(values) >= _STEPS})
     if found["save_s"]:
         # What steps took beside the usual.
         measured["save_stall_s"] = sum(one - measured["step_s"] for one in found["step_s"]) / len(found["save_s"])
     return {name: max(0.0, value) for name, value in measured.items()}
+
+
+def _steps_of_worlds(steps_s: Mapping[int, float]) -> dict[str, float]:
+    """The step of the largest world, and the part of it that takes as long in the smallest one; empty for one world."""
+    largest, smallest = max(steps_s, default=0), min(steps_s, default=0)
+    if smallest < 1 or smallest == largest:
+        return {}
+    step_s = steps_s[largest]
+    divided_s = (steps_s[smallest] - step_s) / (largest / smallest - 1)
+    return {"step_s": step_s, "step_fixed_s": min(max(0.0, step_s - divided_s), step_s)}
 
 
 def _number(value: object) -> float:

@@ -135,8 +135,10 @@ def bench_recovery(folder: Path) -> None:
         assert all(0 < median(one) < 5 for one in intervals_s.values())
 
 
-def simulate_partitions(folder: Path) -> None:
-    python("simulate_partitions.py", "--seeds", "2", folder=folder)
+def bench_save_interval(folder: Path) -> None:
+    (folder / "trace").write_text("0,4\n3600,2\n5400,4\n9000,3\n20000,3\n")
+    said = python("bench_save_interval.py", "trace", "--save", "5", "--draws", "1", folder=folder)
+    assert len(said.splitlines()) == 3
 
 
 def fuzz_run_folder(folder: Path) -> None:
@@ -283,7 +285,7 @@ CHECKS: Mapping[str, Check] = {
     "gpu/preflight.py": gpu_preflight,
     "gpu/variants.sh": gpu_shells,
     "setup.sh": setup,
-    "simulate_partitions.py": simulate_partitions,
+    "bench_save_interval.py": bench_save_interval,
     "test.sh": check_and_test,
 }
 ELSEWHERE = {

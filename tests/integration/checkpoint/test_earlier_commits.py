@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch.distributed as dist
 
+from elastictrain.checkpoint.candidate_search import IN_MEMORY, CandidateSearch
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory, find_traces, of_memory, read_log, step_of_mark
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage
@@ -54,6 +56,31 @@ def test_a_deleted_folder_of_checkpoints_is_no_new_run() -> None:
     assert restored_step(bench) is None
     save(bench, 1)
     assert restored_step(bench) == 1
+
+
+def test_an_older_snapshot_in_memory_is_no_way_around_lost_checkpoints() -> None:
+    """As where the disk with the checkpoints is mounted late, and one host has kept its memory of an earlier step."""
+    bench = Bench()
+    save(bench, 2)
+    save(bench, 4)
+    bench.store.objects["events/000001-aa-r00000.jsonl"] = b'{"event": "checkpoint_saved", "step": 4, "rank": 0}\n'
+    lose_checkpoints(bench)
+
+    def candidate(step: int, on_invalid: Literal["stop", "fresh"] = "stop") -> bytes:
+        search = CandidateSearch(
+            bench.store,
+            on_invalid=on_invalid,
+            incarnation="000099-me",
+            record=bench.events.append,
+            clock=lambda: 0.0,
+            job=JobMemory(),
+            signing=None,
+        )
+        return search.next_candidate(memory=(True, step))
+
+    with pytest.raises(NoValidCheckpointError):
+        candidate(3)
+    assert candidate(4) == candidate(5) == candidate(3, on_invalid="fresh") == IN_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -162,7 +189,7 @@ def test_torchrun_remembers_what_its_workers_committed() -> None:
     second = JobNotes(store, identity(None))
     assert second.read() == JobMemory(("000001-aa",), 40)
     second.begin("000002-bb", step=30, tier="storage")
-    lost = FailureCounts(losses=1)
+    lost = FailureCounts().failed(lost=True)
     assert JobNotes(store, identity(None)).read() == JobMemory(("000001-aa", "000002-bb"), 40, failures=lost)
     second.learned(7)
     third = JobNotes(store, identity(None))
@@ -187,7 +214,7 @@ def test_under_a_launcher_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
     assert notes.failures == FailureCounts()
     after = JobNotes(dist.HashStore(), failed)
     after.begin("000003-cc", step=30, tier="storage")
-    assert after.failures == FailureCounts(losses=1)
+    assert after.failures == FailureCounts().failed(lost=True)
 
 
 def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ PLANTED: dict[Callable[[Patch], None], set[Invariant]] = {
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_and_shrunk(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    result = simulate_chaos(faults=FAULTS, seed=1, shrink_tries=30)
+    result = simulate_chaos(faults=FAULTS, seed=1, shrink_tries=40, per_history=25)
     assert result.broken, f"{result.faults} faults break nothing"
     broken = result.broken[0]
     assert {one.invariant for one in broken.violations} & PLANTED[plant]

@@ -2,12 +2,13 @@
 
 import math
 import random
-from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.checkpoint.save_interval import (
     FIRST_SAVE_S,
     LEAST_S,
@@ -18,6 +19,7 @@ from elastictrain.checkpoint.save_interval import (
     decide_save_interval,
     optimal_interval,
 )
+from scripts.bench_save_interval import compare, made_up
 
 HOUR_S = 3600.0
 seconds = st.floats(0.001, 1e4)
@@ -124,50 +126,35 @@ def test_it_learns_from_saves_that_overlap_and_asks_again_after_one_that_failed(
     assert tuner.is_due(1000.0)
 
 
-def replay(failures_s: Sequence[float], total_s: float, *, costs: SaveCosts, interval_s: float | None) -> float:
-    """The share of `total_s` that is training and is not lost; with `interval_s` None the interval is decided as it goes."""
-    now_s = kept_s = 0.0
-    losses, trained_s, known = 0, 0.0, SaveCosts(recover_s=costs.recover_s)
-    for failure_s in (*failures_s, math.inf):
-        end_s = min(failure_s, total_s)
-        done_s = kept_s
-        saves: list[tuple[float, float]] = []  # when one is durable, and what it holds
-        while now_s < end_s:
-            counts = FailureCounts(losses, 0, trained_s)
-            pause_s = interval_s or decide_save_interval(known, counts, max_lost_s=1e9).seconds
-            worked_s = min(pause_s, end_s - now_s)
-            done_s, trained_s, now_s = done_s + worked_s, trained_s + worked_s, now_s + worked_s
-            if now_s + costs.save_s > end_s:
-                break
-            saves.append((now_s + costs.write_s, done_s))
-            now_s, known = now_s + costs.save_s, costs
-        if failure_s >= total_s:
-            return done_s / total_s
-        kept_s = max([held for durable_s, held in saves if durable_s <= failure_s], default=kept_s)
-        losses, now_s = losses + 1, max(now_s, failure_s) + costs.recover_s
-    raise AssertionError
+def test_after_a_loss_saves_come_more_often_until_none_has_come_for_long() -> None:
+    counts = FailureCounts()
+    for _ in range(10):
+        for _ in range(3):
+            counts = counts.trained(300.0).failed(lost=True)
+        counts = counts.trained(12 * HOUR_S)
+    counts = counts.failed(lost=True)
+    burst_s, calm_s = counts.time_to_loss_s, counts.trained(6 * HOUR_S).time_to_loss_s
+    assert burst_s < counts.mean_time_to_loss_s / 2
+    assert calm_s > 1.5 * counts.mean_time_to_loss_s
+    assert counts.failed(lost=False) == replace(counts, kept=1)
+    assert sum(losses for losses, _ in counts.by_age) == counts.losses == 31
+    assert sum(trained_s for _, trained_s in counts.by_age) == pytest.approx(counts.trained_s)
 
 
-def history(kind: str, *, hours: float, seed: int) -> list[float]:
-    """Losses at random, in bursts, ever more of them, or none in the first half."""
-    chance, now_s, found = random.Random(seed), 0.0, []
-    while now_s < hours * HOUR_S:
-        mean_s = {"random": 2.0, "bursts": 4.0, "more": 4.0 - 3.5 * now_s / (hours * HOUR_S), "late": 1.0}[kind] * HOUR_S
-        now_s += chance.expovariate(1 / mean_s)
-        if kind == "late" and now_s < hours * HOUR_S / 2:
-            continue
-        found += [now_s + number * chance.uniform(100.0, 1500.0) for number in range(3 if kind == "bursts" else 1)]
-    return sorted(one for one in found if one < hours * HOUR_S)
+def test_counts_of_an_earlier_release_have_no_ages() -> None:
+    counts = parse_record(b'{"losses": 3, "kept": 1, "trained_s": 36000.0}', FailureCounts)
+    assert counts.time_to_loss_s == counts.mean_time_to_loss_s
+    assert counts.trained(60.0).failed(lost=True).losses == 4
+    assert parse_record(encode_record(counts.trained(60.0)), FailureCounts) == counts.trained(60.0)
 
 
 @pytest.mark.parametrize("costs", [SaveCosts(5.0, 60.0, 60.0), SaveCosts(30.0, 90.0, 300.0)])
 @pytest.mark.parametrize("kind", ["random", "bursts", "more", "late"])
 def test_it_is_within_a_point_of_the_best_fixed_interval_in_hindsight(kind: str, costs: SaveCosts) -> None:
-    # The mean of several histories: in a single one some interval is lucky.
-    hours, histories = 48.0, [history(kind, hours=48.0, seed=seed) for seed in range(5)]
+    best, _, learned = compare([made_up(kind, hours=48.0, seed=seed) for seed in range(8)], costs)
+    assert best - learned < 0.01
 
-    def mean(interval_s: float | None) -> float:
-        return sum(replay(one, hours * HOUR_S, costs=costs, interval_s=interval_s) for one in histories) / len(histories)
 
-    best = max(mean(2 * costs.write_s * 1.5**power) for power in range(8))
-    assert best - mean(None) < 0.01
+def test_on_bursts_it_is_better_than_any_fixed_interval() -> None:
+    best, _, learned = compare([made_up("bursts", hours=96.0, seed=seed) for seed in range(3)], SaveCosts(20.0, 0.0, 60.0))
+    assert learned > best

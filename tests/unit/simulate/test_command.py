@@ -118,6 +118,17 @@ def test_what_things_take_is_read_from_the_events_of_a_run(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize(("slow_s", "fixed_s"), [(1.0, 1.0), (1.5, 0.0), (1.25, 0.5), (0.9, 1.0), (4.0, 0.0)])
+def test_the_part_of_a_step_that_takes_as_long_on_fewer_hosts(slow_s: float, fixed_s: float, tmp_path: Path) -> None:
+    """Three workers take a second; two take `slow_s`, 1.5 s if the whole step is divided among them."""
+    for name, world, took_s in (("1-a", 3, 1.0), ("2-b", 2, slow_s)):
+        rows = [{"event": "start", "time": 100.0 * world, "world_size": world}]
+        rows += [{"event": "step", "time": 100.0 * world + took_s * step} for step in range(1, 20)]
+        log(tmp_path / "events" / f"{name}-r00000.jsonl", *({**row, "incarnation": name} for row in rows))
+    found = read_costs(str(tmp_path), RunCosts())
+    assert (found.step_s, found.step_fixed_s) == (pytest.approx(1.0), pytest.approx(fixed_s))
+
+
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     with pytest.raises(UsageError, match="--run must be the folder of a run"):
