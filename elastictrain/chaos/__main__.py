@@ -65,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--notice", type=float, default=10.0, metavar="S", help="how long before, not compressed (10)")
     add("--replay", type=Path, metavar="PLAN.json", help="carry out a plan that was written before")
     add("--plan", type=Path, metavar="FILE", help="where the plan is written (chaos-SEED.json)")
+    add(
+        "--simulated",
+        action="store_true",
+        help="play the faults in this process, on storage, disks and memory that are simulated",
+    )
     add("--against", choices=["torchrun"], help="afterwards, the same plan with a plain loop under torchrun")
     add("--price", type=_price, metavar="2.49/gpu-hour", help="of a worker that is there")
     add("--html", type=Path, metavar="FILE", help="write the report's page")
@@ -120,6 +125,13 @@ class _Trial:
 
 
 def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
+    if parsed.simulated:
+        from elastictrain.chaos.simulated import KINDS, run_simulated
+
+        kinds = tuple(map(ChaosKind, parsed.kinds or ())) or KINDS
+        if strange := [str(one) for one in kinds if one not in KINDS]:
+            raise UsageError(f"--simulated knows no {', '.join(strange)}; it knows {', '.join(KINDS)}")
+        return run_simulated(faults=parsed.faults or 1000, seed=parsed.seed, kinds=kinds, tell=_print, file=parsed.plan)
     alone = "there is one host" if parsed.hosts == 1 and parsed.replay is None else unavailable() or ""
     plan, strict, ends_s = _plan(parsed, alone)
     alone = alone or ("there is one host" if len(plan.hosts) == 1 else "")

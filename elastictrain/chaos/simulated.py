@@ -42,7 +42,7 @@ _TOLD_EVERY = 20  # histories
 _HANG_S = 10.0
 _LAST = 999_999  # generation of the last start
 _LONGER = 3.0  # times as long, so that others take over meanwhile
-_KINDS = tuple(kind for kind in ChaosKind if kind is not ChaosKind.FLIP_GRADIENT)
+KINDS = tuple(kind for kind in ChaosKind if kind is not ChaosKind.FLIP_GRADIENT)
 """A gradient is on a device, or in a rank's own memory: nothing here has one."""
 
 _COSTS = RunCosts(
@@ -93,14 +93,14 @@ def simulate_chaos(
     *,
     faults: int,
     seed: int,
-    kinds: Sequence[ChaosKind] = _KINDS,
+    kinds: Sequence[ChaosKind] = KINDS,
     stop_at_first: bool = True,
     shrink_tries: int = 100,
     per_history: int = FAULTS_OF_A_HISTORY,
     told: Callable[[SimulatedResult], None] = lambda _: None,
 ) -> SimulatedResult:
     """So many faults, in as many histories as they need; `told` after each. A broken history is shrunk."""
-    result, kinds = SimulatedResult(), [kind for kind in kinds if kind in _KINDS]
+    result, kinds = SimulatedResult(), [kind for kind in kinds if kind in KINDS]
     for number in count():
         if result.faults >= faults or (result.broken and stop_at_first):
             return result
@@ -115,7 +115,7 @@ def simulate_chaos(
 
 
 def run_simulated(
-    *, faults: int, seed: int, kinds: Sequence[ChaosKind] = _KINDS, tell: Callable[[str], None], file: Path | None = None
+    *, faults: int, seed: int, kinds: Sequence[ChaosKind] = KINDS, tell: Callable[[str], None], file: Path | None = None
 ) -> int:
     """What `--simulated` does: tells what it finds, and writes the shortest plan that fails to `file`; returns an exit code."""
     began_s = time.monotonic()
@@ -137,7 +137,7 @@ def run_simulated(
     return EXIT_BUG if result.broken else EXIT_OK
 
 
-def plan_of(seed: int, *, faults: int, kinds: Sequence[ChaosKind] = _KINDS) -> FaultPlan:
+def plan_of(seed: int, *, faults: int, kinds: Sequence[ChaosKind] = KINDS) -> FaultPlan:
     chance = Random(seed)
     return seeded_plan(
         seed, hosts=chance.choice((2, 3, 3, 4)), workers=chance.choice((1, 1, 2)), count=faults, kinds=kinds, every_s=EVERY_S
