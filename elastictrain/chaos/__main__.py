@@ -5,6 +5,7 @@ are possible. KEY=VALUE after `--` replaces keys of the run. Exit codes: 0; 70 a
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -120,6 +121,8 @@ class _Trial:
 
 
 def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
+    # Whoever ends this ends what it has started, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     alone = "there is one host" if parsed.hosts == 1 and parsed.replay is None else unavailable() or ""
     plan, strict, ends_s = _plan(parsed, alone)
     alone = alone or ("there is one host" if len(plan.hosts) == 1 else "")
