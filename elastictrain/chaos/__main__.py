@@ -5,6 +5,7 @@ are possible. KEY=VALUE after `--` replaces keys of the run. Exit codes: 0; 70 a
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -132,6 +133,8 @@ def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
         if strange := [str(one) for one in kinds if one not in KINDS]:
             raise UsageError(f"--simulated knows no {', '.join(strange)}; it knows {', '.join(KINDS)}")
         return run_simulated(faults=parsed.faults or 1000, seed=parsed.seed, kinds=kinds, tell=_print, file=parsed.plan)
+    # Whoever ends this ends what it has started, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     alone = "there is one host" if parsed.hosts == 1 and parsed.replay is None else unavailable() or ""
     plan, strict, ends_s = _plan(parsed, alone)
     alone = alone or ("there is one host" if len(plan.hosts) == 1 else "")
