@@ -24,7 +24,7 @@ from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline
 from elastictrain.checkpoint.saver.pending_snapshots import SaveJob
 from elastictrain.checkpoint.saver.snapshot_writer import write_snapshots
-from elastictrain.checkpoint.writer import Committer
+from elastictrain.checkpoint.writer import Committer, Written
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.data.ledger import Row
 from elastictrain.errors import ElasticTrainError, StorageError, StorageFullError, TransientStorageError
@@ -276,7 +276,7 @@ class CheckedState:
         listing = list_checkpoints(self.store)
         protocol = CommitProtocol(self.store, job.incarnation, job.step, first_rank=0)
         protocol.prepare(lambda: folder)
-        parts = write_snapshots(self.store, job, folder, sha256=False)
+        parts: list[Written] = [*write_snapshots(self.store, job, folder, sha256=False)]
         parts += protocol.wait_for_acknowledgements(job.first.world_size, own=parts, deadline=Deadline(0.0), wrote_s=0.0)
         facts = Manifest(
             step=job.step,

@@ -8,21 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+
+from elastictrain.torch_private_tracing import Backend, OpOverload, backend_of, tree_leaves
 
 # Besides the operators that torch tags as elementwise, Inductor computes these where they are read.
 _FUSED = frozenset(("_to_copy", "cat", "constant_pad_nd", "embedding", "full", "gather", "index", "iota", "slice_scatter"))
 _REDUCTIONS = frozenset(("amax", "amin", "any", "argmax", "max", "mean", "min", "prod", "sum", "var", "var_mean"))
 
-Backend = Callable[..., Callable[..., Any]]
-
 
 def sizing_backend(hold: Callable[[int], None]) -> Backend:
     """A backend for torch.compile that compiles and computes nothing: a graph returns tensors of the right sizes, for a process
     in which tensors have no content. `hold` is called with the bytes that exist beside them for a moment."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
 
     def compiler(module: fx.GraphModule, _: Sequence[object]) -> Callable[[list[Any]], Any]:
         graph, extra_bytes = module.graph, transient_bytes(module.graph)
@@ -35,14 +31,7 @@ def sizing_backend(hold: Callable[[int], None]) -> Backend:
         run._boxed_call = True  # type: ignore[attr-defined]  # torch passes such a function one list
         return run
 
-    backend: Backend = aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        inference_compiler=compiler,
-        decompositions=select_decomp_table,
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    return backend
+    return backend_of(compiler)
 
 
 def make_results(graph: fx.Graph, arguments: Sequence[Any]) -> list[Any]:
@@ -117,13 +106,13 @@ def _is_view(node: fx.Node, storages: dict[fx.Node, dict[int, int]]) -> bool:
 
 def _is_computed_inside(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or _name(target) in _FUSED)
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or _name(target) in _FUSED)
 
 
 def _is_read_inside(node: fx.Node) -> bool:
     target = node.target
-    return _is_computed_inside(node) or (isinstance(target, torch._ops.OpOverload) and _name(target) in _REDUCTIONS)
+    return _is_computed_inside(node) or (isinstance(target, OpOverload) and _name(target) in _REDUCTIONS)
 
 
-def _name(target: torch._ops.OpOverload) -> str:
+def _name(target: OpOverload) -> str:
     return str(target._overloadpacket.__name__)

@@ -12,9 +12,6 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.assignment import Share, passes
@@ -26,6 +23,7 @@ from elastictrain.distributed.wrapping import MeshShape, Wrapping, mesh_shape
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressTracker
 from elastictrain.storage.store import Store
+from elastictrain.torch_private_tracing import FakeTensorMode, TorchDispatchMode, tree_leaves
 from elastictrain.train.compiled_memory import sizing_backend
 from elastictrain.train.context import Samples, TrainContext
 from elastictrain.train.optimizer import make_optimizers

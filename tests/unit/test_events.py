@@ -25,6 +25,7 @@ EXAMPLES: list[Event] = [
         versions={"torch": "2"},
         seconds=SECONDS,
     ),
+    events.FirstStep(step=1, seconds=SECONDS),
     events.Preflight(
         stage="hosts",
         level="full",
@@ -111,6 +112,7 @@ EXAMPLES: list[Event] = [
     events.Stop(step=3, reason="SIGTERM", exit_code=75, seconds=3.0, saved="memory", saved_step=3),
 ]
 NAMES = {
+    "first_step",
     "start",
     "preflight",
     "transport",

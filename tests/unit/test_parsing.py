@@ -24,14 +24,16 @@ PARSERS = {
 OWN = {
     "bounded_json.py": "the parser itself",
     "config/digest.py": "the parser itself",
+    "chaos/damage.py": "the run that this command has started",
+    "chaos/fleet.py": "the run that this command has started",
+    "chaos/in_process.py": "the plan of the command that started this process",
+    "chaos/run_events.py": "the run that this command has started",
     "data/loader.py": "bytes of this very process",
     "checkpoint/exchange.py": "ranks of the same group",
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/__main__.py": "the worker that started this process",
     "liveness/flight_recorder.py": "torch's trace of this process",
-    "launch/fork_server.py": "the launcher that started this process",
     "launch/worker_process.py": "the worker that this process has had started",
-    "launch/fork_server_link.py": "the process that forks the workers",
     "preflight/host/trip.py": "the process that started this one",
 }
 

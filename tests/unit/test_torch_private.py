@@ -32,7 +32,7 @@ from elastictrain.torch_private_groups import DDP, FAKE_GROUP, FSDP, REGISTRY
 from tests.unit.sources import nodes
 
 REPOSITORY = Path(__file__).parents[2]
-HERE = ("elastictrain/torch_private.py", "elastictrain/torch_private_groups.py")
+HERE = tuple(f"elastictrain/torch_private{part}.py" for part in ("", "_groups", "_tracing"))
 TENSORS = "torch.distributed.tensor._utils"
 
 
@@ -210,7 +210,7 @@ def test_public_names_are_not_taken_for_private() -> None:
     assert private_uses([*ast.walk(ast.parse(source))]) == []
 
 
-def test_private_names_of_torch_stand_in_two_files() -> None:
+def test_private_names_of_torch_stand_in_files_of_their_own() -> None:
     files = [file for package in ("elastictrain", "recipes") for file in (REPOSITORY / package).rglob("*.py")]
     uses = {str(file.relative_to(REPOSITORY)): private_uses(nodes(file)) for file in files}
     for file in HERE:
