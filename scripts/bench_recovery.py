@@ -200,12 +200,12 @@ def report(parsed: argparse.Namespace, bench: Bench, *, undisturbed: Sequence[Ro
 
 def stay_calm(parsed: argparse.Namespace, run: Run) -> None:
     """Train for a while after the first steps, stop, and print what was measured."""
-    run.wait(lambda: last_step(run.events.look()) >= parsed.steps, what="the first steps")
+    run.wait(lambda: last_step(run.events.update()) >= parsed.steps, what="the first steps")
     first = last_step(run.events.rows)
     found = watch(run, seconds=parsed.calm)
     if (code := run.stop()) not in (0, 75):
         raise StuckError(f"the launcher was asked to stop, and ended with exit code {code}")
-    rows = run.events.look()
+    rows = run.events.update()
     stalled = stalls(run.folder / "run")
     print(f"{parsed.workers} workers, {os.cpu_count()} CPU cores, steps {first} to {last_step(rows)}, ", end="")
     print(f"usually {usual_step_s(steps_of(rows)):.3f} s each\n\n" + "\n".join(calm_table(found, stalled)))

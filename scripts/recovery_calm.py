@@ -34,7 +34,7 @@ class SignsOfLife:
 
 def watch(run: Run, *, seconds: float) -> SignsOfLife:
     """Observe the present generation, from outside of its processes: what they write is read, and they are not asked."""
-    name = next(row["incarnation"] for row in reversed(run.events.look()) if row["event"] == "step")
+    name = next(row["incarnation"] for row in reversed(run.events.update()) if row["event"] == "step")
     ranks = [*run.workers()]
     found = SignsOfLife({rank: [] for rank in ranks}, {rank: [] for rank in ranks})
     readers = {rank: ProgressFileReader(f"{default_parent()}/{name}-r00000", rank) for rank in ranks}
