@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torchruns import TINY, events, kill, last_step, last_wins, train_warm, wait_until
 
-from elastictrain.chaos.fleet import LauncherFleet, launcher_of, resumed, workers
+from elastictrain.chaos.fleet import LauncherFleet, launcher_of, workers
 from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
@@ -138,5 +138,5 @@ def check(fleet: LauncherFleet, undisturbed: Path) -> None:
     assert problems == ()
     assert fold(ledger) == fold(list(read_ledger(open_store(str(undisturbed)))))
     # Every generation but the first went on from where another had been: no start from the beginning.
-    assert resumed(fleet.run_dir).count(0) == 1
+    assert [row["step"] for row in events(fleet.run_dir, "resume")].count(0) == 1
     wait_until(lambda: last_step(fleet.run_dir) == STEPS, what="the last step")

@@ -36,7 +36,7 @@ def stopped(
     folder.mkdir(parents=True)
     extra = with_faults([fault], folder / "faults")
     command = [*ARGUMENTS, *arguments, f"run.dir={run_dir}", f"checkpoint.memory_dir={memory_of(run_dir)}"]
-    command.append(f"fault.notice_s={within_s}")
+    command += [f"fault.notice_s={within_s}", f"fault.shutdown_grace_s={min(20.0, 0.8 * within_s)}"]
     with torchrun(command, world_size=2, folder=folder, extra_environment=extra) as run:
         wait_until(lambda: fired(folder / "faults") == 1, timeout_s=120, what=fault.at)
         at_mark()

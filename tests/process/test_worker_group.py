@@ -20,8 +20,12 @@ from torchruns import wait_until
 
 from elastictrain.fault.exits import encode as encode_processes
 from elastictrain.fault.exits import identify, runs
+from elastictrain.fault.launcher_channel import AskToStop
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.start_times import ORDERED
+
+ASK = AskToStop("a worker of this host has failed", 2e9, host_stays=True)
 
 PR_SET_CHILD_SUBREAPER = 36
 PTRACE_SEIZE, WALL = 0x4206, 0x40000000
@@ -247,9 +251,11 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     assert leaving is not None
     previous_workers = {PREVIOUS_WORKERS: encode_processes([leaving])}
     environments = [{"A": "b", **previous_workers}, {"A": "c", **previous_workers}]
-    assert json.loads(told.read_text()) == {
-        "environments": environments, "store_port": 7, "order": 2,
-    }  # fmt: skip
+    order = json.loads(told.read_text())
+    ordered = [environment.pop(ORDERED) for environment in order["environments"]]
+    assert len(set(ordered)) == 1
+    assert float(ordered[0]) <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert order == {"environments": environments, "store_port": 7, "order": 2}
     leaver.release()
 
 
@@ -356,7 +362,7 @@ def test_the_code_of_the_worker_that_failed_first_counts(hosts: list[Host]) -> N
     hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", SAVES.replace("SIG_IGN", "SIG_DFL")], then=TELLS_OF_FIRST))
     wait_until(lambda: host.group.poll() is None and bool(host.group.run.codes), timeout_s=20, what="the first failure")
     assert host.group.run.codes == {0: 3}
-    host.group.ask_to_stop()
+    host.group.ask_to_stop(ASK)
     # What ends after the first failure may do so because of it.
     assert host.end() == WorkersEnd(1, {0: 3})
 
@@ -366,7 +372,7 @@ def test_workers_that_do_not_follow_one_that_failed_are_killed(hosts: list[Host]
     wait_until(lambda: host.group.poll() is None and bool(host.group.run.codes), timeout_s=20, what="the first failure")
     wait_until(lambda: len(host.server.children(recursive=True)) == 2, timeout_s=20, what="the child of the other one")
     host.family = host.server.children(recursive=True)
-    host.group.ask_to_stop()
+    host.group.ask_to_stop(ASK)
     time.sleep(0.3)
     assert host.group.poll() is None
     host.group.kill()

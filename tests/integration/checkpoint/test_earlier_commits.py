@@ -241,18 +241,16 @@ def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.
 
 
 def test_a_launcher_remembers_across_the_stores_of_its_torchruns(tmp_path: Path) -> None:
-    for number in (1, 2):
-        (tmp_path / f"generation-{number}").mkdir()
-    first = JobNotes(dist.HashStore(), identity(tmp_path / "generation-1"))
+    first = JobNotes(dist.HashStore(), identity(tmp_path))
     first.begin("000001-aa", step=0, tier="none")
     first.committed(40)
-    assert JobNotes(dist.HashStore(), identity(tmp_path / "generation-2")).read() == JobMemory(("000001-aa",), 40)
+    assert JobNotes(dist.HashStore(), identity(tmp_path)).read() == JobMemory(("000001-aa",), 40)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"incarnations": 3, "step": "x"}', '{"incarnations": [1], "step": -4}'])
 def test_notes_that_say_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(text)
-    assert JobNotes(dist.HashStore(), identity(tmp_path / "generation-1")).read() == JobMemory()
+    assert JobNotes(dist.HashStore(), identity(tmp_path)).read() == JobMemory()
 
 
 def merged(store: FakeStore) -> list[str]:

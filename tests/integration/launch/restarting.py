@@ -10,6 +10,8 @@ from typing import cast
 
 from elastictrain.config.composed import FaultGroup, LaunchGroup, RunGroup
 from elastictrain.events import Event
+from elastictrain.fault.launcher_channel import AskToStop
+from elastictrain.fault.reasons import SlowRank
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.records import Generation, HostRecord
@@ -36,15 +38,23 @@ class Workers:
     started: list[float] = field(default_factory=list)
     code: int | None = None
     unforked: str = ""
-    failed: dict[int, int] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
     reused: bool = False
     silent: tuple[int, ...] = ()
     attached: bool = True
+    begun: int | None = None
+    slow: SlowRank | None = None
+
+    @property
+    def run(self) -> "Workers | None":
+        """They are those of one generation after the other."""
+        return self if self.started else None
 
     def prepare(self) -> None: ...
-    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], *, store_port: int) -> None:
+    def start(self, environments: Sequence[Mapping[str, str]], *, store_port: int) -> "Workers":
         self.code = None
         self.started.append(time.monotonic())
+        return self
 
     def poll(self) -> WorkersEnd | None:
         return None if self.code is None else WorkersEnd(self.code, {})
@@ -54,7 +64,7 @@ class Workers:
 
     def detach(self, reason: str) -> None: ...
     def release(self) -> None: ...
-    def ask_to_stop(self) -> None: ...
+    def ask_to_stop(self, message: AskToStop) -> None: ...
     def close(self) -> None: ...
     def wait_until_gone(self, limit_s: float) -> None: ...
 
@@ -126,7 +136,6 @@ class Group:
             registry = HostRegistry(MembershipStore(store), line, poll_s=OPTIONS.poll_s, lost_s=OPTIONS.lost_s)
             supervisor = Supervisor(
                 config=config(OPTIONS, FaultGroup(), RunGroup("runs/x")),
-                run_arguments=(),
                 registry=registry,
                 heartbeat=cast(HeartbeatMesh, sounds[-1]),
                 workers=cast(WorkerGroup, self.workers[host]),
