@@ -362,8 +362,9 @@ def test_the_code_of_the_worker_that_failed_first_counts(hosts: list[Host]) -> N
     hosts.append(host := Host(["-c", "raise SystemExit(3)"], ["-c", SAVES.replace("SIG_IGN", "SIG_DFL")], then=TELLS_OF_FIRST))
     wait_until(lambda: host.group.poll() is None and bool(host.group.run.codes), timeout_s=20, what="the first failure")
     assert host.group.run.codes == {0: 3}
-    host.group.ask_to_stop(ASK)
     # What ends after the first failure may do so because of it.
+    for one in host.server.children():
+        one.terminate()
     assert host.end() == WorkersEnd(1, {0: 3})
 
 
