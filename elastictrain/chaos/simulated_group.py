@@ -12,11 +12,12 @@ from math import nan
 import torch
 from torch import Tensor
 
+from elastictrain.checkpoint.tensor_bytes import COUNTER_BYTES
 from elastictrain.data import assignment
 from elastictrain.data.ledger import Row
 
 GLOBAL_BATCH, MICRO_BATCH, SAMPLES = 6, 2, 50
-_TENSORS, _ELEMENTS = 8, 4
+_TENSORS, _ELEMENTS = 8, COUNTER_BYTES // 8 + 1  # of 8 bytes; the first rank alone writes tensors that are smaller
 _MASK, _FACTOR = 2**63 - 1, 6364136223846793005
 
 
