@@ -1,4 +1,4 @@
-"""Each of these bugs, planted in the real modules, breaks what must hold within 1,000 faults, and is shrunk to a few."""
+"""Each of these bugs, planted in the real modules, breaks what must hold within 200 faults, and is shrunk to a few."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,11 +10,11 @@ from elastictrain.chaos.simulated import simulate_chaos
 from elastictrain.checkpoint import retention, verified_read, writer
 from elastictrain.checkpoint.candidate_search import CandidateSearch
 from elastictrain.checkpoint.lineage import Fence
+from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.data import assignment
 from elastictrain.launch.membership.records import Wait
 
-FAULTS = 200  # without a bug
-MOST_FAULTS = 1000  # until a bug is found
+FAULTS = 200
 Patch = pytest.MonkeyPatch
 
 
@@ -39,6 +39,38 @@ def retention_deletes_the_newest(patch: Patch) -> None:
 
 def leases_are_not_checked(patch: Patch) -> None:
     patch.setattr("elastictrain.lease.holder.is_held", lambda *given, **others: False)
+
+
+def replicas_of_another_step_are_accepted(patch: Patch) -> None:
+    import elastictrain.checkpoint.memory_restore as module
+
+    real = module.whole_sets
+
+    def whole_sets(held: list[Held], **others: Any) -> tuple[SnapshotSet, ...]:
+        """A replica takes the place of any snapshot of its rank."""
+        sets = {one.step: one for one in real(held, **others)}
+        newest = max(held, key=lambda one: (one.facts.incarnation, one.facts.step), default=None)
+        if newest is None or newest.facts.step in sets:
+            return tuple(sets.values())
+        facts = newest.facts
+        found = [
+            tuple(
+                sorted(
+                    (
+                        one
+                        for one in held
+                        if (one.facts.rank, one.facts.incarnation) == (rank, facts.incarnation)
+                        and (one.replica or one.facts.step == facts.step)
+                    ),
+                    key=lambda one: (one.replica, -one.facts.step),
+                )
+            )
+            for rank in range(facts.world_size)
+        ]
+        mixed = SnapshotSet(facts.incarnation, facts.step, facts.world_size, tuple(found))
+        return (mixed, *sets.values()) if all(found) else tuple(sets.values())
+
+    patch.setattr(module, "whole_sets", whole_sets)
 
 
 def positions_count_twice_after_a_restart(patch: Patch) -> None:
@@ -78,22 +110,31 @@ def lost_checkpoints_start_the_run_anew(patch: Patch) -> None:
     patch.setattr(CandidateSearch, "_refuse_if_lost", lambda self: None)
 
 
+def a_rank_is_left_out_of_the_vote(patch: Patch) -> None:
+    import elastictrain.checkpoint.saver.commit_protocol as module
+
+    real = module.missing_ranks
+    patch.setattr(module, "missing_ranks", lambda parts, *, world_size: real(parts, world_size=max(1, world_size - 1)))
+
+
 PLANTED: dict[Callable[[Patch], None], set[Invariant]] = {
     commits_are_not_fenced: {Invariant.ONE_COMMITTER},
     digests_are_not_checked: {Invariant.SAME_LOSSES},
     retention_deletes_the_newest: {Invariant.NEWEST_KEPT},
     leases_are_not_checked: {Invariant.ONE_COMMITTER},
+    replicas_of_another_step_are_accepted: {Invariant.SAME_LOSSES},
     positions_count_twice_after_a_restart: {Invariant.SAMPLES_ONCE},
     torn_manifests_count_as_committed: {Invariant.NEWEST_KEPT},
     two_generations_train_at_once: {Invariant.ONE_COMMITTER, Invariant.GOES_ON},
     lost_checkpoints_start_the_run_anew: {Invariant.NEWEST_KEPT},
+    a_rank_is_left_out_of_the_vote: {Invariant.GOES_ON, Invariant.NEWEST_KEPT},
 }
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_and_shrunk(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    result = simulate_chaos(faults=MOST_FAULTS, seed=1, shrink_tries=40, per_history=25)
+    result = simulate_chaos(faults=FAULTS, seed=1, shrink_tries=40, per_history=25)
     assert result.broken, f"{result.faults} faults break nothing"
     broken = result.broken[0]
     assert {one.invariant for one in broken.violations} & PLANTED[plant]
