@@ -31,6 +31,7 @@ from elastictrain.report.page import page
 from elastictrain.simulate.faults import read_trace
 
 ATTRIBUTED = 0.995
+_SIMULATED = frozenset(("simulated", "seed", "faults", "kinds", "plan"))  # options that a simulated plan has
 _WHEREVER = "of a run that nothing happened to"
 
 
@@ -127,12 +128,7 @@ class _Trial:
 
 def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
     if parsed.simulated:
-        from elastictrain.chaos.simulated import KINDS, run_simulated
-
-        kinds = tuple(map(ChaosKind, parsed.kinds or ())) or KINDS
-        if strange := [str(one) for one in kinds if one not in KINDS]:
-            raise UsageError(f"--simulated knows no {', '.join(strange)}; it knows {', '.join(KINDS)}")
-        return run_simulated(faults=parsed.faults or 1000, seed=parsed.seed, kinds=kinds, tell=_print, file=parsed.plan)
+        return _simulate(parsed, overrides)
     # Whoever ends this ends what it has started, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     alone = "there is one host" if parsed.hosts == 1 and parsed.replay is None else unavailable() or ""
@@ -157,6 +153,30 @@ def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
             other, other_seconds = trial.carry_out(plan, folder / "torchrun", plain=True)
             _compare(plan, (outcome, seconds), (other, other_seconds), price=parsed.price)
     return _conclude(trial, plan, outcome, file=file, parsed=parsed)
+
+
+def _simulate(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Exit code. Raises: UsageError, also for options that have no effect here."""
+    from elastictrain.chaos.simulated import KINDS, run_simulated
+
+    usual = vars(_parser().parse_args([]))
+    unused = [
+        f"--{name.replace('_', '-')}" for name, value in vars(parsed).items() if name not in _SIMULATED and value != usual[name]
+    ]
+    if unused or overrides:
+        raise UsageError(f"--simulated takes --seed, --faults, --kinds and --plan, but not {', '.join([*unused, *overrides])}")
+    kinds = tuple(map(ChaosKind, parsed.kinds or ())) or KINDS
+    if strange := [str(one) for one in kinds if one not in KINDS]:
+        raise UsageError(f"--simulated knows no {', '.join(strange)}; it knows {', '.join(KINDS)}")
+    if parsed.faults < 0:
+        raise UsageError(f"--faults must be >= 0, but is {parsed.faults}")
+    shortest = run_simulated(faults=parsed.faults or 1000, seed=parsed.seed, kinds=kinds, tell=_print)
+    if shortest is None:
+        return EXIT_OK
+    file = parsed.plan or Path(f"chaos-{parsed.seed}.json")
+    _write(file, write_plan(shortest), "--plan")
+    _print(f"written to {file}")
+    return EXIT_BUG
 
 
 def _plan(parsed: argparse.Namespace, alone: str) -> tuple[FaultPlan, bool, float]:

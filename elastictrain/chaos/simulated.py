@@ -19,13 +19,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from elastictrain.chaos.invariants import ChaosFacts, Invariant, Violation, check
-from elastictrain.chaos.plan import TRAITS, ChaosKind, FaultPlan, PlannedFault, seeded_plan, write_plan
+from elastictrain.chaos.plan import TRAITS, ChaosKind, FaultPlan, PlannedFault, seeded_plan
 from elastictrain.chaos.shrink import Shrunk, shrink
 from elastictrain.chaos.simulated_group import TrainedGroup, machine_of
 from elastictrain.chaos.simulated_state import CheckedState, SimulatedFaults
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.data.ledger import Row
-from elastictrain.errors import EXIT_BUG, EXIT_OK, RunHeldError, StorageError
+from elastictrain.errors import RunHeldError, StorageError
 from elastictrain.launch.membership.records import Generation
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain
@@ -114,10 +114,8 @@ def simulate_chaos(
     return result
 
 
-def run_simulated(
-    *, faults: int, seed: int, kinds: Sequence[ChaosKind] = KINDS, tell: Callable[[str], None], file: Path | None = None
-) -> int:
-    """What `--simulated` does: tells what it finds, and writes the shortest plan that fails to `file`; returns an exit code."""
+def run_simulated(*, faults: int, seed: int, kinds: Sequence[ChaosKind], tell: Callable[[str], None]) -> FaultPlan | None:
+    """What `--simulated` does: tells what it finds, and returns the shortest plan that fails; None if all held."""
     began_s = time.monotonic()
     torch.set_num_threads(1)  # the tensors are small
 
@@ -128,13 +126,10 @@ def run_simulated(
     result = simulate_chaos(faults=faults, seed=seed, kinds=kinds, told=progress)
     counts = f"{result.generations} generations, {result.commits} commits, {result.restores} restores"
     tell(f"{result.faults} faults in {result.histories} histories, {time.monotonic() - began_s:.0f} s: {counts}")
-    for broken in result.broken:
-        plan = broken.shrunk.plan if broken.shrunk is not None else broken.plan
-        tell("\n".join(["broken:", *map(str, broken.violations), "by these faults:", *map(str, plan.faults)]))
-        if file is not None:
-            file.write_text(write_plan(plan), encoding="utf-8")
-            tell(f"written to {file}")
-    return EXIT_BUG if result.broken else EXIT_OK
+    plans = [one.shrunk.plan if one.shrunk is not None else one.plan for one in result.broken]
+    for plan, broken in zip(plans, result.broken, strict=True):
+        tell("\n".join([*(f"BROKEN {one}" for one in broken.violations), "by these faults:", *map(str, plan.faults)]))
+    return min(plans, key=lambda one: len(one.faults), default=None)
 
 
 def plan_of(seed: int, *, faults: int, kinds: Sequence[ChaosKind] = KINDS) -> FaultPlan:

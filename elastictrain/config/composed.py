@@ -20,8 +20,7 @@ class RunGroup:
     """Everything random derives from it together with step and position."""
 
     on_change: Literal["stop", "continue"] = "stop"
-    """What to do on resume when a key that changes the answer (seed, data, global batch, model) is not what the stored config
-    says."""
+    """What to do on resume when a key that changes the answer (seed, data, batch, model) is not what the stored config says."""
 
     on_held: Literal["stop", "wait"] = "stop"
     """What to do where another run trains in `dir`: end with exit code 75, or wait until that one has ended. One that gives no
@@ -113,8 +112,7 @@ class TrainGroup:
     """Tokens per sample; used by token files."""
 
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Arithmetic of forward and backward; fp8 is bf16 with 8 bits in the matrix products of linear layers of blocks.
-    Parameters, gradients' reduction and optimizer stay in float32."""
+    """Of forward and backward (fp8: bf16, but for linear layers of blocks); parameters, reduction, optimizer: float32."""
 
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
     """precision=fp8: one scale for a whole matrix, or one for each of its rows, which is more exact and slower."""
@@ -238,7 +236,7 @@ class CheckpointGroup:
     """Size at which a rank begins another shard file (2^20 bytes)."""
 
     manifest_mb: Annotated[float, Range(0.0, 128.0)] = 4.0
-    """Size of the manifest (2^20 bytes) that all ranks share evenly; a host with more to list puts it in a part of its own."""
+    """Size of a manifest (2^20 bytes) that all ranks share evenly; a host with more to list puts it in a part of its own."""
 
 
 @dataclass(frozen=True, slots=True)

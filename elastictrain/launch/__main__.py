@@ -222,8 +222,7 @@ class HostAgent:
         self.lock.sign(host)
         # Once its record is visible the others count on this host: all that can fail comes before.
         log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
-        address = OwnAddress(record.address, own=own_addresses, find=find_address)
-        look = None if options.address else address.look
+        look = None if options.address else OwnAddress(record.address, own=own_addresses, find=find_address).look
         registry = HostRegistry(
             membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=look, on_generation=self.workers.wake
         )

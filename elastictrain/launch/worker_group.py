@@ -279,19 +279,14 @@ class WorkerGroup:
         assert self._server is not None  # noqa: S101
         self._order += 1
         pairs = [socket.socketpair() for _ in environments]
-        ordered = str(time.clock_gettime(time.CLOCK_BOOTTIME))
-        message = {
-            "order": self._order,
-            "environments": [{**one, ORDERED: ordered} for one in environments],
-            "store_port": store_port,
-        }
+        ordered = {ORDERED: str(time.clock_gettime(time.CLOCK_BOOTTIME))}
+        told = [{**one, **ordered} for one in environments]
+        message = {"order": self._order, "environments": told, "store_port": store_port}
         self._server.order(message, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
-        started = [
-            WorkerProcess(self._order, index, ours, environment)
-            for index, ((ours, _), environment) in enumerate(zip(pairs, environments, strict=True))
-        ]
+        both = zip(pairs, environments, strict=True)
+        started = [WorkerProcess(self._order, index, ours, one) for index, ((ours, _), one) in enumerate(both)]
         self._workers += started
         return started
 

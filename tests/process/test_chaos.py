@@ -10,12 +10,13 @@ from torchruns import environment
 
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 
-CHAOS = (sys.executable, "-m", "elastictrain.chaos", "--hosts", "1")
+CHAOS = (sys.executable, "-m", "elastictrain.chaos")
 
 
 def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    hosts = () if "--simulated" in arguments else ("--hosts", "1")
     return subprocess.run(
-        [*CHAOS, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=280, check=False
+        [*CHAOS, *hosts, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=280, check=False
     )
 
 
@@ -34,6 +35,12 @@ def test_three_faults_break_nothing_and_the_plan_can_be_carried_out_again(tmp_pa
     assert "SIGKILL" in causes["kill_worker"]
 
 
+def test_simulated_faults_need_no_processes(tmp_path: Path) -> None:
+    done = run(tmp_path, "--simulated", "--faults", "50")
+    assert done.returncode == EXIT_OK, done.stdout + done.stderr
+    assert not [*tmp_path.rglob("chaos-*.json")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -43,6 +50,8 @@ def test_three_faults_break_nothing_and_the_plan_can_be_carried_out_again(tmp_pa
         (("--faults", "1", "--", "train.steps=-1"), EXIT_CONFIG),
         (("--replay", "absent.json"), EXIT_USAGE),
         (("--keep", "/proc/nowhere"), EXIT_USAGE),
+        (("--simulated", "--replay", "absent.json"), EXIT_USAGE),
+        (("--simulated", "--kinds", "flip_gradient"), EXIT_USAGE),
     ],
 )
 def test_wrong_input_has_a_message_and_a_code(arguments: tuple[str, ...], code: int, tmp_path: Path) -> None:
