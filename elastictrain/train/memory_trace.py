@@ -27,7 +27,7 @@ from elastictrain.torch_private_tracing import FakeTensorMode, TorchDispatchMode
 from elastictrain.train.compiled_memory import sizing_backend
 from elastictrain.train.context import Samples, TrainContext
 from elastictrain.train.optimizer import make_optimizers
-from elastictrain.train.parameters import allocate, local
+from elastictrain.train.parameters import allocate, float8_layers, local
 from elastictrain.train.step import StepFlags, Stepper
 from elastictrain.train.task import HasBlocks, InitializesParameters, Task, UpdatesInTurn
 from elastictrain.train.weight_average import WeightAverage
@@ -209,7 +209,8 @@ def _build(context: TrainContext, fake: FakeTensorMode, log: MemoryLog) -> Stepp
     with torch.device("meta") if on_meta else fake:
         model = task.build_model()
     # Not in `fake`: a mesh has content, and so have the probes that show what state an optimizer makes.
-    wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else ())
+    float8 = float8_layers(task, model) if config.train.precision == "fp8" else ()
+    wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else (), float8=float8)
     if on_meta:
         with fake:
             allocate(model, device=device)

@@ -53,7 +53,7 @@ class WideTask:
         tokens = batch["tokens"]
         logits = model(tokens[:, :-1]).flatten(0, 1)
         loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-        return LossOutput(loss, torch.tensor(float(TOKENS)))
+        return LossOutput(loss.float(), torch.tensor(float(TOKENS)))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.get_submodule("layers").children())
@@ -103,3 +103,10 @@ def test_compiled_blocks_are_partitioned_as_torch_does_it() -> None:
     selective = trace(activation_checkpointing="selective", compile=True).uses[Use.ACTIVATIONS]
     # Compiled code keeps where relu has cut off, a byte each, where the operators keep its result alone.
     assert selective < compiled <= eager + LAYERS * TOKENS * WIDE + 64 * TOKENS
+
+
+def test_products_in_8_bits_are_traced_as_such() -> None:
+    pytest.importorskip("torchao", reason="needs the extra fp8")
+    found = {precision: trace(kind="fsdp", precision=precision).uses for precision in ("bf16", "fp8")}
+    assert found["fp8"][Use.OPTIMIZER] == found["bf16"][Use.OPTIMIZER]
+    assert found["fp8"] != found["bf16"]
