@@ -153,6 +153,8 @@ def titan_arguments(plan: Mapping[str, Any]) -> list[str]:
 
 def run_titan(plan: Mapping[str, Any]) -> None:
     """TorchTitan's trainer in this process, a rank of a torchrun."""
+    # It takes its arguments when it is imported.
+    sys.argv[1:] = titan_arguments(plan)
     from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
     from torchtitan.train import Trainer, main
 
@@ -169,7 +171,6 @@ def run_titan(plan: Mapping[str, Any]) -> None:
         multiple_of=gcd(model["ffn_dim"], 1024),
         rope_theta=500000,
     )
-    sys.argv[1:] = titan_arguments(plan)
     main(Trainer)
 
 

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import gather_json, gather_records
@@ -66,6 +67,7 @@ class MemoryRestore:
         self._hosts: list[int] = []
         self.held: list[Held] = []  # all snapshots of this run that are not forgotten; the same on all ranks
         self._off_lineage: frozenset[tuple[str, int]] = frozenset()
+        self._verified: set[str] = set()  # slots whose bytes this process has just compared with their digests
 
     def look(self) -> None:
         """List the snapshots on all hosts. Collective: yes."""
@@ -139,10 +141,16 @@ class MemoryRestore:
             layout = load_layout(self.folder, held.facts.layout)
             with closing(_open_soon(path, held.facts)) as slot:
                 digests = load_digests(path, held.facts)
-                if digests is None:
+                mapped = self.arena.mapped(path) if self.arena is not None else None
+                found = self.arena.digests_ahead(path, held.facts) if self.arena is not None else None
+                if digests is None and found is None:
                     # The saver was killed, or has not computed them yet.
-                    mapped = self.arena.mapped(path) if self.arena is not None else None
-                    digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False, mapped=mapped)
+                    found = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False, mapped=mapped)
+                digests = digests or found
+                assert digests is not None  # noqa: S101
+                # A signed snapshot is compared with its other digests when it is read.
+                if found is not None and replace(digests, files=()) == replace(found, files=()):
+                    self._verified.add(path)
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
@@ -163,7 +171,10 @@ class MemoryRestore:
                 else:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
                 incarnation = held.facts.incarnation
-                source.add(part.layout, read, incarnation=incarnation, rank=rank, remote=not here, mapped=mapped)
+                verified = here and slot.path in self._verified
+                source.add(
+                    part.layout, read, incarnation=incarnation, rank=rank, remote=not here, mapped=mapped, verified=verified
+                )
             except (OSError, ElasticTrainError) as error:
                 logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)
                 return rank

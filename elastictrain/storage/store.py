@@ -51,6 +51,9 @@ class MappedStore(ReadableStore, Protocol):
     def mapped(self, key: str, start: int, end: int) -> memoryview | None:
         """Bytes [start, end) of the object, if they are there. Raises: ObjectNotFoundError."""
 
+    def is_verified(self, key: str) -> bool:
+        """Whether this process has just compared the mapped bytes of the object with their digests."""
+
 
 class Store(ReadableStore, Protocol):
     """Objects under one root URL. Keys are relative, '/'-separated, without '.', '..' or empty parts.
