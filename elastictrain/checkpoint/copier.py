@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
-from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
-from elastictrain.checkpoint.memory.records import compute_digests, store_layout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
+from elastictrain.checkpoint.memory.records import store_layout
+from elastictrain.checkpoint.memory.slot import Slot, facts_in
 from elastictrain.checkpoint.tensor_bytes import SEGMENT_BYTES, copy_bytes, cut
-from elastictrain.checkpoint.verified_read import READ_THREADS
 from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,6 @@ class Arena:
         self._may_lock = False
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="arena", daemon=True)
-        self._ahead: dict[str, tuple[SnapshotFacts, RankDigests]] = {}  # by path
-        self._digesting: threading.Thread | None = None
 
     def allocate(self) -> None:
         """Begin to allocate the memory of the slots, which needs no device. They become ready after `start`."""
@@ -96,34 +93,11 @@ class Arena:
         slot = next((one for one in self.slots if one is not None and one.path == path), None)
         return slot.data if slot is not None and slot.is_current() else None
 
-    def digest_ahead(self) -> None:
-        """Begin to compute the digests of what is in the slots, the newest first: a restore needs them soon."""
-        self._digesting = threading.Thread(target=self._digest, name="digest-ahead", daemon=True)
-        self._digesting.start()
-
-    def digests_ahead(self, path: str, facts: SnapshotFacts) -> RankDigests | None:
-        """Of the mapped bytes of this snapshot, if `digest_ahead` has computed them; waits until it is over."""
-        if self._digesting is not None:
-            self._digesting.join()
-        known, digests = self._ahead.get(path, (None, None))
-        return digests if known == facts else None
-
-    def _digest(self) -> None:
-        self._ahead = {}
-        found = [(facts, slot) for slot in self.slots if slot is not None and slot.is_current() and (facts := slot.facts)]
-        for facts, slot in sorted(found, key=lambda one: -one[0].step):
-            with suppress(OSError, ValueError):
-                digests = compute_digests(slot, self._layout, threads=READ_THREADS, whole_files=False, mapped=slot.data)
-                if slot.facts == facts:
-                    self._ahead[slot.path] = (facts, digests)
-
     def close(self) -> None:
         """Unregister and unmap, after the last copy; the content of the slots stays."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._digesting is not None:
-            self._digesting.join()
         if self._thread.ident is not None:
             self._thread.join()
         self._unregister(0)

@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 import torch.distributed as dist
-from msgspec.structs import replace
 
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import gather_json, gather_records
@@ -67,7 +66,7 @@ class MemoryRestore:
         self._hosts: list[int] = []
         self.held: list[Held] = []  # all snapshots of this run that are not forgotten; the same on all ranks
         self._off_lineage: frozenset[tuple[str, int]] = frozenset()
-        self._verified: set[str] = set()  # slots whose bytes this process has just compared with their digests
+        self._digested: set[str] = set()  # slots whose digests this process has just computed
 
     def look(self) -> None:
         """List the snapshots on all hosts. Collective: yes."""
@@ -141,16 +140,11 @@ class MemoryRestore:
             layout = load_layout(self.folder, held.facts.layout)
             with closing(_open_soon(path, held.facts)) as slot:
                 digests = load_digests(path, held.facts)
-                mapped = self.arena.mapped(path) if self.arena is not None else None
-                found = self.arena.digests_ahead(path, held.facts) if self.arena is not None else None
-                if digests is None and found is None:
+                if digests is None:
                     # The saver was killed, or has not computed them yet.
-                    found = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False, mapped=mapped)
-                digests = digests or found
-                assert digests is not None  # noqa: S101
-                # A signed snapshot is compared with its other digests when it is read.
-                if found is not None and replace(digests, files=()) == replace(found, files=()):
-                    self._verified.add(path)
+                    mapped = self.arena.mapped(path) if self.arena is not None else None
+                    digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False, mapped=mapped)
+                    self._digested.add(path)
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
@@ -171,9 +165,9 @@ class MemoryRestore:
                 else:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
                 incarnation = held.facts.incarnation
-                verified = here and slot.path in self._verified
+                digested = here and slot.path in self._digested
                 source.add(
-                    part.layout, read, incarnation=incarnation, rank=rank, remote=not here, mapped=mapped, verified=verified
+                    part.layout, read, incarnation=incarnation, rank=rank, remote=not here, mapped=mapped, digested=digested
                 )
             except (OSError, ElasticTrainError) as error:
                 logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)

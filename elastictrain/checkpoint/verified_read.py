@@ -84,9 +84,9 @@ class CheckpointFolder:
         store = self.store
         return store.mapped(f"{self.prefix}{span.file}", span.start, span.end) if isinstance(store, MappedStore) else None
 
-    def is_verified(self, file: str) -> bool:
-        """Whether its mapped bytes were compared with their digests beside what came before the restore."""
-        return isinstance(self.store, MappedStore) and self.store.is_verified(f"{self.prefix}{file}")
+    def is_digested(self, file: str) -> bool:
+        """Whether this process has just computed its digests from its mapped bytes."""
+        return isinstance(self.store, MappedStore) and self.store.is_digested(f"{self.prefix}{file}")
 
 
 def read_chunks(
@@ -116,7 +116,8 @@ def read_chunks(
         try:
             data = folder.mapped(span)
             if data is not None:
-                if not folder.is_verified(span.file):
+                # A digest of these very bytes, computed a moment ago, would only be computed again.
+                if not folder.is_digested(span.file):
                     _check(folder, span, data)
             else:
                 if buffer is None or len(buffer) < size_bytes:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elastictrain.distributed.group_sockets import cut_gloo_connections, cut_nccl_connections
+from elastictrain.distributed.gloo_sockets import cut_gloo_connections
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, attach_ddp
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_groups, keep_mesh, move_fsdp
@@ -46,8 +46,6 @@ def _detach(limit_s: float) -> None:
     # A connection may be made, or be hidden by one that is closed, while this looks: until there is none twice in a row.
     while thread.is_alive() or cut_gloo_connections() or cut_gloo_connections():
         thread.join(_POLL_S)
-        if thread.is_alive() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            cut_nccl_connections()
         if time.monotonic() >= deadline:
             raise TimeoutError(f"the process groups were not aborted in {limit_s:g} s")
     if errors:

@@ -95,8 +95,6 @@ class Run:
         if self._synchronous is not None:
             raise UsageError("run.restore() must be called once, but was called again")
         if not self._session.joined:
-            if self._arena is not None:
-                self._arena.digest_ahead()
             self._session.join(finished_step=self._finished_step)
             if self._settings is None:
                 self._settings = ModuleSettings.record(self._state.modules())

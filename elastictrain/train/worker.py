@@ -141,8 +141,6 @@ class Worker:
         )
         if built is None or built.parked is not None:
             claim_memory(context, parked=built.parked if built is not None else None)
-        if built is not None and built.arena is not None:
-            built.arena.digest_ahead()
         link = part.join(context, finished_step=built.finished_step if built is not None else 0)
         loop = self.loop = report.loop = build(context, link, built)
         code, reason = EXIT_OK, "done"

@@ -1,22 +1,18 @@
-"""Ends the connections of this process's groups, so that nothing in them waits for another rank.
+"""Ends the connections of this process's gloo groups, which wakes what is blocked in one of their collectives.
 
 gloo has no abort: a rank that waits for a live rank waits until that one closes its connections, and a group closes them only
-when its last reference is gone and none of its threads waits for a third rank. NCCL has one, but it ends only when each rank
-that had connected to this process's proxy has closed the connection, and a killed process holds its own until the driver has
-taken down its device: 0.9 s. `shutdown(2)` on the sockets of this process needs no other rank and no reference.
+when its last reference is gone and none of its threads waits for a third rank. `shutdown(2)` on the sockets of this process
+needs no other rank and no reference: each pending operation raises within milliseconds, here and at the other end.
 """
 
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _DESCRIPTOR_MASK = 0xFFFFFFFF
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
-_NCCL_NAME = "nccl-socket"
-_ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +45,12 @@ def cut_gloo_connections() -> int:
     return cut
 
 
-def cut_nccl_connections() -> int:
-    """Wake NCCL's proxies, which look for an abort twice a second: shut down what this process has accepted at an address of
-    one interface, as NCCL listens, and NCCL's datagram sockets. From any thread, while the groups are aborted. Returns how
-    many. Source: `ncclProxyService` and `ncclProxyServiceUDS` of NCCL's proxy.cc."""
-    connections: dict[Any, list[int]] = {}
-    listening, cut = set[Any](), 0
-    for descriptor in _descriptors("socket:"):
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                if one.family in _INTERNET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listening.add(one.getsockname())
-                elif one.family in _INTERNET and one.type == socket.SOCK_STREAM:
-                    connections.setdefault(one.getsockname(), []).append(descriptor)
-                elif one.family == socket.AF_UNIX and _NCCL_NAME in str(one.getsockname()):
-                    one.shutdown(socket.SHUT_RDWR)
-                    cut += 1
-        except OSError:  # closed meanwhile
-            continue
-    # A server at all addresses is none of NCCL's: metrics, a debugger, a store.
-    accepted = [one for name in listening if name[0] not in _ANY_ADDRESS for one in connections.get(name, ())]
-    return cut + sum(map(_shut_down, accepted))
-
-
 def _descriptors(target: str) -> list[int]:
-    """Those whose target begins so."""
     try:
         names = [path.name for path in _DESCRIPTORS.iterdir()]
     except OSError:
         return []
-    return [int(name) for name in names if _target_of(name).startswith(target)]
+    return [int(name) for name in names if _target_of(name) == target]
 
 
 def _target_of(descriptor: int | str) -> str:

@@ -1,5 +1,3 @@
-import os
-import select
 import selectors
 import socket
 import threading
@@ -10,12 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
-from elastictrain.distributed.group_sockets import (
-    WatchedDescriptor,
-    cut_gloo_connections,
-    cut_nccl_connections,
-    is_gloo,
-)
+from elastictrain.distributed.gloo_sockets import WatchedDescriptor, cut_gloo_connections, is_gloo
 
 PIPE = WatchedDescriptor(15, "pipe:[1]", 0x5651C09D5EC8)
 SOCKET = WatchedDescriptor(18, "socket:[2]", 0x5651BB8B0620)
@@ -84,30 +77,3 @@ def test_other_connections_stay(pair: list[ProcessGroupGloo]) -> None:
 
 def test_without_groups_nothing_is_cut() -> None:
     assert cut_gloo_connections() == 0
-
-
-@pytest.mark.parametrize(("address", "is_cut"), [("127.0.0.1", True), ("0.0.0.0", False)])
-def test_of_nccl_is_what_was_accepted_at_one_address(address: str, is_cut: bool) -> None:
-    with socket.create_server((address, 0)) as server:
-        to = ("127.0.0.1", server.getsockname()[1])
-        with socket.create_connection(to) as client, server.accept()[0] as accepted:
-            cut_nccl_connections()
-            client.settimeout(5)
-            if is_cut:
-                assert client.recv(1) == b""
-            else:
-                accepted.sendall(b"x")
-                assert client.recv(1) == b"x"
-            # Those that come later can be accepted all the same.
-            with socket.create_connection(to) as later, server.accept()[0] as second:
-                second.sendall(b"y")
-                assert later.recv(1) == b"y"
-
-
-def test_who_waits_for_a_datagram_of_nccl_wakes() -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as proxy, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        proxy.bind(f"\0tmp/nccl-socket-0-{os.getpid():x}")
-        other.bind(f"\0tmp/other-{os.getpid():x}")
-        assert not select.select([proxy, other], [], [], 0)[0]
-        assert cut_nccl_connections() >= 1
-        assert select.select([proxy, other], [], [], 5)[0] == [proxy]
