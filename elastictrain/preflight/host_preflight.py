@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
+from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import ElasticTrainError, PreflightError
 from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe, describe_devices
 from elastictrain.preflight.host.storage_trip import SharedFolder, blame_unshared
@@ -23,7 +24,7 @@ from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, apply_modes, decide, drop_symptoms
-from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
+from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.interfaces import NetworkInterface, find_route, way_out
 from elastictrain.preflight.transport.judge import judge_addresses, judge_alike, judge_infiniband, judge_interface

@@ -52,17 +52,14 @@ def judge_bandwidth(point: BandwidthPoint, members: Sequence[GroupMember], *, nc
     hosts, unit = {member.host for member in members}, f"GB/s all_reduce {size_text(point.num_bytes)}"
     report = Reporter("bus_bandwidth", members[0].host) if len(hosts) == 1 else Reporter("bus_bandwidth", scope=Scope.GROUP)
     # gloo uses a host's memory and processors, whose limit is unknown.
-    limit, measured = group_limit(members) if nccl else None, _rounded(point.bus_gbs)
-    if limit is None:
-        return report.passed(measured, unit=unit)
-    expected = _rounded(limit.bus_gbs)
-    if point.bus_gbs >= point.reachable_gbs(least_ratio * limit.bus_gbs, slack_s=SLACK_S):
-        return report.passed(measured, expected=expected, unit=unit)
+    limit, measured = group_limit(members) if nccl else None, point.bus_gbs
+    if limit is None or measured >= point.reachable_gbs(least_ratio * limit.bus_gbs, slack_s=SLACK_S):
+        return report.passed(measured, expected=limit.bus_gbs if limit else None, unit=unit)
     look = "the check p2p, `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
     if len(hosts) > 1:
         look = "the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
     remedy = f"{limit.link} can do {limit.bus_gbs:.4g} GB/s: see {look}; start with NCCL_DEBUG=INFO"
-    return report.failed(measured, expected=expected, unit=unit, remedy=remedy)
+    return report.failed(measured, expected=limit.bus_gbs, unit=unit, remedy=remedy)
 
 
 def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
@@ -77,8 +74,7 @@ def judge_rates(
     """Check `matmul`. Slow ranks are measured again (`again`); a rank that is slow twice is a straggler. That is a failure
     among GPUs of one kind, where nothing else runs, and a warning on CPUs and where kinds are mixed."""
     rates = {rank: max(rate, again[rank]) if again else rate for rank, rate in first.items()}
-    typical = _rounded(statistics.median(rates.values()))
-    slow = stragglers(rates, ratio=ratio)
+    typical, slow = statistics.median(rates.values()), stragglers(rates, ratio=ratio)
     if again is None or not slow:
         return [Reporter("matmul", scope=Scope.GROUP).passed(typical, unit="TFLOP/s")]
     report, devices = Reporter("matmul", scope=scope_of(slow, members)), {member.device for member in members}
@@ -90,7 +86,7 @@ def judge_rates(
         remedy = f"on {host} look at {clocks} and at other processes on GPU {index}; if it stays, replace the host"
         if members[rank].device == "cpu":
             remedy = f"on {host} look for other work (`top`), a CPU quota (`cat /sys/fs/cgroup/cpu.max`) and power saving"
-        verdicts.append(report(members[rank].name, status, _rounded(rates[rank]), typical, remedy, unit="TFLOP/s"))
+        verdicts.append(report(members[rank].name, status, rates[rank], typical, remedy, unit="TFLOP/s"))
     return verdicts
 
 
@@ -112,7 +108,7 @@ def judge_pairs(
         expected, ratio = (limit.bus_gbs, least_ratio) if limit and switched else (typical, PAIR_RATIO)
         bad = []
         for (source, target), one in sorted(pairs.items()):
-            figure: Figure = _rounded(one.gbs)
+            figure: Figure = one.gbs
             if one.gbs < ratio * expected:
                 remedy = f"on {host} look at what joins the two: `nvidia-smi topo -m`, `nvidia-smi nvlink --status`"
             elif one.access is False:
@@ -122,8 +118,8 @@ def judge_pairs(
             else:
                 continue
             subject = f"GPU {members[source].local_rank} -> GPU {members[target].local_rank} on {host}"
-            bad.append(report(subject, Status.FAIL, figure, _rounded(expected), remedy, unit="GB/s"))
-        verdicts += bad or [report.passed(_rounded(typical), expected=_rounded(expected), unit="GB/s a pair")]
+            bad.append(report(subject, Status.FAIL, figure, expected, remedy, unit="GB/s"))
+        verdicts += bad or [report.passed(typical, expected=expected, unit="GB/s a pair")]
     return verdicts or [Reporter("p2p").skipped("one GPU on each host", remedy="nothing to do: there are no pairs")]
 
 
@@ -168,7 +164,7 @@ def judge_load(found: Mapping[int, DeviceFindings], members: Sequence[GroupMembe
                 look = f"`nvidia-smi topo -m` against the CPUs of rank {rank} (`numactl -s`), `lspci -vv` (LnkSta of the GPU)"
                 remedy = f"on {member.host} look at {look} and other processes that copy"
                 subject, unit = f"GPU {member.local_rank} on {member.host}", f"GB/s {_WAYS[way]}"
-                verdicts.append(Reporter("pcie")(subject, Status.WARN, _rounded(rate), _rounded(expected), remedy, unit))
+                verdicts.append(Reporter("pcie")(subject, Status.WARN, rate, expected, remedy, unit))
     return findings(verdicts)
 
 
@@ -177,7 +173,3 @@ def agreed(verdicts: Sequence[Verdict]) -> list[Verdict]:
     wrong = [one for one in failures(verdicts) if one.check == "collectives"]
     certain = len({host_of(one.subject) for one in wrong if one.scope is Scope.HOST}) < 2
     return [one if certain or one not in wrong else replace(one, scope=Scope.GROUP) for one in verdicts]
-
-
-def _rounded(figure: float) -> float:
-    return float(f"{figure:.4g}")

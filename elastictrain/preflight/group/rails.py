@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from elastictrain.preflight.group.measurements import PairBandwidth
 from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.links.culprit import Culprit, LinkBlame, best_of, blame
-from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 MOST_PARTS = 3
 RDMA_SHARE = 0.5  # of the bytes that a rank sends at least so much must show in the ports' counters if they go over RDMA
@@ -46,16 +46,16 @@ def judge_rails(parts: Sequence[Mapping[int, RailFindings]], members: Sequence[G
     found = blame_rails(parts, members, ratio=ratio)
     if found.typical is None:
         return [Reporter("rails").skipped("no rank has a partner", remedy="start as many ranks on each host")]
-    typical, verdicts = float(f"{found.typical:.4g}"), []
+    typical, verdicts = found.typical, list[Verdict]()
     look = "`ibstat`, `mlxlink` and errors of the port nearest to this GPU (`nvidia-smi topo -m`), its cable and switch port"
     for culprit in found.hosts:
-        subject, figure = _rail(members[culprit.subject]), float(f"{culprit.figure:.4g}")
+        report, unit = Reporter("rails", _rail(members[culprit.subject])), f"GB/s {culprit.way}"
         remedy = f"look at {look}; if it stays, replace the host"
-        verdicts.append(Reporter("rails")(subject, Status.FAIL, figure, typical, remedy, unit=f"GB/s {culprit.way}"))
+        verdicts.append(report.failed(culprit.figure, expected=typical, unit=unit, remedy=remedy))
     for link in found.links:
         source, target = (_rail(members[rank]) for rank in link.subject)
-        report, figure = Reporter("rails", f"{source} -> {target}", Scope.LINK), float(f"{link.figure:.4g}")
-        verdicts.append(report.failed(figure, expected=typical, unit="GB/s", remedy=f"at both ends look at {look}"))
+        report = Reporter("rails", f"{source} -> {target}", Scope.LINK)
+        verdicts.append(report.failed(link.figure, expected=typical, unit="GB/s", remedy=f"at both ends look at {look}"))
     rates = {one.host: one.network_gbps for one in members if one.network_gbps is not None}
     for host, rate in rates.items():
         if rate < (most := max(rates.values())):
@@ -63,11 +63,11 @@ def judge_rails(parts: Sequence[Mapping[int, RailFindings]], members: Sequence[G
             verdicts.append(Reporter("rails", host).warned(rate, expected=most, unit="Gb/s of ports", remedy=remedy))
     for rank, one in parts[0].items():
         if members[rank].planned == "rdma" and one.port_bytes is not None and one.port_bytes < RDMA_SHARE * one.sent_bytes:
-            logging = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET"
-            remedy = f"see the check nccl_transport, and {logging}: the traffic took another way"
-            measured, expected = one.port_bytes / 1e9, one.sent_bytes / 1e9
-            report = Reporter("rails", members[rank].host)
-            verdicts.append(report.warned(measured, expected=expected, unit="GB through RDMA ports", remedy=remedy))
+            report, expected = Reporter("rails", members[rank].host), one.sent_bytes / 1e9
+            remedy = (
+                "see the check nccl_transport, and NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: the traffic took another way"
+            )
+            verdicts.append(report.warned(one.port_bytes / 1e9, expected=expected, unit="GB through RDMA ports", remedy=remedy))
     return verdicts or [Reporter("rails", scope=Scope.GROUP).passed(typical, unit="GB/s a rail")]
 
 

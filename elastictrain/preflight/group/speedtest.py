@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from elastictrain.distributed.bounded import call_until
 from elastictrain.distributed.device import Backend
+from elastictrain.distributed.exchange import get_record, put_record
 from elastictrain.distributed.group import make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.group.measurements import settle
-from elastictrain.preflight.surroundings import Surroundings, get_record, put_record
+from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.transport.plan import apply_plan, decide_transport, read_facts

@@ -18,9 +18,10 @@ import psutil
 from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.cgroup import Mount, mount_of, read_mounts
 from elastictrain.distributed.bounded import within
+from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import TransportError
 from elastictrain.preflight.host.trip import FOLDER
-from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
+from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 from elastictrain.storage.local import local_path
 from elastictrain.storage.opening import open_store

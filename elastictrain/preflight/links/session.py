@@ -12,6 +12,7 @@ from functools import partial
 
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import each_within
+from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.net.listening import read_port_range
 from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
@@ -20,7 +21,6 @@ from elastictrain.preflight.links.messages import Contact, Flow, HostIntroductio
 from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds
-from elastictrain.preflight.surroundings import Exchange, get_record, put_record
 from elastictrain.preflight.verdict import Verdict
 
 logger = logging.getLogger(__name__)

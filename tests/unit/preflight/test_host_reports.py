@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.bounded_json import MalformedJsonError
+from elastictrain.distributed.exchange import get_record, put_record
 from elastictrain.preflight.host.alike import SoftwareDigest
 from elastictrain.preflight.host_preflight import HostReport, find_layout, judge_host_reports, relabel
-from elastictrain.preflight.surroundings import get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma
 from tests.unit.preflight.made import link, verdict
 from tests.unit.preflight.table import Table
