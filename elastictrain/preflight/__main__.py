@@ -28,7 +28,7 @@ from elastictrain.config.preflight import Mode, PreflightChecks, PreflightGroup
 from elastictrain.entry_point import leave_process, run_command
 from elastictrain.errors import EXIT_OK, UsageError
 from elastictrain.identity import pods_without_workers
-from elastictrain.preflight.host_checks import OwnChecks, check_host
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
 from elastictrain.preflight.policy import Level, decide
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
@@ -64,7 +64,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.table:
         raise UsageError("--table needs several ranks: torchrun --nproc-per-node=gpu -m elastictrain.preflight --table")
     surroundings = Surroundings()
-    verdicts = check_host(surroundings, replace(asked, transport=True))
+    verdicts = check_host(HostFacts(surroundings, replace(asked, transport=True)))
     show(verdicts, as_json=parsed.json)
     error = decide(verdicts, host=surroundings.host, hosts=[surroundings.host])
     return EXIT_OK if error is None else error.exit_code

@@ -186,7 +186,7 @@ class HostPreflight:
         own: list[list[Verdict]] = []
         shared = None if self._alone else SharedFolder(self.exchange, is_first=self.layout.node_rank == 0)
         at = HostFacts(self.surroundings, replace(self.own, shared=shared))
-        thread = threading.Thread(target=lambda: own.append(self._check_own(at)), name="own-checks", daemon=True)
+        thread = threading.Thread(target=lambda: own.append(check_host(at)), name="own-checks", daemon=True)
         thread.start()
         look = partial(read_facts, self.surroundings, alone=self._alone)
         facts = within(5.0, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
@@ -230,16 +230,6 @@ class HostPreflight:
         result = drop_symptoms(judged, hosts=self.layout.hosts)
         self._publish(result, gone)
         return plan, result
-
-    def _check_own(self, at: HostFacts) -> list[Verdict]:
-        try:
-            return check_host(self.surroundings, self.own, at)
-        except Exception as error:
-            # A host whose checks raise must not pass as healthy.
-            logger.exception("the checks of this host broke")
-            host, measured = self.surroundings.host, f"its checks broke: {type(error).__name__}: {error}"
-            remedy = f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug"
-            return [Reporter("roster", host).failed(measured, expected="verdicts", remedy=remedy)]
 
     def _check_links(self, facts: TransportFacts, kinds: frozenset[Rdma]) -> LinkReport:
         # The rendezvous' name may resolve to loopback on the first host itself.

@@ -23,7 +23,6 @@ from elastictrain.preflight.group.corruption import CPU_S, FULL_S, QUICK_S, Devi
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
-from elastictrain.preflight.group.rails import RailFindings, judge_rails, needs_more
 from elastictrain.preflight.host.counters import sent_bytes
 from elastictrain.preflight.host.nvidia import LIMIT_S, read_nvidia
 from elastictrain.preflight.host.visible import visible_gpus
@@ -217,16 +216,16 @@ class GroupChecks:
         members, ratio = self._members, self.request.settings.thresholds.slow_ratio
         rail = [one.rank for one in members if one.local_rank == self.identity.local_rank]
 
-        def act(_: Callable[[str], None]) -> RailFindings:
+        def act(_: Callable[[str], None]) -> judge.RailFindings:
             rounds, surroundings = first_rounds(len(rail), seed=0), Surroundings()
             before = sent_bytes(surroundings) if self.identity.local_rank == 0 else None
             pairs = measurements.measure_pairs(self._collectives, neighbours=rail, rounds=rounds)
             after = sent_bytes(surroundings) if before is not None else None
             grown = None if before is None or after is None else after - before
-            return RailFindings(tuple(pairs), len(pairs) * (measurements.ROUNDS + 1) * measurements.PAIR_BYTES, grown)
+            return judge.RailFindings(tuple(pairs), len(pairs) * (measurements.ROUNDS + 1) * measurements.PAIR_BYTES, grown)
 
-        parts: list[Mapping[int, RailFindings]] = []
-        while needs_more(parts, members, ratio=ratio):
+        parts: list[Mapping[int, judge.RailFindings]] = []
+        while judge.needs_more(parts, members, ratio=ratio):
             part = f"rails {len(parts) + 1}"
-            parts.append(self._run("rails", act, RailFindings, limit_s=self._limits.bandwidth_s, part=part))
-        return judge_rails(parts, members, ratio=ratio)
+            parts.append(self._run("rails", act, judge.RailFindings, limit_s=self._limits.bandwidth_s, part=part))
+        return judge.judge_rails(parts, members, ratio=ratio)

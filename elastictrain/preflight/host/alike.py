@@ -18,20 +18,17 @@ from elastictrain.preflight.host.gpu import GpuReport
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # the same on all hosts: ranks use their protocols
+# A difference in these may change results, or what works, on one host only.
 OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers", "torchao")
-"""A difference in these may change results, or what works, on one host only."""
-
 NCCL_LOADED = "NCCL that is loaded"
+# Collectives hang where ranks differ in these: they choose algorithms, buffers or networks. Source: NCCL's issue 1136.
 MUST_MATCH = {
     *(*DECISIVE, NCCL_LOADED, "NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NET_OVERHEAD", "NCCL_IB_DISABLE"),
     *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_SOCKET_FAMILY", "NCCL_IB_ADDR_FAMILY"),
     *("NCCL_NVLS_ENABLE", "NCCL_CROSS_NIC"),
 }
-"""Collectives hang where ranks differ in these: they choose algorithms, buffers or networks. Source: NCCL's issue 1136."""
-
+# Settings that name something of a host, and may differ.
 OF_ONE_HOST = re.compile(r"(NCCL|GLOO)_(SOCKET_IFNAME|IB_HCA|IB_GID_INDEX|DEBUG.*|HOSTID|CONF_FILE|TOPO_.*|GRAPH_.*)")
-"""Settings that name something of a host, and may differ."""
-
 _LIBRARY = re.compile(r"\S*/lib[nr]ccl\.so\S*")
 _MENDING = {
     NCCL_LOADED: "remove what LD_LIBRARY_PATH or LD_PRELOAD adds, or install the same package",

@@ -139,13 +139,7 @@ def parse_hosts(text: str) -> dict[int, list[str]]:
     return {number: words for number, words in lines.items() if len(words) >= 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The process that listens on a port."""
-
-    pid: int
-    command: str
-    ours: bool = False  # this process or one of its ancestors, such as torchrun
+Holder = tuple[int, str, bool]  # pid and command of a process, and whether it is this one or an ancestor, such as torchrun
 
 
 def try_port(port: int) -> int | None:
@@ -173,7 +167,7 @@ def find_holder(port: int) -> Holder | None:
             # Later arguments may be secret.
             command = " ".join(process.cmdline()[:3]) or process.name()
             command = command if len(command) <= 80 else f"{command[:77]}..."
-            return Holder(process.pid, command, ours=process.pid > 1 and process in (own, *own.parents()))
+            return process.pid, command, process.pid > 1 and process in (own, *own.parents())
     return None
 
 
@@ -186,12 +180,13 @@ def check_port(port: int, *, host: str) -> Verdict:
 def judge_port(number: int, problem: int | None, holder: Holder | None, *, host: str) -> Verdict:
     """`problem`: None for a free port, else the errno."""
     report, expected = Reporter("ports", host), f"port {number} free"
-    who = f"pid {holder.pid} ({holder.command})" if holder is not None else ""
-    if problem is None or (holder is not None and holder.ours):
+    pid, command, ours = holder or (0, "", False)
+    who = f"pid {pid} ({command})" if holder else ""
+    if problem is None or ours:
         return report.passed(f"held by our own {who}" if who else "free", expected=expected)
     remedy = "choose another port from 1024 up: preflight.ports"
     if problem == errno.EADDRINUSE:
-        ending = f"end {who}: `kill {holder.pid}`" if holder else f"find who listens: `ss -ltnp sport = :{number}` as root"
+        ending = f"end {who}: `kill {pid}`" if holder else f"find who listens: `ss -ltnp sport = :{number}` as root"
         remedy = f"on {host} {ending}; or {remedy}"
     measured = f"port {number} (checks of links): {f'held by {who}' if who else os.strerror(problem)}"
     return report.failed(measured, expected=expected, remedy=remedy)

@@ -167,19 +167,17 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
     ahead = offsets_from_group({link: one.offset_s for link, one in contacts.items() if one.offset_s is not None})
     if not ahead:
         return report.nothing_known()
-    expected, is_pair = f"within {thresholds.clock_warn_s:g}", len(ahead) == 2
+    warn_s, fail_s, is_pair = thresholds.clock_warn_s, thresholds.clock_fail_s, len(ahead) == 2
+    expected = f"within {warn_s:g}"
     found = []
     for place, offset_s in ahead.items():
-        if abs(offset_s) <= thresholds.clock_warn_s:
+        if abs(offset_s) <= warn_s:
             continue
         label = report.label(place)
         subject = f"{report.label(min(ahead))}, {label}" if is_pair else place
         unit = f"s that {label} is ahead" if is_pair else "s ahead of the group"
         setting = "`chronyc makestep`, or `timedatectl set-ntp true` and `systemctl restart systemd-timesyncd`"
-        remedy, fatal = (
-            f"on {'both hosts' if is_pair else label} set the clock: {setting}",
-            abs(offset_s) > thresholds.clock_fail_s,
-        )
+        remedy, fatal = f"on {'both hosts' if is_pair else label} set the clock: {setting}", abs(offset_s) > fail_s
         found.append(report(subject).failed(round(offset_s, 3), fatal=fatal, expected=expected, remedy=remedy, unit=unit))
     worst = max(ahead.values(), key=abs)
     return found or [report(None).passed(round(worst, 4), expected=expected, unit="s")]

@@ -22,9 +22,8 @@ REQUEST = struct.Struct("<cd")  # kind, seconds
 PING = struct.Struct("<d")
 PONG = struct.Struct("<dd")  # when the ping arrived and when the answer left, by the responder's clock
 
+# Bytes received, best rate on the way in bytes per second, part of the time without a processor, TCP segments received.
 RECEIPT = struct.Struct("<QddI")
-"""Bytes received, best rate on the way in bytes per second, part of the time without a processor, TCP segments received."""
-
 TRAILER = struct.Struct("<d")  # ends a stream that is given: part of the time without a processor
 _CHUNK_BYTES = 1 << 20
 _LATE_S = 0.2

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.preflight.surroundings import Surroundings
 
+# Names and values that a plan has set, as JSON. Child processes inherit them; they are no person's settings.
 OWN_VARIABLES = "ELASTICTRAIN_TRANSPORT"
-"""Names and values that a plan has set, as JSON. Child processes inherit them; they are no person's settings."""
-
 IN_ENVIRONMENT = "the environment"
 
 
