@@ -58,14 +58,14 @@ from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.lease.chain import LAUNCHER, Chain
 from elastictrain.lease.holder import Waiting, wait_until_free
+from elastictrain.net.interfaces import own_address, usable_interfaces
 from elastictrain.own_loop.options import launcher_config
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store, without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import process_name
+from elastictrain.surroundings import Surroundings
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
 

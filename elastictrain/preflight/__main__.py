@@ -30,8 +30,8 @@ from elastictrain.errors import EXIT_OK, UsageError
 from elastictrain.identity import pods_without_workers
 from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
 from elastictrain.preflight.policy import Level, decide
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
+from elastictrain.surroundings import Surroundings
 
 MEMORY_DIR = CheckpointGroup().memory_dir
 _SPEED_PORT = 29477

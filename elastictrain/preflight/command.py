@@ -19,8 +19,8 @@ from elastictrain.preflight.host.gpu import decimal
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, find_layout
 from elastictrain.preflight.policy import Level, apply_modes, decide
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
+from elastictrain.surroundings import Surroundings
 
 _RENDEZVOUS_S = 60.0
 _GROUP_S = 60.0

@@ -18,11 +18,11 @@ from elastictrain.distributed.bounded import each_within, within
 from elastictrain.preflight.host import amd, counters, kernel_log, names, nvidia, nvlink, resources, storage_trip, visible
 from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
 from elastictrain.preflight.policy import Level, apply_modes
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here
 from elastictrain.preflight.transport.judge import judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import read_facts
 from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.surroundings import Surroundings
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import ElasticTrainError, PreflightError
+from elastictrain.net.interfaces import NetworkInterface, find_route, way_out
 from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe, describe_devices
 from elastictrain.preflight.host.storage_trip import SharedFolder, blame_unshared
 from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
@@ -24,14 +25,13 @@ from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, apply_modes, decide, drop_symptoms
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
-from elastictrain.preflight.transport.interfaces import NetworkInterface, find_route, way_out
 from elastictrain.preflight.transport.judge import judge_addresses, judge_alike, judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import TransportFacts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings
 from elastictrain.preflight.verdict import describe as describe_verdict
+from elastictrain.surroundings import Surroundings
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from elastictrain.preflight.host.counters import sent_bytes
 from elastictrain.preflight.host.nvidia import LIMIT_S, read_nvidia
 from elastictrain.preflight.host.visible import visible_gpus
 from elastictrain.preflight.links.rounds import first_rounds
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
+from elastictrain.surroundings import Surroundings
 
 T = TypeVar("T")
 

@@ -18,12 +18,12 @@ from elastictrain.distributed.group import make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.identity import Identity
+from elastictrain.net.interfaces import is_loopback
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.group.measurements import settle
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma
-from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.transport.plan import apply_plan, decide_transport, read_facts
+from elastictrain.surroundings import Surroundings
 
 _LISTEN_S = 7 * 86400.0  # one side waits for the other one, and for the test
 LIMIT_S = 600.0  # one test takes no longer; 10G at 1 Gbit/s take 86 s each way

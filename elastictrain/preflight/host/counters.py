@@ -10,9 +10,9 @@ from typing import Literal
 
 from elastictrain.bounded_json import RECORD, encode_record, parse_record
 from elastictrain.preflight.host.gpu import Gpu, decimal
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 from elastictrain.storage.private import write_file
+from elastictrain.surroundings import Surroundings
 
 # More of these per hour deserve a look at the cable; fewer are noise. One wrong bit in 10^12, as InfiniBand's specification
 # allows, makes about 120 an hour at 32 Gbit/s of data. DCGM warns of 8 PCIe replays a minute, of any NVLink replay or recovery,

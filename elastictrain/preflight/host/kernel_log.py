@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.gpu import GpuReport, bus_id
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.surroundings import Surroundings
 
 LIMIT_S = 5.0
 # Tried in turn until one answers. Both need a right that containers and plain users often lack.

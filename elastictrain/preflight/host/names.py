@@ -13,9 +13,9 @@ from functools import partial
 import psutil
 
 from elastictrain.distributed.bounded import each_within
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import find_route, is_loopback
+from elastictrain.net.interfaces import find_route, is_loopback
 from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.surroundings import Surroundings
 
 SLOW_S = 1.0  # a healthy look-up takes milliseconds; a name server that does not answer costs seconds (5: resolv.conf(5))
 LIMIT_S = 2.0  # for an answer; longer than `SLOW_S`, so a slow one shows

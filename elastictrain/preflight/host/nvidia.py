@@ -8,7 +8,7 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from elastictrain.surroundings import Surroundings, ToolOutput
 
 LIMIT_S = 20.0  # one call; without persistence mode it wakes the GPUs, a second or two per GPU on large hosts
 TOOL = "nvidia-smi"

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.cgroup import Allowance, MemoryGroup, Mount, ProcessGroup, Throttling, mount_of
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
 from elastictrain.storage.local import local_path
+from elastictrain.surroundings import Surroundings
 
 MIB = 1 << 20
 GIB = 1 << 30

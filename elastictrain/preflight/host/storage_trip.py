@@ -21,10 +21,10 @@ from elastictrain.distributed.bounded import within
 from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import TransportError
 from elastictrain.preflight.host.trip import FOLDER
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 from elastictrain.storage.local import local_path
 from elastictrain.storage.opening import open_store
+from elastictrain.surroundings import Surroundings
 
 _REMOVE_S = 2.0
 LOOK = "look"  # the step that looks for what the first host left

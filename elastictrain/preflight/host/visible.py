@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, link_widths
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.surroundings import Surroundings
 
 NVIDIA = "0x10de"
 AMD = "0x1002"

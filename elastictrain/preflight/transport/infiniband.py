@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.settings import NcclPattern, Setting
+from elastictrain.surroundings import Surroundings
 
 HCA = "NCCL_IB_HCA"
 GID_INDEX = "NCCL_IB_GID_INDEX"

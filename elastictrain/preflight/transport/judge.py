@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from elastictrain.net.interfaces import Kind, Route, is_loopback
 from elastictrain.preflight.transport import infiniband
 from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, chosen_ports, kinds_here, switched_off
-from elastictrain.preflight.transport.interfaces import Kind, Route, is_loopback
 from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, TOPOLOGY, TransportFacts, choose_interface
 from elastictrain.preflight.transport.settings import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict

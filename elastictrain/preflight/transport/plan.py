@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.net.interfaces import Kind, NetworkInterface, Route, find_route, read_interfaces
 from elastictrain.preflight.transport import infiniband
 from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, RdmaPlan, decide_rdma, read_devices
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Route, find_route, read_interfaces
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, own_variables, read_settings
+from elastictrain.surroundings import Surroundings
 
 # From this rate on 4 threads with 4 sockets each. Source: NCCL's manual, "for generic 100G networks", for both variables.
 FAST_GBPS = 100.0

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastictrain.bounded_json import MalformedJsonError, parse_record
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.surroundings import Surroundings
 
 # Names and values that a plan has set, as JSON. Child processes inherit them; they are no person's settings.
 OWN_VARIABLES = "ELASTICTRAIN_TRANSPORT"

@@ -12,7 +12,7 @@ from elastictrain.config.preflight import PreflightGroup, PreflightLimits  # noq
 from elastictrain.preflight import host_checks  # noqa: E402
 from elastictrain.preflight.host_checks import HostFacts, OwnChecks, own_checks, run_checks  # noqa: E402
 from elastictrain.preflight.policy import Level  # noqa: E402
-from elastictrain.preflight.surroundings import Surroundings  # noqa: E402
+from elastictrain.surroundings import Surroundings  # noqa: E402
 
 order = json.loads(sys.argv[1])
 for name, value in order["limits"].items():

@@ -16,8 +16,8 @@ from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, Report, find_layout
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict, failures
+from elastictrain.surroundings import Surroundings
 from tests.unit.preflight.made import settings, verdict
 from tests.unit.preflight.table import Table
 

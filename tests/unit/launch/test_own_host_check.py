@@ -9,8 +9,8 @@ from elastictrain.config.preflight import MODES, PreflightChecks
 from elastictrain.launch.own_host import why_unfit
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict, describe
+from elastictrain.surroundings import Surroundings
 from tests.unit.preflight.made import verdict
 from tests.unit.preflight.transport.made import MadeHost
 

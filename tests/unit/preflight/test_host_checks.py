@@ -11,8 +11,8 @@ import pytest
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.preflight.host_checks import Check, HostFacts, OwnChecks, check_host, once, own_checks, run_checks
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput, can_load
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import Surroundings, ToolOutput, can_load
 from tests.unit.preflight.made import OF_DEVICES, OF_GROUPS, settings, verdict
 from tests.unit.preflight.transport.made import MadeHost
 

@@ -11,8 +11,8 @@ from elastictrain.preflight.host.kernel_log import judge_xids, parse_kernel_log
 from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.host_checks import HostFacts, OwnChecks, own_checks
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Verdict
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.examples import examples
 from tests.unit.preflight.made import OF_DEVICES
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from elastictrain.net.interfaces import is_loopback
 from elastictrain.preflight.host.names import (
     MAPPED_LOOPBACK,
     LookUp,
@@ -21,7 +22,6 @@ from elastictrain.preflight.host.names import (
     read_names,
     try_port,
 )
-from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.conftest import HostMaker
 

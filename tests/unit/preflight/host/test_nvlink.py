@@ -13,8 +13,8 @@ from elastictrain.preflight.host.nvlink import (
     parse_links,
     switched_fabric,
 )
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.preflight.conftest import RecordedTools
 from tests.unit.preflight.made import gpu
 

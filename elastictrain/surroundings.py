@@ -1,4 +1,5 @@
-"""What checks read: kernel files and vendors' tools. All injected, so that tests can replace them."""
+"""What this host tells of itself: kernel files, vendors' tools, addresses and routes. All injected, so that tests can replace
+them."""
 
 import ctypes
 import os
@@ -87,7 +88,7 @@ def can_load(library: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """This host, as checks see it."""
+    """This host, as checks and the choice of its address see it."""
 
     host: str = field(default_factory=socket.gethostname)
     root: Path = Path("/")  # stands for `/`: contains `sys`, `proc` and `etc`

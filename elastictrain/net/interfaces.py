@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.surroundings import Surroundings
 
 _FOLDER = "/sys/class/net"
 # The host's ends of containers and virtual machines: the peer behind the same address differs from host to host.
