@@ -77,19 +77,18 @@ def _run_speed(parsed: argparse.Namespace) -> int:
     from elastictrain.preflight.group.speedtest import SpeedTest
 
     test = SpeedTest(parsed.listen or parsed.to, parsed.port, parsed.token or secrets.token_hex(8), parsed.device)
-    on_listening = partial(_tell_command, parsed, test.token)
+
+    def on_listening(port: int) -> None:
+        command = f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {test.token}"
+        sys.stdout.write(f"listening; on the other host type\n\n    {command} --size {parsed.size}\n\n")
+        sys.stdout.flush()
+
     num_bytes, times = test.run(None if parsed.listen else size_bytes, on_listening=on_listening)
     ways = [f"{'from' if parsed.listen else 'to'} {test.peer}", f"{'to' if parsed.listen else 'from'} {test.peer}"]
     for what, seconds in zip((*ways, "each way, both at once"), times, strict=True):
         rate = f"{8e-9 * num_bytes / seconds:8.2f} Gbit/s {1e-9 * num_bytes / seconds:8.2f} GB/s"
         sys.stdout.write(f"{what:<48} {rate}  ({num_bytes / 2**20:.0f} MiB in {seconds:.4f} s)\n")
     return EXIT_OK
-
-
-def _tell_command(parsed: argparse.Namespace, token: str, port: int) -> None:
-    command = f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {token} --size {parsed.size}"
-    sys.stdout.write(f"listening; on the other host type\n\n    {command}\n\n")
-    sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

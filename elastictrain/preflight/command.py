@@ -54,10 +54,9 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
         except RuntimeError as broken:
             raise TransportError(f"the ranks do not come together in a group ({backend}): {broken}") from broken
         verdicts += apply_modes(found.verdicts, own.settings.modes)
-        error = decide(verdicts, host=layout.host, hosts=layout.hosts)
-        if not found.usable and error is None:
-            # A hang is a failure, whatever the mode of its check.
-            error = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
+        # A hang is a failure, whatever the mode of its check.
+        decisive = (verdicts, found.verdicts if not found.usable else ())
+        error = next(filter(None, (decide(one, host=layout.host, hosts=layout.hosts) for one in decisive)), None)
         if identity.is_log_rank and table:
             stream = sys.stderr if as_json else sys.stdout
             alone = found.usable and backend == "nccl" and len(layout.hosts) == 1

@@ -20,11 +20,8 @@ class Setting:
     @property
     def number(self) -> int:
         """As NCCL reads it: the leading number, also hexadecimal, or 0."""
-        match = re.match(r"\s*([+-]?)(0x[0-9a-f]{1,16}|\d{1,18})", self.value, re.ASCII | re.IGNORECASE)
-        if match is None:
-            return 0
-        size = int(match[2], 16 if match[2][:2].lower() == "0x" else 10)
-        return -size if match[1] == "-" else size
+        match = re.match(r"\s*([+-]?(?:(0x)[0-9a-f]{1,16}|\d{1,18}))", self.value, re.ASCII | re.IGNORECASE)
+        return int(match[1], 16 if match[2] else 10) if match else 0
 
     def undo(self, name: str) -> str:
         """The remedy that removes it."""
