@@ -132,11 +132,3 @@ def watch_notices(
     poller = NoticePoller(sources, on_notice=on_notice)
     poller.start()
     return poller
-
-
-def free_port() -> int:
-    """A TCP port on which no process listens now, on any address."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -143,12 +143,11 @@ class HostPreflight:
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)  # what process groups will read
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
-    clock: Callable[[], float] = time.monotonic
     _began: float = field(default=0.0, init=False)
 
     def check(self) -> Report:
         """Collective: yes. Raises: PreflightError if a host does not report; TransportError if the exchange does not answer."""
-        self._began = self.clock()
+        self._began = time.monotonic()
         plan = result = None
         if self.layout.leads_host:
             plan, result = self._lead_host()
@@ -160,7 +159,7 @@ class HostPreflight:
                 raise PreflightError(message)
             self.environment.update(done, **{OWN_VARIABLES: json.dumps(done)})
         if result is None:
-            limit_s = self._limit_s + _FOLLOW_S - (self.clock() - self._began)
+            limit_s = self._limit_s + _FOLLOW_S - (time.monotonic() - self._began)
             result = get_record(self.exchange, "result", list[Verdict], limit_s=limit_s)
             if result is None:
                 said = f"did not say what the preflight found within {self._limit_s:g} s"
@@ -168,7 +167,7 @@ class HostPreflight:
             if self.layout.leads_host and failures(result):
                 put_record(self.exchange, f"read/{self.layout.node_rank}", True)
         error = decide(result, host=self.layout.host, hosts=self.layout.hosts)
-        return Report(verdicts=tuple(result), error=error, seconds=self.clock() - self._began, plan=plan)
+        return Report(verdicts=tuple(result), error=error, seconds=time.monotonic() - self._began, plan=plan)
 
     @property
     def _alone(self) -> bool:
@@ -179,7 +178,7 @@ class HostPreflight:
         return self.own.settings.limit_s
 
     def _left_s(self) -> float:
-        return max(0.0, self._limit_s - (self.clock() - self._began))
+        return max(0.0, self._limit_s - (time.monotonic() - self._began))
 
     def _lead_host(self) -> tuple[TransportPlan, list[Verdict] | None]:
         """Check this host; returns its plan, and on the first host the result."""
@@ -269,7 +268,7 @@ class HostPreflight:
         if not failures(verdicts):
             return
         # This host leaves, perhaps with the store: wait until the others have read why.
-        deadline = self.clock() + _READ_S
+        deadline = time.monotonic() + _READ_S
         for node, host in enumerate(self.layout.hosts):
             if node != self.layout.node_rank and host not in gone:
-                self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
+                self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - time.monotonic()))

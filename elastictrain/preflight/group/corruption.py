@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastictrain.distributed.device import settle
 from elastictrain.preflight.group.collectives import MB
-from elastictrain.preflight.group.measurements import seconds_of, settle
+from elastictrain.preflight.group.measurements import seconds_of
 from elastictrain.preflight.host.gpu import Gpu
 
 logger = logging.getLogger(__name__)

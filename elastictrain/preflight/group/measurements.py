@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from elastictrain.distributed.device import settle
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.links.rounds import Round, tournament
 
@@ -92,11 +93,6 @@ def free_memory(device: torch.device, *, local_world_size: int) -> int:
     return int(psutil.virtual_memory().available) // local_world_size
 
 
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def seconds_of(
     act: Callable[[], object], *, device: torch.device, rounds: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> float:
@@ -124,7 +120,6 @@ def measure_pairs(
     neighbours: Sequence[int],
     rounds: Iterable[Round] | None = None,
     num_bytes: int = PAIR_BYTES,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[PairBandwidth]:
     """What this rank receives from each of `neighbours`, or in `rounds` of indices of them. Collective: among them."""
     own, device = neighbours.index(collectives.rank), collectives.device
@@ -138,7 +133,7 @@ def measure_pairs(
         output, message = (None, buffer) if own == source else (buffer, None)
         transfer = partial(collectives.send_recv, output, message, source=peer, target=peer)
         transfer()  # it connects
-        seconds = seconds_of(transfer, device=device, rounds=ROUNDS, clock=clock)
+        seconds = seconds_of(transfer, device=device, rounds=ROUNDS)
         if own == target:
             access = None
             # Unknown if each process sees only its own device.

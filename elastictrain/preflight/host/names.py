@@ -14,6 +14,7 @@ import psutil
 
 from elastictrain.distributed.bounded import each_within
 from elastictrain.net.interfaces import find_route, is_loopback
+from elastictrain.net.listening import bind_everywhere
 from elastictrain.preflight.verdict import Reporter, Verdict
 from elastictrain.surroundings import Surroundings
 
@@ -144,14 +145,8 @@ Holder = tuple[int, str, bool]  # pid and command of a process, and whether it i
 
 def try_port(port: int) -> int | None:
     """None if the port is free, else the errno."""
-    # As torch's store does: on IPv6 and IPv4 at once, and a connection in TIME_WAIT does not block it.
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            probe.bind(("", port))
+        bind_everywhere(port)
     except OSError as error:
         return error.errno or errno.EINVAL
     return None

@@ -16,7 +16,7 @@ from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.net.listening import read_port_range
 from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
-from elastictrain.preflight.links.judge_contacts import SilentHost, claimed_twice, judge_roster, leaderless, unheard
+from elastictrain.preflight.links.judge_contacts import claimed_twice, judge_roster, leaderless, unheard
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link, LinkFindings, Order, Roster, merged
 from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
 from elastictrain.preflight.links.responder import Responder
@@ -53,7 +53,7 @@ class LinkSession:
     _num_orders: int = field(default=0, init=False)
     _probes: dict[int, PeerProbe] = field(default_factory=dict, init=False)
     _contacts: dict[Link, Contact] = field(default_factory=dict, init=False)
-    _silences: dict[int, SilentHost] = field(default_factory=dict, init=False)
+    _silences: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
 
     def run(self) -> LinkReport:
         """Never raises for failures of hosts or the network; every wait in it has a limit."""
@@ -165,7 +165,7 @@ class LinkSession:
         if self._twice is not None:
             known = next(host for host in self._roster.hosts if host.node_rank == self._twice.node_rank)
             put_record(self.exchange, "links/order/0", Order(()))
-            return [claimed_twice(known, self._twice), *judge_roster(self._roster, silences=(), names=self.names)]
+            return [claimed_twice(known, self._twice), *judge_roster(self._roster, silences={}, names=self.names)]
         thresholds, num, full = self.options.thresholds, len(self._roster.hosts), self.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         flows: tuple[tuple[Flow, ...], tuple[Flow, ...]] | None = None
@@ -177,7 +177,7 @@ class LinkSession:
             flows = first, self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
         put_record(self.exchange, f"links/order/{self._num_orders}", Order(()))
         judge = partial(judge_links, self._roster, thresholds=thresholds, names=self.names)
-        return judge(contacts=self._contacts, flows=flows, silences=tuple(self._silences.values()))
+        return judge(contacts=self._contacts, flows=flows, silences=self._silences)
 
     def _is_there(self, places: Iterable[int]) -> bool:
         """Whether all of these hosts listen, and have reported so far."""
@@ -232,7 +232,7 @@ class LinkSession:
             if report is not None:
                 found.append(report)
             elif is_lost or began + waited_s >= until or self._is_ignored(number, place, waited_s):
-                self._silences[place] = SilentHost(place, measured=order.measure, waited_s=waited_s)
+                self._silences[place] = "bandwidth was measured" if order.measure else "contacts were made", waited_s
             else:
                 waiting.append(place)
         return found
