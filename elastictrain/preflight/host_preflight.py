@@ -55,10 +55,6 @@ class HostLayout:
     def host(self) -> str:
         return self.hosts[self.node_rank]
 
-    @property
-    def leads_host(self) -> bool:
-        return self.local_rank == 0
-
 
 def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, rendezvous: str | None) -> HostLayout:
     """`ranks`: host and local world size of each rank, those of a host in a row, as torchrun numbers them."""
@@ -149,7 +145,7 @@ class HostPreflight:
         """Collective: yes. Raises: PreflightError if a host does not report; TransportError if the exchange does not answer."""
         self._began = time.monotonic()
         plan = result = None
-        if self.layout.leads_host:
+        if self.layout.local_rank == 0:
             plan, result = self._lead_host()
         else:
             # Take over the plan of the rank that leads this host.
@@ -164,14 +160,10 @@ class HostPreflight:
             if result is None:
                 said = f"did not say what the preflight found within {self._limit_s:g} s"
                 raise PreflightError(f"{self.layout.hosts[0]}, the first host, {said}")
-            if self.layout.leads_host and failures(result):
+            if self.layout.local_rank == 0 and failures(result):
                 put_record(self.exchange, f"read/{self.layout.node_rank}", True)
         error = decide(result, host=self.layout.host, hosts=self.layout.hosts)
         return Report(verdicts=tuple(result), error=error, seconds=time.monotonic() - self._began, plan=plan)
-
-    @property
-    def _alone(self) -> bool:
-        return len(self.layout.hosts) == 1
 
     @property
     def _limit_s(self) -> float:
@@ -182,20 +174,20 @@ class HostPreflight:
 
     def _lead_host(self) -> tuple[TransportPlan, list[Verdict] | None]:
         """Check this host; returns its plan, and on the first host the result."""
-        own: list[list[Verdict]] = []
-        shared = None if self._alone else SharedFolder(self.exchange, is_first=self.layout.node_rank == 0)
+        own, alone = list[list[Verdict]](), len(self.layout.hosts) == 1
+        shared = None if alone else SharedFolder(self.exchange, is_first=self.layout.node_rank == 0)
         at = HostFacts(self.surroundings, replace(self.own, shared=shared))
         thread = threading.Thread(target=lambda: own.append(check_host(at)), name="own-checks", daemon=True)
         thread.start()
-        look = partial(read_facts, self.surroundings, alone=self._alone)
+        look = partial(read_facts, self.surroundings, alone=alone)
         facts = within(5.0, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
         here = kinds_here(facts.ports, settings=facts.settings)
-        links = LinkReport(()) if self._alone else self._check_links(facts, here)
+        links = LinkReport(()) if alone else self._check_links(facts, here)
         leader = self.layout.hosts[0]
         if links.roster is None and (lost := [one for one in links.verdicts if one.subject == leader]):
             # No host can gather the reports.
             raise PreflightError(f"preflight failed: {describe_verdict(lost[0])}")
-        kinds, addresses = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}, {}
+        kinds, addresses = {self.layout.host: here if alone else frozenset({Rdma.UNKNOWN})}, {}
         if links.roster is not None:
             kinds = {one.name: one.kinds for one in links.roster.hosts}
             addresses = {one.name: one.address for one in links.roster.hosts}

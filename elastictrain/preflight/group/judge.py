@@ -158,15 +158,14 @@ def judge_rails(parts: Sequence[Mapping[int, RailFindings]], members: Sequence[G
     found = blame_rails(parts, members, ratio=ratio)
     if found.typical is None:
         return [Reporter("rails").skipped("no rank has a partner", remedy="start as many ranks on each host")]
-    typical, verdicts = found.typical, list[Verdict]()
+    typical, verdicts, rails = found.typical, list[Verdict](), [f"rail {one.local_rank} on {one.host}" for one in members]
     look = "`ibstat`, `mlxlink` and errors of the port nearest to this GPU (`nvidia-smi topo -m`), its cable and switch port"
     for culprit in found.hosts:
-        report, unit = Reporter("rails", _rail(members[culprit.subject])), f"GB/s {culprit.way}"
+        report, unit = Reporter("rails", rails[culprit.subject]), f"GB/s {culprit.way}"
         remedy = f"look at {look}; if it stays, replace the host"
         verdicts.append(report.failed(culprit.figure, expected=typical, unit=unit, remedy=remedy))
     for link in found.links:
-        source, target = (_rail(members[rank]) for rank in link.subject)
-        report = Reporter("rails", f"{source} -> {target}", Scope.LINK)
+        report = Reporter("rails", " -> ".join(rails[rank] for rank in link.subject), Scope.LINK)
         verdicts.append(report.failed(link.figure, expected=typical, unit="GB/s", remedy=f"at both ends look at {look}"))
     rates = {one.host: one.network_gbps for one in members if one.network_gbps is not None}
     for host, rate in rates.items():
@@ -176,15 +175,9 @@ def judge_rails(parts: Sequence[Mapping[int, RailFindings]], members: Sequence[G
     for rank, one in parts[0].items():
         if members[rank].planned == "rdma" and one.port_bytes is not None and one.port_bytes < RDMA_SHARE * one.sent_bytes:
             report, expected = Reporter("rails", members[rank].host), one.sent_bytes / 1e9
-            remedy = (
-                "see the check nccl_transport, and NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: the traffic took another way"
-            )
+            remedy = "the traffic took another way: see check nccl_transport, and NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET"
             verdicts.append(report.warned(one.port_bytes / 1e9, expected=expected, unit="GB through RDMA ports", remedy=remedy))
     return verdicts or [Reporter("rails", scope=Scope.GROUP).passed(typical, unit="GB/s a rail")]
-
-
-def _rail(member: GroupMember) -> str:
-    return f"rail {member.local_rank} on {member.host}"
 
 
 def judge_corruption(parts: Sequence[Mapping[int, DeviceFindings]], members: Sequence[GroupMember]) -> list[Verdict]:

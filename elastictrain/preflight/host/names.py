@@ -22,7 +22,7 @@ SLOW_S = 1.0  # a healthy look-up takes milliseconds; a name server that does no
 LIMIT_S = 2.0  # for an answer; longer than `SLOW_S`, so a slow one shows
 MAPPED_LOOPBACK = "::ffff:127.0.0.1"  # a rank on the own host, as torch's store sees and looks it up when it listens on IPv6
 
-
+Holder = tuple[int, str, bool]  # pid and command of a process, and whether it is this one or an ancestor, such as torchrun
 Ask = Callable[[str], Sequence[str]]  # addresses of a name, or the name of an address. Raises: OSError
 
 
@@ -138,9 +138,6 @@ def parse_hosts(text: str) -> dict[int, list[str]]:
     """The words of the lines of /etc/hosts by number, without comments and empty ones. Source: hosts(5)."""
     lines = {number: line.partition("#")[0].split() for number, line in enumerate(text.split("\n"), start=1)}
     return {number: words for number, words in lines.items() if len(words) >= 2}
-
-
-Holder = tuple[int, str, bool]  # pid and command of a process, and whether it is this one or an ancestor, such as torchrun
 
 
 def try_port(port: int) -> int | None:

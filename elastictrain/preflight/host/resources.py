@@ -30,6 +30,7 @@ LEAST_OPEN_FILES = 128  # torch, its store and one small process group hold abou
 FEW_PROCESSES = 1024  # threads count: a rank with its data workers has 30 to 100
 LEAST_PROCESSES = 64
 IPC_LOCK, SYS_ADMIN, SYS_RESOURCE = 1 << 14, 1 << 21, 1 << 24  # source: capabilities(7)
+VERBS, CONNECTIONS = "libibverbs.so.1", "librdmacm.so.1"
 _LIMITS_FILE = "in /etc/security/limits.d/elastictrain.conf and a new login"
 
 
@@ -145,9 +146,6 @@ def _judge_limit(report: Reporter, limit: ResourceLimit, *, few: int, least: int
     if limit.hard is None or limit.hard >= few:
         remedy = f"`ulimit {option} {min(limit.hard or 65536, 65536)}` before the start on {report.subject}"
     return report.failed(limit.soft, fatal=limit.soft < least, expected=few, remedy=remedy)
-
-
-VERBS, CONNECTIONS = "libibverbs.so.1", "librdmacm.so.1"
 
 
 def judge_libraries(missing: Sequence[str], *, host: str, several_hosts: bool) -> list[Verdict]:

@@ -32,7 +32,6 @@ SLOW_MS = 2000.0  # six small requests; slower ones delay every event and every 
 
 _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
 
-
 # Address, how to give credentials, and the command that makes a bucket, up to its name.
 _S3 = ("https://s3.amazonaws.com", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,", "aws s3 mb s3://")
 _GCS = (

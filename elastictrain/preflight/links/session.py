@@ -15,16 +15,18 @@ from elastictrain.distributed.bounded import each_within
 from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.net.listening import read_port_range
+from elastictrain.net.server import ChannelServer
 from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
 from elastictrain.preflight.links.judge_contacts import claimed_twice, judge_roster, leaderless, unheard
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link, LinkFindings, Order, Roster, merged
 from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
-from elastictrain.preflight.links.responder import Responder
+from elastictrain.preflight.links.responder import responder_secret, start_responder
 from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds
 from elastictrain.preflight.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 2.0
 _TURN_S = 0.5  # the first host waits this long for one report before it looks for another
 _ALL_PAIRS_UP_TO = 16  # a full check contacts every pair up to this many hosts; above, distances 1, 2, 4, 8 ... along the ring
 
@@ -48,6 +50,7 @@ class LinkSession:
     options: LinkOptions = field(default_factory=LinkOptions)
     wall: Callable[[], float] = time.time  # the clock that the hosts compare
     _roster: Roster = field(default=Roster(hosts=(), absent=(), waited_s=0.0, token=""), init=False)
+    _server: ChannelServer | None = field(default=None, init=False)
     _twice: HostIntroduction | None = field(default=None, init=False)  # of a host whose node rank another one has
     _place: int = field(default=0, init=False)
     _num_orders: int = field(default=0, init=False)
@@ -57,21 +60,22 @@ class LinkSession:
 
     def run(self) -> LinkReport:
         """Never raises for failures of hosts or the network; every wait in it has a limit."""
-        responder = Responder(self.host.address, ports=self.host.tcp_ports, wall=self.wall)
         try:
-            verdicts = self._take_part(responder)
+            verdicts = self._take_part()
         except (TransportError, MalformedJsonError) as error:
             verdicts = [unheard(self.host.name, why=str(error))]
         finally:
-            responder.close()
+            if self._server is not None:
+                self._server.close(_CLOSE_S)
         return LinkReport(tuple(verdicts), self._roster if self._roster.hosts else None)
 
-    def _take_part(self, responder: Responder) -> list[Verdict]:
-        began, own = time.monotonic(), replace(self.host, nonce=responder.nonce.hex())
+    def _take_part(self) -> list[Verdict]:
+        began, own = time.monotonic(), replace(self.host, nonce=secrets.token_hex(16))
         try:
-            responder.start()
+            self._server = start_responder(own.address, own.tcp_ports, wall=self.wall)
+            ports = tuple(listener.getsockname()[1] for listener in self._server.listeners)
             spans = tuple(str(port) if port else "{}:{}".format(*read_port_range()) for port in own.tcp_ports)
-            own = replace(own, tcp_ports=responder.tcp_ports, port_spans=spans)
+            own = replace(own, tcp_ports=ports, port_spans=spans)
         except HostUnfitError as error:
             own = replace(own, trouble=str(error))
         if other := get_record(self.exchange, f"links/hello/{own.node_rank}", HostIntroduction, limit_s=0.0):
@@ -90,7 +94,8 @@ class LinkSession:
             return [unheard(own.name, why="it came too late")]
         if listed != own:
             return [claimed_twice(own, listed)]
-        responder.set_token(bytes.fromhex(roster.token))
+        if self._server is not None:
+            self._server.set_secret(responder_secret(bytes.fromhex(roster.token), bytes.fromhex(own.nonce)))
         self._place = roster.hosts.index(own)
         return self._lead() if leads else self._follow()
 

@@ -23,6 +23,8 @@ EXPLAINED = {
     "switches (PXB), on one NUMA node (PHB) or across them (SYS), and through host memory where they are farther apart",
     "NCCL_CROSS_NIC": "a ring uses the same port on all hosts (0, for rails that are not joined), any (1), or the better (2)",
 }
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 TOPOLOGY = "NCCL_TOPO_FILE"
 _PLUGIN_FOLDERS = (
     *("/opt/amazon/ofi-nccl/lib", "/opt/amazon/ofi-nccl/lib64", "/opt/aws-ofi-nccl/lib", "/var/lib/tcpxo/lib64", "/usr/lib64"),
@@ -69,10 +71,6 @@ def read_facts(surroundings: Surroundings, *, rendezvous: str | None, alone: boo
         plugins=tuple(dict.fromkeys(plugins)),
         lacks_topology=TOPOLOGY in settings and surroundings.read(settings[TOPOLOGY].value) is None,
     )
-
-
-NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def test_hosts_may_have_different_numbers_of_ranks(rank: int, local_rank: int, n
     ranks = [("a", 2), ("a", 2), ("b", 1), ("c", 3), ("c", 3), ("c", 3)]
     layout = find_layout(ranks, rank=rank, local_rank=local_rank, rendezvous="a")
     assert layout.hosts == ("a", "b", "c")
-    assert (layout.node_rank, layout.host, layout.leads_host) == (node_rank, host, acts)
+    assert (layout.node_rank, layout.host, layout.local_rank == 0) == (node_rank, host, acts)
     assert layout.local_world_size == ranks[rank][1]
     assert layout.hosts_of_ranks == ("a", "a", "b", "c", "c", "c")
 
