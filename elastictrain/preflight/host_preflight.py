@@ -125,6 +125,17 @@ def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdi
     return [replace(verdict, subject=own.sub(lambda _: label, verdict.subject)) for verdict in verdicts]
 
 
+def _check_own(at: HostFacts) -> list[Verdict]:
+    try:
+        return check_host(at)
+    except Exception as error:
+        # A host whose checks raise must not pass as healthy.
+        logger.exception("the checks of this host broke")
+        remedy = f"python -m elastictrain.preflight  # on {at.host}: it shows where; report it as a bug"
+        measured = f"its checks broke: {type(error).__name__}: {error}"
+        return [Reporter("roster", at.host).failed(measured, expected="verdicts", remedy=remedy)]
+
+
 @dataclass(slots=True)
 class HostPreflight:
     """One rank's part of the preflight; all hosts request the same checks."""
@@ -177,7 +188,7 @@ class HostPreflight:
         own, alone = list[list[Verdict]](), len(self.layout.hosts) == 1
         shared = None if alone else SharedFolder(self.exchange, is_first=self.layout.node_rank == 0)
         at = HostFacts(self.surroundings, replace(self.own, shared=shared))
-        thread = threading.Thread(target=lambda: own.append(check_host(at)), name="own-checks", daemon=True)
+        thread = threading.Thread(target=lambda: own.append(_check_own(at)), name="own-checks", daemon=True)
         thread.start()
         look = partial(read_facts, self.surroundings, alone=alone)
         facts = within(5.0, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
