@@ -90,16 +90,11 @@ class HostReport:
     verdicts: tuple[Verdict, ...]
     likeness: SoftwareDigest
     hcas: tuple[str, ...]  # ports that it plans to use
+    met: HostIntroduction | None = None  # as the link checks know it; None if they do not
     machine: str = ""  # tells apart kernels and network namespaces
 
 
-def judge_host_reports(
-    words: Mapping[str, HostReport | None],
-    *,
-    kinds: Mapping[str, frozenset[Rdma]],
-    addresses: Mapping[str, str],
-    waited_s: float,
-) -> list[Verdict]:
+def judge_host_reports(words: Mapping[str, HostReport | None], *, waited_s: float) -> list[Verdict]:
     """Findings of hosts about themselves, and their differences. None for a host: no report, or one that cannot be parsed."""
     known = {host: word for host, word in words.items() if word is not None}
     verdicts = blame_unshared([verdict for word in known.values() for verdict in word.verdicts], num_hosts=len(words))
@@ -110,12 +105,11 @@ def judge_host_reports(
         verdicts.append(Reporter("roster", host).failed("said nothing of its own checks", expected=expected, remedy=remedy))
     if len(words) > 1:
         verdicts += compare({host: word.likeness for host, word in known.items()})
-        hcas = {host: word.hcas for host, word in known.items()}
-        told = {host: kinds[host] for host in known if host in kinds}
-        verdicts += judge_alike(hcas, told, agreed=common(kinds))
+        met = {host: (word.met, word.machine) for host, word in known.items() if word.met is not None}
+        hcas, kinds = {host: word.hcas for host, word in known.items()}, {host: one.kinds for host, (one, _) in met.items()}
+        verdicts += judge_alike(hcas, kinds)
         lost = {one.subject for one in failures(verdicts) if one.check == "interface"}
-        judged = addresses.keys() & known.keys() - lost
-        verdicts += judge_addresses({host: (addresses[host], known[host].machine) for host in words if host in judged})
+        verdicts += judge_addresses({host: (one.address, its) for host, (one, its) in met.items() if host not in lost})
     return verdicts
 
 
@@ -198,11 +192,11 @@ class HostPreflight:
         if links.roster is None and (lost := [one for one in links.verdicts if one.subject == leader]):
             # No host can gather the reports.
             raise PreflightError(f"preflight failed: {describe_verdict(lost[0])}")
-        kinds, addresses = {self.layout.host: here if alone else frozenset({Rdma.UNKNOWN})}, {}
+        kinds, known = {self.layout.host: here if alone else frozenset({Rdma.UNKNOWN})}, {}
         if links.roster is not None:
-            kinds = {one.name: one.kinds for one in links.roster.hosts}
-            addresses = {one.name: one.address for one in links.roster.hosts}
-            others = [one for one in links.roster.hosts if one.node_rank != self.layout.node_rank]
+            known = {one.node_rank: one for one in links.roster.hosts}
+            kinds = {one.name: one.kinds for one in known.values()}
+            others = [one for rank, one in known.items() if rank != self.layout.node_rank]
             find = partial(find_route, interfaces=facts.interfaces, surroundings=self.surroundings)
             facts = replace(facts, peers={one.name: find(one.address) for one in others})
         plan = decide_transport(facts, agreed=common(kinds), after_failure=self.after_failure)
@@ -220,12 +214,13 @@ class HostPreflight:
             network = Path("/proc/self/ns/net")
             namespace = network.stat().st_ino if network.exists() else 0
             machine = f"{self.surroundings.read('/proc/sys/kernel/random/boot_id')} {namespace}"
-            report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas, machine=machine)
+            met = known.get(self.layout.node_rank)
+            report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas, met=met, machine=machine)
             put_record(self.exchange, f"word/{self.layout.node_rank}", report)
         if self.layout.node_rank != 0:
             return plan, None
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
-        reports = judge_host_reports(self._words(gone), kinds=kinds, addresses=addresses, waited_s=self._limit_s)
+        reports = judge_host_reports(self._words(gone), waited_s=self._limit_s)
         if shared is not None:
             shared.remove(self.own.run_dir or "")
         judged = apply_modes([*links.verdicts, *reports], self.own.settings.modes, spare=self.spare)

@@ -60,7 +60,7 @@ def blame(
 ) -> LinkBlame:
     """Find bad hosts and links by the best figure of each link; `directed`: a host may be bad in one direction. Of two hosts
     none is named: links are compared with the better direction; nor is one of fewer than `least_links`. `excused`: figures of a
-    second measurement, raised to what enough processor time might have brought; what is not bad by these is not confirmed."""
+    second measurement, raised to what enough processor time might have brought: only what is bad by these is confirmed."""
     values = best_of(figures)
     if not values:
         return LinkBlame()

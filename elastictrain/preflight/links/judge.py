@@ -36,11 +36,9 @@ def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: Preflig
 
 
 def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> LinkBlame:
-    def too_late(figure: float, typical: float) -> bool:
-        return figure < thresholds.late_factor * typical and figure < typical - LATE_FLOOR_S
-
-    figures = [(link, -contact.latency_s) for link, contact in contacts.items() if contact.latency_s is not None]
-    return blame(figures, too_bad=too_late, directed=False)
+    figures = [(link, -one.latency_s) for link, one in contacts.items() if one.latency_s is not None]
+    late = thresholds.late_factor
+    return blame(figures, too_bad=lambda one, typical: one < min(late * typical, typical - LATE_FLOOR_S), directed=False)
 
 
 def loss_blame(contacts: Mapping[Link, Contact], *, least: float) -> LinkBlame:
