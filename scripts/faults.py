@@ -12,8 +12,10 @@ if the advice has the words that it must have. Prints a row for each fault and a
 
 import argparse
 import json
+import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +45,8 @@ class Finding:
     wanted: Named
     named: Named
     advised: bool
-    seconds: float
+    seconds: float  # with the start of Python
+    own_s: float  # the preflight alone
 
     @property
     def right(self) -> bool:
@@ -60,17 +63,18 @@ def look(fault: Fault, folder: Path, *, seed: int, load: bool = False) -> Findin
         wanted = fault.act(scene)
         with busy() if load else nullcontext():
             began = time.monotonic()
-            rows = preflight(scene, exchange, level=fault.level)
+            rows, own_s = preflight(scene, exchange, level=fault.level)
             seconds = time.monotonic() - began
     statuses = ("fail", "warn") if fault.warned else ("fail",)
     kinds = {check for check, _ in wanted}
     bad = [row for row in rows if row["status"] == "fail" or (row["status"] in statuses and row["check"] in kinds)]
     named = {(row["check"], row["subject"]) for row in bad}
     advised = all(fault.words in row["remedy"] for row in bad if row["check"] in kinds)
-    return Finding(fault, wanted, named, advised, seconds)
+    return Finding(fault, wanted, named, advised, seconds, own_s)
 
 
-def preflight(scene: Scene, exchange: Path, *, level: str) -> list[dict[str, Any]]:
+def preflight(scene: Scene, exchange: Path, *, level: str) -> tuple[list[dict[str, Any]], float]:
+    """The verdicts of the first host, and the seconds that its preflight took."""
     names = ",".join(host.name for host in scene.hosts)
     runs, began = {}, time.monotonic()
     for rank, host in enumerate(scene.hosts):
@@ -90,8 +94,9 @@ def preflight(scene: Scene, exchange: Path, *, level: str) -> list[dict[str, Any
     lines = [line for line in first.output().splitlines() if line.startswith("[{")]
     if not lines:
         print(first.output()[-3000:])
-        return []
-    return list(json.loads(lines[0]))
+        return [], math.nan
+    (told,) = (line for line in first.output().splitlines() if line.startswith("seconds "))
+    return list(json.loads(lines[0])), float(told.split()[1])
 
 
 @contextmanager
@@ -130,10 +135,14 @@ def main() -> int:
         print(f"{'ok   ' if one.right else 'WRONG'} {one.seconds:5.1f} s  {fault.name}: {shown(one.named)}{rest}", flush=True)
     ill = [one for one in found if one.fault in chosen]
     right, wrong = sum(one.right for one in ill), [one for one in found if one.fault in healthy and not one.right]
-    quick = sorted(one.seconds for one in found if one.fault.level == "quick" and not one.wanted)
+    quick = [one for one in found if one.fault.level == "quick" and not one.wanted]
     print(f"\n{right} of {len(ill)} faults named rightly, {len(wrong)} of {len(healthy)} healthy starts failed")
     if quick:
-        print(f"a quick preflight without a fault: {quick[len(quick) // 2]:.1f} s (median), with the start of Python")
+        own_s, seconds = sorted(one.own_s for one in quick), statistics.median(one.seconds for one in quick)
+        print(
+            f"a quick preflight without a fault: {statistics.median(own_s):.2f} s (median; {own_s[0]:.2f} to {own_s[-1]:.2f}), "
+            f"{seconds:.1f} s with the start of Python"
+        )
     if parsed.json:
         rows = [
             {
@@ -142,6 +151,7 @@ def main() -> int:
                 "wanted": sorted(one.wanted),
                 "named": sorted(one.named),
                 "seconds": one.seconds,
+                "own_s": one.own_s,
             }
             for one in found
         ]

@@ -40,6 +40,12 @@ def start_device(parallel: ParallelGroup, *, local_rank: int, wait: Callable[[],
     return thread
 
 
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def find_backend(
     wanted: Literal["auto", "nccl", "gloo"],
     *,

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastictrain.distributed.device import Backend
+from elastictrain.distributed.device import Backend, settle
 from elastictrain.distributed.store import PolledStore
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
@@ -136,8 +136,7 @@ def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
 def await_all(group: Group) -> None:
     """Wait until no rank needs another one. Collective: yes."""
     dist.barrier(group=group.control)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(group.device)
 
 
 def leave(group: Group) -> None:

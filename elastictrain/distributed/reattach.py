@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from elastictrain.distributed.device import settle
 from elastictrain.distributed.gloo_sockets import cut_gloo_connections
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, attach_ddp
 from elastictrain.errors import ConfigError, Problem
@@ -64,9 +64,7 @@ def forget_step(model: nn.Module) -> None:
     """Clear what a step that was cut short left in the wrappers, and all gradients; parameters keep whatever values they have.
     `model` is the one inside DDP. Blocks until the device is idle. Main thread, after `detach`. Collective: no. Raises:
     HostUnfitError."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    settle(next(model.parameters()).device)
     forget_groups()  # a group whose creation was cut short may have been recorded after `detach`
     clear_fsdp(model)
     for parameter in model.parameters():

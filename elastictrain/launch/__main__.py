@@ -47,7 +47,6 @@ from elastictrain.launch.own_host import (
     OwnAddress,
     count_gpus,
     default_interface,
-    free_port,
     own_names,
     watch_notices,
     why_unfit,
@@ -58,14 +57,15 @@ from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.lease.chain import LAUNCHER, Chain
 from elastictrain.lease.holder import Waiting, wait_until_free
+from elastictrain.net.interfaces import own_address, usable_interfaces
+from elastictrain.net.listening import bind_everywhere
 from elastictrain.own_loop.options import launcher_config
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store, without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import process_name
+from elastictrain.surroundings import Surroundings
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
 
@@ -206,7 +206,7 @@ class HostAgent:
             name=name,
             address=options.address or place.address or find_address(),
             watch_port=heartbeat.port,
-            master_port=free_port(),
+            master_port=bind_everywhere(0),
             processes=_processes(config, place),
             order=place.order,
             state=HostState.READY,

@@ -16,10 +16,10 @@ from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, Notice
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace, as_ip, visible_gpus
 from elastictrain.launch.records import NoticeGiven, Recorder
-from elastictrain.preflight.host_checks import OwnChecks, check_host
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import describe, failures
+from elastictrain.surroundings import Surroundings
 
 _NVIDIA_DEVICE = re.compile(r"nvidia\d+")
 _LEAD_S = 120.0  # a known limit is met in time even if a large state must be saved
@@ -96,7 +96,7 @@ def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) 
         ports_free=True,
         transport=True,
     )
-    failed = failures(check_host(surroundings, asked))
+    failed = failures(check_host(HostFacts(surroundings, asked)))
     return describe(failed[0]) if failed else ""
 
 
@@ -132,11 +132,3 @@ def watch_notices(
     poller = NoticePoller(sources, on_notice=on_notice)
     poller.start()
     return poller
-
-
-def free_port() -> int:
-    """A TCP port on which no process listens now, on any address."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -43,13 +43,13 @@ from elastictrain.launch.membership.records import (
     Rejoin,
     Wait,
 )
-from elastictrain.launch.own_host import free_port
 from elastictrain.launch.rank_variables import plan_workers
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
 from elastictrain.launch.recovering import Recovering, after_end
 from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 from elastictrain.launch.worker_process import BUILT_FOR
 from elastictrain.liveness.progress import Phase
+from elastictrain.net.listening import bind_everywhere
 
 _TURN_S = 0.1
 _BRIEF_TURN_S = 0.02
@@ -271,7 +271,7 @@ class Supervisor:
         if end.host == host and end.exit_code == EXIT_UNFIT:
             self._leave_out(end.reason, ended=number)
         else:
-            self.registry.update(HostState.READY, ended=number, master_port=free_port(), committed_step=self._known.step)
+            self.registry.update(HostState.READY, ended=number, master_port=bind_everywhere(0), committed_step=self._known.step)
         self.heartbeat.send_end(self.registry.record)
 
     def _prepare_to_join(self) -> None:
@@ -334,7 +334,7 @@ class Supervisor:
             self.registry.update(HostState.UNFIT, reason=unfit)
         else:
             self.print_line("this host passes its checks again, and waits to be taken in")
-            self.registry.update(HostState.READY, master_port=free_port())
+            self.registry.update(HostState.READY, master_port=bind_everywhere(0))
 
     def _leave(self, code: int, reason: str) -> int:
         self.workers.close()

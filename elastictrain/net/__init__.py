@@ -1,1 +1,2 @@
-"""Authenticated connections between hosts of a run, and limits on connections that are not authenticated yet."""
+"""Authenticated connections between hosts of a run, limits on connections that are not authenticated yet, and the interface and
+address by which this host reaches the others."""

@@ -22,6 +22,20 @@ def read_port_range() -> tuple[int, int]:
     return first, last
 
 
+def bind_everywhere(port: int) -> int:
+    """Try a TCP port (0: any free one) on all addresses, without listening; returns it. Raises: OSError if it is taken."""
+    # As torch's store does: on IPv6 and IPv4 at once, and a connection in TIME_WAIT does not block it.
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        if port:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(("", port))
+        bound: int = probe.getsockname()[1]
+        return bound
+
+
 def listen(address: str, ports: Sequence[int]) -> list[socket.socket]:
     """A listener for each port. A port of 0 is any; each of several such is picked from a part of its own of the kernel's
     range, as a firewall may let through only a part of it. Raises: OSError; no listener remains then."""

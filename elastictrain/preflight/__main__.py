@@ -28,10 +28,10 @@ from elastictrain.config.preflight import Mode, PreflightChecks, PreflightGroup
 from elastictrain.entry_point import leave_process, run_command
 from elastictrain.errors import EXIT_OK, UsageError
 from elastictrain.identity import pods_without_workers
-from elastictrain.preflight.host_checks import OwnChecks, check_host
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
 from elastictrain.preflight.policy import Level, decide
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
+from elastictrain.surroundings import Surroundings
 
 MEMORY_DIR = CheckpointGroup().memory_dir
 _SPEED_PORT = 29477
@@ -64,7 +64,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.table:
         raise UsageError("--table needs several ranks: torchrun --nproc-per-node=gpu -m elastictrain.preflight --table")
     surroundings = Surroundings()
-    verdicts = check_host(surroundings, replace(asked, transport=True))
+    verdicts = check_host(HostFacts(surroundings, replace(asked, transport=True)))
     show(verdicts, as_json=parsed.json)
     error = decide(verdicts, host=surroundings.host, hosts=[surroundings.host])
     return EXIT_OK if error is None else error.exit_code
@@ -77,19 +77,18 @@ def _run_speed(parsed: argparse.Namespace) -> int:
     from elastictrain.preflight.group.speedtest import SpeedTest
 
     test = SpeedTest(parsed.listen or parsed.to, parsed.port, parsed.token or secrets.token_hex(8), parsed.device)
-    on_listening = partial(_tell_command, parsed, test.token)
+
+    def on_listening(port: int) -> None:
+        command = f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {test.token}"
+        sys.stdout.write(f"listening; on the other host type\n\n    {command} --size {parsed.size}\n\n")
+        sys.stdout.flush()
+
     num_bytes, times = test.run(None if parsed.listen else size_bytes, on_listening=on_listening)
     ways = [f"{'from' if parsed.listen else 'to'} {test.peer}", f"{'to' if parsed.listen else 'from'} {test.peer}"]
     for what, seconds in zip((*ways, "each way, both at once"), times, strict=True):
         rate = f"{8e-9 * num_bytes / seconds:8.2f} Gbit/s {1e-9 * num_bytes / seconds:8.2f} GB/s"
         sys.stdout.write(f"{what:<48} {rate}  ({num_bytes / 2**20:.0f} MiB in {seconds:.4f} s)\n")
     return EXIT_OK
-
-
-def _tell_command(parsed: argparse.Namespace, token: str, port: int) -> None:
-    command = f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {token} --size {parsed.size}"
-    sys.stdout.write(f"listening; on the other host type\n\n    {command}\n\n")
-    sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

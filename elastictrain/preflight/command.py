@@ -1,5 +1,6 @@
 """The preflight command under torchrun: checks all hosts of the group and their links; one rank shows the verdicts."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,10 @@ from elastictrain.preflight.host.gpu import decimal
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, find_layout
 from elastictrain.preflight.policy import Level, apply_modes, decide
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
+from elastictrain.surroundings import Surroundings
+
+logger = logging.getLogger(__name__)
 
 _RENDEZVOUS_S = 60.0
 _GROUP_S = 60.0
@@ -33,7 +36,7 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
     backend, _ = find_backend("auto", environment=os.environ, local_world_size=identity.local_world_size)
     store = BoundedStore(lambda: connect(identity, timeout_s=_RENDEZVOUS_S), limit_s=_RENDEZVOUS_S)
     introduction = Introduction(identity.host, identity.local_world_size, backend, digest="")
-    generation = agree(store, identity, introduction, number=0, timeout_s=store.left_s, tell=_tell)
+    generation = agree(store, identity, introduction, number=0, timeout_s=store.left_s, tell=logger.warning)
     check_alike(generation)
     shared = dist.PrefixStore(f"elastictrain/{generation.name}/preflight", store.unbounded)
     ranks, address = [(one.host, one.local_world_size) for one in generation.ranks], os.environ.get("MASTER_ADDR")
@@ -54,10 +57,9 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
         except RuntimeError as broken:
             raise TransportError(f"the ranks do not come together in a group ({backend}): {broken}") from broken
         verdicts += apply_modes(found.verdicts, own.settings.modes)
-        error = decide(verdicts, host=layout.host, hosts=layout.hosts)
-        if not found.usable and error is None:
-            # A hang is a failure, whatever the mode of its check.
-            error = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
+        # A hang is a failure, whatever the mode of its check.
+        decisive = (verdicts, found.verdicts if not found.usable else ())
+        error = next(filter(None, (decide(one, host=layout.host, hosts=layout.hosts) for one in decisive)), None)
         if identity.is_log_rank and table:
             stream = sys.stderr if as_json else sys.stdout
             alone = found.usable and backend == "nccl" and len(layout.hosts) == 1
@@ -68,7 +70,7 @@ def check_group(own: OwnChecks, *, as_json: bool, table: bool) -> int:
         show(verdicts, as_json=as_json)
     if error is None:
         return EXIT_OK
-    if layout.leads_host:
+    if layout.local_rank == 0:
         sys.stderr.write(f"elastictrain: {layout.host}: {error}\n")
     return error.exit_code
 
@@ -99,8 +101,3 @@ def pair_tables(pairs: Mapping[int, Sequence[PairBandwidth]], hosts: Sequence[st
         for source in ranks:
             cells = (f"{gbs[source, rank]:8.2f}" if (source, rank) in gbs else f"{'-':>8}" for rank in ranks)
             yield f"{f'from {source}':>12} " + " ".join(cells)
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -15,14 +15,14 @@ import psutil
 from elastictrain.cgroup import read_allowance, read_mounts
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.bounded import each_within, within
-from elastictrain.preflight.host import amd, counters, disk, kernel_log, names, nvidia, nvlink, resources, storage_trip, visible
+from elastictrain.preflight.host import amd, counters, kernel_log, names, nvidia, nvlink, resources, storage_trip, visible
 from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
 from elastictrain.preflight.policy import Level, apply_modes
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here
 from elastictrain.preflight.transport.judge import judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import read_facts
 from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.surroundings import Surroundings
 
 T = TypeVar("T")
 
@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 _FILES_LIMIT_S = 3.0  # for checks that only read kernel files; a dead file server can make them longer
 _MARGIN_S = 1.0  # longer than a check's own wait, so that the check itself reports what it waited for
+# Two calls of a vendor's tool, each with its own limit, and some room: a check must outlast the tool that it waits for.
 _TOOLS_S = 45.0
-"""Two calls of a vendor's tool, each with its own limit, and some room: a check must outlast the tool that it waits for."""
-
 _TRANSPORT_LIMIT_S = 5.0
 
 
@@ -104,25 +103,23 @@ class OwnChecks:
     transport: bool = False  # judge interfaces and InfiniBand, too, by what this host alone knows
 
 
-def check_host(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | None" = None) -> list[Verdict]:
+def check_host(at: "HostFacts") -> list[Verdict]:
     """Run all checks of this host side by side; never raises."""
-    modes, full = asked.settings.modes, asked.level is Level.FULL
-    checks = own_checks(surroundings, asked, at)
-    chosen = [check for check in checks if modes.get(check.name) != "off" and (check.quick or full)]
-    return apply_modes(run_checks(chosen, subject=surroundings.host), modes)
+    modes, full = at.asked.settings.modes, at.asked.level is Level.FULL
+    chosen = [check for check in own_checks(at) if modes.get(check.name) != "off" and (check.quick or full)]
+    return apply_modes(run_checks(chosen, subject=at.host), modes)
 
 
-def own_checks(surroundings: Surroundings, asked: OwnChecks, at: "HostFacts | None" = None) -> list[Check]:
+def own_checks(at: "HostFacts") -> list[Check]:
     """The table of checks; a new one has its function below, or its facts and judge in `preflight/host`. On a healthy host they
     take well under a second together; only `storage` takes longer, to import an object store's client."""
-    at, host, storage_s = at or HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
-    names_s = names.LIMIT_S + _MARGIN_S
+    surroundings, asked, host, names_s = at.surroundings, at.asked, at.host, names.LIMIT_S + _MARGIN_S
     ports, ranks = asked.settings.ports if asked.ports_free else (), asked.local_world_size
     table = [
         Check("name", lambda: names.judge_name(at.names(), several_hosts=asked.several_hosts), names_s),
         Check("lookup", lambda: names.judge_lookups(at.names(), host=host), names_s),
         Check("ports", lambda: [names.check_port(port, host=host) for port in ports]),
-        Check("storage", at.check_storage, 2 * storage_s + _MARGIN_S),
+        Check("storage", at.check_storage, 2 * asked.settings.limits.storage_s + _MARGIN_S),
         Check("disk", at.check_disk),
         Check("shared_memory", at.check_shared_memory),
         Check("memory", at.check_memory),
@@ -154,9 +151,7 @@ class HostFacts:
     """The facts of this host, each read at most once, and the checks that need more than one of them."""
 
     def __init__(self, surroundings: Surroundings, asked: OwnChecks) -> None:
-        self._surroundings = surroundings
-        self._asked = asked
-        self._host = surroundings.host
+        self.surroundings, self.asked, self.host = surroundings, asked, surroundings.host
         self.visible_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.allowance = once(lambda: read_allowance(surroundings.root))
         self.names = once(lambda: names.read_names(surroundings, towards=asked.towards))
@@ -179,7 +174,7 @@ class HostFacts:
     def used(self) -> GpuReport | None:
         """With those GPUs that this process may use."""
         report = self.report()
-        return report and replace(report, gpus=visible.visible_gpus(report, self._surroundings.environment))
+        return report and replace(report, gpus=visible.visible_gpus(report, self.surroundings.environment))
 
     def uses_rdma(self) -> bool:
         """Whether this host will use InfiniBand, RoCE or EFA."""
@@ -189,59 +184,61 @@ class HostFacts:
 
     def of_used(self, judge: Callable[..., list[Verdict]]) -> list[Verdict]:
         report = self.used()
-        return judge(report, host=self._host) if report is not None else []
+        return judge(report, host=self.host) if report is not None else []
 
     def check_storage(self) -> Verdict:
-        url, limit_s = self._asked.run_dir, self._asked.settings.limits.storage_s
-        read = partial(storage_trip.read_trip, self._surroundings, limit_s=limit_s, shared=self._asked.shared)
+        url, limit_s = self.asked.run_dir, self.asked.settings.limits.storage_s
+        read = partial(storage_trip.read_trip, self.surroundings, limit_s=limit_s, shared=self.asked.shared)
         trip = read(url=url) if url else None
-        return storage_trip.judge_trip(trip, host=self._host, environment=self._surroundings.environment)
+        return storage_trip.judge_trip(trip, host=self.host, environment=self.surroundings.environment)
 
     def check_disk(self) -> list[Verdict]:
-        mounts = read_mounts(self._surroundings.root)
-        folders = disk.folders_of(self._asked.run_dir, environment=self._surroundings.environment)
-        return [disk.judge_disk(folder, disk.read_space(folder.path, mounts=mounts), host=self._host) for folder in folders]
+        mounts = read_mounts(self.surroundings.root)
+        folders = resources.folders_of(self.asked.run_dir, environment=self.surroundings.environment)
+        return [
+            resources.judge_disk(folder, resources.read_space(folder.path, mounts=mounts), host=self.host) for folder in folders
+        ]
 
     def check_shared_memory(self) -> Verdict:
-        folder, mounts = self._asked.memory_dir, read_mounts(self._surroundings.root)
-        return disk.judge_shared_memory(folder, disk.read_space(folder, mounts=mounts), host=self._host)
+        folder, mounts = self.asked.memory_dir, read_mounts(self.surroundings.root)
+        return resources.judge_shared_memory(folder, resources.read_space(folder, mounts=mounts), host=self.host)
 
     def check_memory(self) -> Verdict:
         found, swapped, group = psutil.virtual_memory(), psutil.swap_memory().used, self.allowance().memory
         total, free = found.total, found.available
-        return resources.judge_memory(total=total, available=free, swapped=swapped, group=group, host=self._host)
+        return resources.judge_memory(total=total, available=free, swapped=swapped, group=group, host=self.host)
 
     def check_memlock(self) -> Verdict:
         limit, capabilities = resources.read_limit(resource.RLIMIT_MEMLOCK), self._capabilities()
-        return resources.judge_memlock(limit, capabilities=capabilities, host=self._host, rdma=self.uses_rdma())
+        return resources.judge_memlock(limit, capabilities=capabilities, host=self.host, rdma=self.uses_rdma())
 
     def check_libraries(self) -> list[Verdict]:
         names = (resources.VERBS, resources.CONNECTIONS) if self.uses_rdma() else ()
-        missing = [name for name in names if not self._surroundings.can_load(name)]
-        return resources.judge_libraries(missing, host=self._host, several_hosts=self._asked.several_hosts)
+        missing = [name for name in names if not self.surroundings.can_load(name)]
+        return resources.judge_libraries(missing, host=self.host, several_hosts=self.asked.several_hosts)
 
     def check_processes(self) -> Verdict:
         limit, group = resources.read_limit(resource.RLIMIT_NPROC), self.allowance().processes
-        return resources.judge_processes(limit, group, capabilities=self._capabilities(), host=self._host)
+        return resources.judge_processes(limit, group, capabilities=self._capabilities(), host=self.host)
 
     def check_xids(self) -> list[Verdict]:
         report = self.report()
         listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
         if not listed and not self.pci().nvidia:
             return []
-        xids = kernel_log.read_kernel_log(self._surroundings)
+        xids = kernel_log.read_kernel_log(self.surroundings)
         if xids is not None and report is not None and (used := self.used()) is not None:
             hidden = {gpu.bus for gpu in report.gpus} - {gpu.bus for gpu in used.gpus}
             xids = [xid for xid in xids if xid.bus not in hidden]
-        return kernel_log.judge_xids(xids, report, host=self._host)
+        return kernel_log.judge_xids(xids, report, host=self.host)
 
     def check_counters(self) -> list[Verdict]:
         report = self.used()
         gpus = report.gpus if report is not None else ()
         linked = len(gpus) > 1 and report is not None and report.vendor is Vendor.NVIDIA
         errors = nvlink.parse_errors(self._nvlink("-e") if linked else "")
-        after = counters.read_counters(self._surroundings, now=time.time(), gpus=gpus, errors=errors)
-        return counters.check_counters(self._surroundings, after)
+        after = counters.read_counters(self.surroundings, now=time.time(), gpus=gpus, errors=errors)
+        return counters.check_counters(self.surroundings, after)
 
     def check_nvlink(self) -> list[Verdict]:
         report = self.used()
@@ -249,8 +246,8 @@ class HostFacts:
             return []
         if report.vendor is Vendor.AMD:
             found = self._amd()
-            return amd.judge_xgmi(found[1] if found is not None else {}, host=self._host)
+            return amd.judge_xgmi(found[1] if found is not None else {}, host=self.host)
         text, used = self._nvlink("--status"), {gpu.index for gpu in report.gpus}
         links = [one for one in nvlink.parse_links(text) if one.index in used]
         switched, mig = nvlink.switched_fabric(report, num_switches=self.pci().switches), all(gpu.mig for gpu in report.gpus)
-        return nvlink.judge_nvlink(links, switched=switched, mig=mig, num_gpus=len(used), host=self._host)
+        return nvlink.judge_nvlink(links, switched=switched, mig=mig, num_gpus=len(used), host=self.host)

@@ -8,14 +8,16 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
+from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import ElasticTrainError, PreflightError
+from elastictrain.net.interfaces import NetworkInterface, find_route, way_out
 from elastictrain.preflight.host.alike import SoftwareDigest, compare, describe, describe_devices
 from elastictrain.preflight.host.storage_trip import SharedFolder, blame_unshared
 from elastictrain.preflight.host_checks import HostFacts, OwnChecks, check_host
@@ -23,14 +25,13 @@ from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, apply_modes, decide, drop_symptoms
-from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
-from elastictrain.preflight.transport.interfaces import NetworkInterface, find_route, way_out
 from elastictrain.preflight.transport.judge import judge_addresses, judge_alike, judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import TransportFacts, TransportPlan, apply_plan, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings
 from elastictrain.preflight.verdict import describe as describe_verdict
+from elastictrain.surroundings import Surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,6 @@ class HostLayout:
     @property
     def host(self) -> str:
         return self.hosts[self.node_rank]
-
-    @property
-    def leads_host(self) -> bool:
-        return self.local_rank == 0
 
 
 def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, rendezvous: str | None) -> HostLayout:
@@ -93,16 +90,11 @@ class HostReport:
     verdicts: tuple[Verdict, ...]
     likeness: SoftwareDigest
     hcas: tuple[str, ...]  # ports that it plans to use
+    met: HostIntroduction | None = None  # as the link checks know it; None if they do not
     machine: str = ""  # tells apart kernels and network namespaces
 
 
-def judge_host_reports(
-    words: Mapping[str, HostReport | None],
-    *,
-    kinds: Mapping[str, frozenset[Rdma]],
-    addresses: Mapping[str, str],
-    waited_s: float,
-) -> list[Verdict]:
+def judge_host_reports(words: Mapping[str, HostReport | None], *, waited_s: float) -> list[Verdict]:
     """Findings of hosts about themselves, and their differences. None for a host: no report, or one that cannot be parsed."""
     known = {host: word for host, word in words.items() if word is not None}
     verdicts = blame_unshared([verdict for word in known.values() for verdict in word.verdicts], num_hosts=len(words))
@@ -113,12 +105,11 @@ def judge_host_reports(
         verdicts.append(Reporter("roster", host).failed("said nothing of its own checks", expected=expected, remedy=remedy))
     if len(words) > 1:
         verdicts += compare({host: word.likeness for host, word in known.items()})
-        hcas = {host: word.hcas for host, word in known.items()}
-        told = {host: kinds[host] for host in known if host in kinds}
-        verdicts += judge_alike(hcas, told, agreed=common(kinds))
+        met = {host: (word.met, word.machine) for host, word in known.items() if word.met is not None}
+        hcas, kinds = {host: word.hcas for host, word in known.items()}, {host: one.kinds for host, (one, _) in met.items()}
+        verdicts += judge_alike(hcas, kinds)
         lost = {one.subject for one in failures(verdicts) if one.check == "interface"}
-        judged = addresses.keys() & known.keys() - lost
-        verdicts += judge_addresses({host: (addresses[host], known[host].machine) for host in words if host in judged})
+        verdicts += judge_addresses({host: (one.address, its) for host, (one, its) in met.items() if host not in lost})
     return verdicts
 
 
@@ -126,6 +117,17 @@ def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdi
     """Rename host `name` in its verdicts to `label`, its name in the group, where several hosts may have the same name."""
     own = re.compile(r"\A{0}(?=\Z| -> )|(?<= on ){0}\Z".format(re.escape(name)))
     return [replace(verdict, subject=own.sub(lambda _: label, verdict.subject)) for verdict in verdicts]
+
+
+def _check_own(at: HostFacts) -> list[Verdict]:
+    try:
+        return check_host(at)
+    except Exception as error:
+        # A host whose checks raise must not pass as healthy.
+        logger.exception("the checks of this host broke")
+        remedy = f"python -m elastictrain.preflight  # on {at.host}: it shows where; report it as a bug"
+        measured = f"its checks broke: {type(error).__name__}: {error}"
+        return [Reporter("roster", at.host).failed(measured, expected="verdicts", remedy=remedy)]
 
 
 @dataclass(slots=True)
@@ -142,14 +144,13 @@ class HostPreflight:
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)  # what process groups will read
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
-    clock: Callable[[], float] = time.monotonic
     _began: float = field(default=0.0, init=False)
 
     def check(self) -> Report:
         """Collective: yes. Raises: PreflightError if a host does not report; TransportError if the exchange does not answer."""
-        self._began = self.clock()
+        self._began = time.monotonic()
         plan = result = None
-        if self.layout.leads_host:
+        if self.layout.local_rank == 0:
             plan, result = self._lead_host()
         else:
             # Take over the plan of the rank that leads this host.
@@ -159,47 +160,43 @@ class HostPreflight:
                 raise PreflightError(message)
             self.environment.update(done, **{OWN_VARIABLES: json.dumps(done)})
         if result is None:
-            limit_s = self._limit_s + _FOLLOW_S - (self.clock() - self._began)
+            limit_s = self._limit_s + _FOLLOW_S - (time.monotonic() - self._began)
             result = get_record(self.exchange, "result", list[Verdict], limit_s=limit_s)
             if result is None:
                 said = f"did not say what the preflight found within {self._limit_s:g} s"
                 raise PreflightError(f"{self.layout.hosts[0]}, the first host, {said}")
-            if self.layout.leads_host and failures(result):
+            if self.layout.local_rank == 0 and failures(result):
                 put_record(self.exchange, f"read/{self.layout.node_rank}", True)
         error = decide(result, host=self.layout.host, hosts=self.layout.hosts)
-        return Report(verdicts=tuple(result), error=error, seconds=self.clock() - self._began, plan=plan)
-
-    @property
-    def _alone(self) -> bool:
-        return len(self.layout.hosts) == 1
+        return Report(verdicts=tuple(result), error=error, seconds=time.monotonic() - self._began, plan=plan)
 
     @property
     def _limit_s(self) -> float:
         return self.own.settings.limit_s
 
     def _left_s(self) -> float:
-        return max(0.0, self._limit_s - (self.clock() - self._began))
+        return max(0.0, self._limit_s - (time.monotonic() - self._began))
 
     def _lead_host(self) -> tuple[TransportPlan, list[Verdict] | None]:
         """Check this host; returns its plan, and on the first host the result."""
-        own: list[list[Verdict]] = []
-        shared = None if self._alone else SharedFolder(self.exchange, is_first=self.layout.node_rank == 0)
+        own, alone = list[list[Verdict]](), len(self.layout.hosts) == 1
+        shared = None if alone else SharedFolder(self.exchange, is_first=self.layout.node_rank == 0)
         at = HostFacts(self.surroundings, replace(self.own, shared=shared))
-        thread = threading.Thread(target=lambda: own.append(self._check_own(at)), name="own-checks", daemon=True)
+        thread = threading.Thread(target=lambda: own.append(_check_own(at)), name="own-checks", daemon=True)
         thread.start()
-        look = partial(read_facts, self.surroundings, alone=self._alone)
+        look = partial(read_facts, self.surroundings, alone=alone)
         facts = within(5.0, partial(look, rendezvous=self.layout.rendezvous)) or look(rendezvous=None)
         here = kinds_here(facts.ports, settings=facts.settings)
-        links = LinkReport(()) if self._alone else self._check_links(facts, here)
+        links = LinkReport(()) if alone else self._check_links(facts, here)
         leader = self.layout.hosts[0]
         if links.roster is None and (lost := [one for one in links.verdicts if one.subject == leader]):
             # No host can gather the reports.
             raise PreflightError(f"preflight failed: {describe_verdict(lost[0])}")
-        kinds, addresses = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}, {}
+        kinds, known = {self.layout.host: here if alone else frozenset({Rdma.UNKNOWN})}, {}
         if links.roster is not None:
-            kinds = {one.name: one.kinds for one in links.roster.hosts}
-            addresses = {one.name: one.address for one in links.roster.hosts}
-            others = [one for one in links.roster.hosts if one.node_rank != self.layout.node_rank]
+            known = {one.node_rank: one for one in links.roster.hosts}
+            kinds = {one.name: one.kinds for one in known.values()}
+            others = [one for rank, one in known.items() if rank != self.layout.node_rank]
             find = partial(find_route, interfaces=facts.interfaces, surroundings=self.surroundings)
             facts = replace(facts, peers={one.name: find(one.address) for one in others})
         plan = decide_transport(facts, agreed=common(kinds), after_failure=self.after_failure)
@@ -217,28 +214,19 @@ class HostPreflight:
             network = Path("/proc/self/ns/net")
             namespace = network.stat().st_ino if network.exists() else 0
             machine = f"{self.surroundings.read('/proc/sys/kernel/random/boot_id')} {namespace}"
-            report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas, machine=machine)
+            met = known.get(self.layout.node_rank)
+            report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas, met=met, machine=machine)
             put_record(self.exchange, f"word/{self.layout.node_rank}", report)
         if self.layout.node_rank != 0:
             return plan, None
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
-        reports = judge_host_reports(self._words(gone), kinds=kinds, addresses=addresses, waited_s=self._limit_s)
+        reports = judge_host_reports(self._words(gone), waited_s=self._limit_s)
         if shared is not None:
             shared.remove(self.own.run_dir or "")
         judged = apply_modes([*links.verdicts, *reports], self.own.settings.modes, spare=self.spare)
         result = drop_symptoms(judged, hosts=self.layout.hosts)
         self._publish(result, gone)
         return plan, result
-
-    def _check_own(self, at: HostFacts) -> list[Verdict]:
-        try:
-            return check_host(self.surroundings, self.own, at)
-        except Exception as error:
-            # A host whose checks raise must not pass as healthy.
-            logger.exception("the checks of this host broke")
-            host, measured = self.surroundings.host, f"its checks broke: {type(error).__name__}: {error}"
-            remedy = f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug"
-            return [Reporter("roster", host).failed(measured, expected="verdicts", remedy=remedy)]
 
     def _check_links(self, facts: TransportFacts, kinds: frozenset[Rdma]) -> LinkReport:
         # The rendezvous' name may resolve to loopback on the first host itself.
@@ -278,7 +266,7 @@ class HostPreflight:
         if not failures(verdicts):
             return
         # This host leaves, perhaps with the store: wait until the others have read why.
-        deadline = self.clock() + _READ_S
+        deadline = time.monotonic() + _READ_S
         for node, host in enumerate(self.layout.hosts):
             if node != self.layout.node_rank and host not in gone:
-                self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
+                self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - time.monotonic()))

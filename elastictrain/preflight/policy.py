@@ -8,6 +8,11 @@ from itertools import groupby
 from elastictrain.errors import EXIT_TRANSPORT, ConfigError, ElasticTrainError, HostUnfitError, PreflightError
 from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, failures, findings, worst_first
 
+PastFindings = Sequence[Mapping[str, object]]  # the findings of one `preflight` event
+STARTS = 20  # number of starts that `find_repeated` covers
+# Checks of hosts and links, causes before symptoms.
+CHAIN = ("name", "interface", "mtu", "roster", "reachable", "loss", "latency", "bandwidth")
+
 
 class Level(StrEnum):
     OFF = "off"
@@ -34,10 +39,6 @@ def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chos
     if EXIT_TRANSPORT in exit_codes and None not in exit_codes:
         return Chosen(Level.FULL, "the last incarnation ended with a transport failure", after_failure=True)
     return Chosen(Level.QUICK, "restart")
-
-
-PastFindings = Sequence[Mapping[str, object]]  # the findings of one `preflight` event
-STARTS = 20  # number of starts that `find_repeated` covers
 
 
 def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -> list[str]:
@@ -71,10 +72,6 @@ def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str], *, spare:
         if failed and (mode == "warn" or excused):
             kept[index] = replace(one, status=Status.WARN, excused=excused)
     return kept
-
-
-CHAIN = ("name", "interface", "mtu", "roster", "reachable", "loss", "latency", "bandwidth")
-"""Checks of hosts and links, causes before symptoms."""
 
 
 def drop_symptoms(verdicts: Sequence[Verdict], *, hosts: Collection[str]) -> list[Verdict]:

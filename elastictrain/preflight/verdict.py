@@ -83,6 +83,7 @@ class Reporter:
     def __call__(
         self, subject: str, status: Status, measured: Figure = None, expected: Figure = None, remedy: str = "", unit: str = ""
     ) -> Verdict:
+        measured, expected = (float(f"{one:.4g}") if isinstance(one, float) else one for one in (measured, expected))
         return Verdict(self.check, self.scope, subject, status, measured, expected, unit, self.seconds, remedy)
 
 

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
+from elastictrain.bounded_json import as_record, parse_json, parse_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.digest import group_digest
 from elastictrain.distributed.bounded import within
+from elastictrain.distributed.exchange import get_record, put_record
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import ObjectNotFoundError, PreflightError, StorageError
 from elastictrain.events import Preflight, TransportPlanned
@@ -222,12 +223,11 @@ class RunPreflight:
                 elif orderly and chosen.level is Level.QUICK and self._identity.host in planned:
                     # This host took part in the last generation, which has ended in order.
                     chosen = Chosen(Level.QUICK, "hosts came or left, and nothing has failed", first_collective=True)
-            self._exchange.put("level", encode_record(chosen))
+            put_record(self._exchange, "level", chosen)
             return chosen
-        data = self._exchange.get("level", limit_s=limit_s)
-        if data is None:
+        if (told := get_record(self._exchange, "level", Chosen, limit_s=limit_s)) is None:
             raise PreflightError(f"rank 0 did not say within {limit_s:g} s how much is to be checked")
-        return parse_record(data, Chosen)
+        return told
 
     def _report(self, stage: str, what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
         """As the log rank: write a record, and print a summary and the findings."""

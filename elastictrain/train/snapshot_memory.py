@@ -39,10 +39,10 @@ from elastictrain.config.digest import config_digest
 from elastictrain.errors import CheckpointError
 from elastictrain.events import MemoryShort
 from elastictrain.identity import Identity
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import own_address
+from elastictrain.net.interfaces import own_address
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import absolute_url
+from elastictrain.surroundings import Surroundings
 from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext
 from elastictrain.train.saving import SynchronousSaving

@@ -24,8 +24,9 @@ def main() -> int:
     settings = PreflightGroup(wait_s=float(os.environ.get("WAIT_S", "20")), ports=(int(port),))
     own = OwnChecks(level=Level(level), settings=settings, run_dir=run_dir, several_hosts=True, towards=first)
     report = HostPreflight(layout=layout, own=own, exchange=WordFolder(Path(folder))).check()
-    if layout.leads_host and layout.node_rank == 0:
+    if layout.node_rank == 0:
         show(report.verdicts, as_json=True)
+        sys.stdout.write(f"seconds {report.seconds:.3f}\n")
     if report.error is None:
         return 0
     sys.stderr.write(f"elastictrain: {name}: {report.error}\n")

@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Interrupting())
         ("elastictrain.launch", "elastictrain.config.composed", 75),
         ("elastictrain.launch", "elastictrain.storage.opening", 75),
         ("elastictrain.preflight", "elastictrain.config.composed", 130),
-        ("elastictrain.preflight", "elastictrain.preflight.surroundings", 130),
+        ("elastictrain.preflight", "elastictrain.surroundings", 130),
     ],
 )
 def test_an_import_is_interrupted(module: str, imported: str, code: int, tmp_path: Path) -> None:

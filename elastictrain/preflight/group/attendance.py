@@ -10,8 +10,8 @@ import msgspec
 
 from elastictrain.bounded_json import DOCUMENT, as_record, encode_record, parse_record
 from elastictrain.distributed.bounded import within
+from elastictrain.distributed.exchange import Exchange
 from elastictrain.preflight.group.members import GroupMember
-from elastictrain.preflight.surroundings import Exchange
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 T = TypeVar("T")

@@ -7,27 +7,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from elastictrain.config.preflight import PreflightGroup
+from elastictrain.distributed.exchange import Exchange
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group import judge, measurements
-from elastictrain.preflight.group.attendance import Act, Attendance, Entries, judge_attendance, run_act
+from elastictrain.preflight.group.attendance import Act, Entries, judge_attendance, run_act
 from elastictrain.preflight.group.collectives import Collective, Collectives, WrongResult, examine
 from elastictrain.preflight.group.corruption import CPU_S, FULL_S, QUICK_S, DeviceFindings, examine_device, multiply
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
-from elastictrain.preflight.group.rails import RailFindings, judge_rails, needs_more
 from elastictrain.preflight.host.counters import sent_bytes
 from elastictrain.preflight.host.nvidia import LIMIT_S, read_nvidia
 from elastictrain.preflight.host.visible import visible_gpus
 from elastictrain.preflight.links.rounds import first_rounds
-from elastictrain.preflight.surroundings import Exchange, Surroundings
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
+from elastictrain.surroundings import Surroundings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,14 @@ class Request:
     planned: Planned | None = None  # as in `GroupMember`
 
 
+class _IncompleteError(Exception):
+    """Not all ranks completed a part: a collective may hang, so nothing further can be checked."""
+
+    def __init__(self, culprits: list[Verdict]) -> None:
+        super().__init__()
+        self.culprits = culprits
+
+
 @dataclass(eq=False)
 class GroupChecks:
     """The checks of one group of ranks, to be run once, right after the group was made."""
@@ -74,30 +85,25 @@ class GroupChecks:
         self._entries = Entries(self.exchange, identity.rank, identity.world_size, self.request.grace_s)
         self._members, self._limits = strangers(self.hosts), self.request.settings.limits
         self._seconds = 0.0
-        self._culprits: list[Verdict] = []
         self._points: list[BandwidthPoint] = []
         self._pairs: Mapping[int, Sequence[PairBandwidth]] = {}
 
     def run(self) -> GroupFindings:
         """Run all checks until the first that not all ranks complete, which ends with verdicts on its culprits. Collective:
         yes. Returns in bounded time, also if a collective hangs. Raises: TransportError if the exchange cannot be reached."""
-        verdicts: list[Verdict] = []
-        for names, step in self._steps():
-            # Without `present` no rank knows the others: it runs also if it is off.
-            chosen = {name for name in names.split() if getattr(self.request.settings.checks, name) != "off"}
-            if not chosen and names != "present":
-                continue
-            self._seconds = 0.0
-            found = step()
-            dropped = {*names.split()} - chosen
-            verdicts += [replace(one, seconds=self._seconds) for one in found if one.check not in dropped]
-            if self._culprits:
-                break
-        if self._device.type == "cuda" and not self._culprits:
+        verdicts, modes = list[Verdict](), self.request.settings.modes
+        try:
+            for names, step in self._steps():
+                # Without `present` no rank knows the others: it runs also if it is off.
+                if names == "present" or any(modes[name] != "off" for name in names.split()):
+                    self._seconds = 0.0
+                    verdicts += [replace(one, seconds=self._seconds) for one in step() if modes[one.check] != "off"]
+        except _IncompleteError as incomplete:
+            return GroupFindings(judge.agreed([*verdicts, *incomplete.culprits]), usable=False)
+        if self._device.type == "cuda":
             # Free the device memory that the checks used.
             torch.cuda.empty_cache()
-        found = judge.agreed([*verdicts, *self._culprits])
-        return GroupFindings(found, not self._culprits, tuple(self._points), self._pairs)
+        return GroupFindings(judge.agreed(verdicts), True, tuple(self._points), self._pairs)
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], list[Verdict]]]]:
         yield "present", self._present
@@ -115,8 +121,8 @@ class GroupChecks:
             if len(set(self.hosts)) > 1:
                 yield "rails", self._rails
 
-    def _run(self, check: str, act: Act, *, limit_s: float, part: str = "") -> Attendance | None:
-        """Results of all ranks for a part, soon after `limit_s`; None if not all completed it: run nothing further."""
+    def _run(self, check: str, act: Act, kind: type[T], *, limit_s: float, part: str = "") -> dict[int, T]:
+        """Results of all ranks for a part, soon after `limit_s`. Raises: _IncompleteError."""
         part = part or check
 
         def on_device(at: Callable[[str], None]) -> object:
@@ -133,10 +139,9 @@ class GroupChecks:
         self._seconds += attendance.seconds
         if check == "present":
             self._members = introduced(self._members, {rank: one.figure for rank, one in attendance.words.items()})
-        if attendance.complete:
-            return attendance
-        self._culprits += judge_attendance(check, attendance, self._members)
-        return None
+        if not attendance.complete:
+            raise _IncompleteError(judge_attendance(check, attendance, self._members))
+        return attendance.figures(kind)
 
     def _present(self) -> list[Verdict]:
         identity, device = self.identity, self._device
@@ -150,13 +155,13 @@ class GroupChecks:
             network_gbps=self.request.network_gbps,
             planned=self.request.planned,
         )
-        attendance, num = self._run("present", lambda _: own, limit_s=self.request.present_s), self.identity.world_size
-        return [Reporter("present", scope=Scope.GROUP).passed(num, expected=num, unit="ranks")] if attendance else []
+        num = len(self._run("present", lambda _: own, GroupMember, limit_s=self.request.present_s))
+        return [Reporter("present", scope=Scope.GROUP).passed(num, expected=num, unit="ranks")]
 
     def _collective(self, collective: Collective) -> list[Verdict]:
         act = partial(examine, collective, collectives=self._collectives, full=self.request.full)
-        attendance = self._run("collectives", act, limit_s=self._limits.collective_s, part=collective)
-        return judge.judge_results(collective, attendance.figures(list[WrongResult]), self._members) if attendance else []
+        wrong = self._run("collectives", act, list[WrongResult], limit_s=self._limits.collective_s, part=collective)
+        return judge.judge_results(collective, wrong, self._members)
 
     def _transport(self) -> list[Verdict]:
         def read(_: Callable[[str], None]) -> NcclChannels:
@@ -166,17 +171,13 @@ class GroupChecks:
             except OSError:
                 return NcclChannels()
 
-        attendance = self._run("nccl_transport", read, limit_s=5.0)
-        return judge_transport(attendance.figures(NcclChannels), self._members) if attendance else []
+        return judge_transport(self._run("nccl_transport", read, NcclChannels, limit_s=5.0), self._members)
 
     def _bandwidth(self) -> list[Verdict]:
         cuda, free_bytes = self._device.type == "cuda", min(member.free_bytes for member in self._members)
         sizes = measurements.sweep_sizes(cuda=cuda, full=self.request.full, table=self.request.table, free_bytes=free_bytes)
         act = partial(measurements.measure_all_reduce, self._collectives, sizes=sizes)
-        attendance = self._run("bus_bandwidth", act, limit_s=self._limits.bandwidth_s)
-        if attendance is None:
-            return []
-        self._points = attendance.figures(list[BandwidthPoint])[0]
+        self._points = self._run("bus_bandwidth", act, list[BandwidthPoint], limit_s=self._limits.bandwidth_s)[0]
         ratio = self.request.settings.thresholds.bus_ratio
         return [judge.judge_bandwidth(self._points[-1], self._members, nccl=self._nccl, least_ratio=ratio)]
 
@@ -200,9 +201,7 @@ class GroupChecks:
         for part in ("matmul", "matmul, second time"):
             if rates and not judge.stragglers(rates[0], ratio=ratio):
                 break
-            if (attendance := self._run("matmul", act, limit_s=limit_s, part=part)) is None:
-                return []
-            found.append(attendance.figures(DeviceFindings))
+            found.append(self._run("matmul", act, DeviceFindings, limit_s=limit_s, part=part))
             rates.append({rank: one.tflops for rank, one in found[-1].items()})
         slow = judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
         return [*slow, *judge.judge_corruption(found, self._members), *judge.judge_load(found[0], self._members)]
@@ -210,27 +209,23 @@ class GroupChecks:
     def _p2p(self) -> list[Verdict]:
         local = neighbours(self._members, host=self._members[self.identity.rank].host)
         measure = partial(measurements.measure_pairs, self._collectives, neighbours=local)
-        attendance = self._run("p2p", lambda _: measure(), limit_s=20.0)
-        self._pairs = attendance.figures(list[PairBandwidth]) if attendance else {}
-        ratio = self.request.settings.thresholds.bus_ratio
-        return judge.judge_pairs(self._pairs, self._members, least_ratio=ratio) if attendance else []
+        self._pairs = self._run("p2p", lambda _: measure(), list[PairBandwidth], limit_s=20.0)
+        return judge.judge_pairs(self._pairs, self._members, least_ratio=self.request.settings.thresholds.bus_ratio)
 
     def _rails(self) -> list[Verdict]:
         members, ratio = self._members, self.request.settings.thresholds.slow_ratio
         rail = [one.rank for one in members if one.local_rank == self.identity.local_rank]
 
-        def act(_: Callable[[str], None]) -> RailFindings:
+        def act(_: Callable[[str], None]) -> judge.RailFindings:
             rounds, surroundings = first_rounds(len(rail), seed=0), Surroundings()
             before = sent_bytes(surroundings) if self.identity.local_rank == 0 else None
             pairs = measurements.measure_pairs(self._collectives, neighbours=rail, rounds=rounds)
             after = sent_bytes(surroundings) if before is not None else None
             grown = None if before is None or after is None else after - before
-            return RailFindings(tuple(pairs), len(pairs) * (measurements.ROUNDS + 1) * measurements.PAIR_BYTES, grown)
+            return judge.RailFindings(tuple(pairs), len(pairs) * (measurements.ROUNDS + 1) * measurements.PAIR_BYTES, grown)
 
-        parts: list[Mapping[int, RailFindings]] = []
-        while needs_more(parts, members, ratio=ratio):
+        parts: list[Mapping[int, judge.RailFindings]] = []
+        while judge.needs_more(parts, members, ratio=ratio):
             part = f"rails {len(parts) + 1}"
-            if (attendance := self._run("rails", act, limit_s=self._limits.bandwidth_s, part=part)) is None:
-                return []
-            parts.append(attendance.figures(RailFindings))
-        return judge_rails(parts, members, ratio=ratio)
+            parts.append(self._run("rails", act, judge.RailFindings, limit_s=self._limits.bandwidth_s, part=part))
+        return judge.judge_rails(parts, members, ratio=ratio)

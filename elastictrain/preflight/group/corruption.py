@@ -5,13 +5,15 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastictrain.distributed.device import settle
 from elastictrain.preflight.group.collectives import MB
-from elastictrain.preflight.group.measurements import settle
+from elastictrain.preflight.group.measurements import seconds_of
 from elastictrain.preflight.host.gpu import Gpu
 
 logger = logging.getLogger(__name__)
@@ -147,14 +149,8 @@ def _copy(device: torch.device) -> tuple[tuple[float, ...], list[str]]:
     """GB/s to the device and back of the fastest copy, and whether all bytes came back."""
     source = torch.arange(_BLOCK_BYTES // 8).pin_memory()
     there, back = torch.empty_like(source, device=device), torch.zeros_like(source).pin_memory()
-    best = []
-    for target, origin in ((there, source), (back, there)):
-        times = []
-        for _ in range(_COPIES):
-            settle(device)
-            began = time.perf_counter()
-            target.copy_(origin, non_blocking=True)
-            settle(device)
-            times.append(time.perf_counter() - began)
-        best.append(_BLOCK_BYTES / min(times) / 1e9)
-    return tuple(best), [] if torch.equal(source, back) else ["bytes changed on the way to the device and back"]
+    ways = [partial(target.copy_, origin, non_blocking=True) for target, origin in ((there, source), (back, there))]
+    best = [min(seconds_of(copy, device=device) for _ in range(_COPIES)) for copy in ways]
+    return tuple(_BLOCK_BYTES / seconds / 1e9 for seconds in best), [] if torch.equal(source, back) else [
+        "bytes changed on the way to the device and back"
+    ]

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import torch
 from torch import Tensor
 
+from elastictrain.distributed.device import settle
 from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.links.rounds import Round, tournament
 
@@ -61,15 +63,11 @@ def measure_all_reduce(
     # Zeros: the sum of anything else would grow from round to round.
     message = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)
 
-    def measure(buffer: Tensor, *, rounds: int) -> float:
+    def measure(buffer: Tensor, *, rounds: int = 1) -> float:
         """Seconds of one round, on the slowest rank."""
-        settle(device)
-        began = clock()
-        for _ in range(rounds):
-            collectives.all_reduce(buffer)
-        settle(device)
         times = torch.zeros(world_size, dtype=torch.float64, device=device)
-        times[collectives.rank] = (clock() - began) / rounds
+        act = partial(collectives.all_reduce, buffer)
+        times[collectives.rank] = seconds_of(act, device=device, rounds=rounds, clock=clock)
         collectives.all_reduce(times)
         return float(times.max())
 
@@ -80,8 +78,7 @@ def measure_all_reduce(
             break
         at(f"all_reduce of {size} bytes")
         buffer = message[: size // 4]
-        first_s = measure(buffer, rounds=1)
-        once_s = measure(buffer, rounds=1)
+        first_s, once_s = measure(buffer), measure(buffer)
         rounds = max(_FEWEST, min(_MOST, int(_POINT_BUDGET_S / max(once_s, 1e-6))))
         once_s = measure(buffer, rounds=rounds)
         spent_s += first_s + once_s * (rounds + 1)
@@ -96,9 +93,16 @@ def free_memory(device: torch.device, *, local_world_size: int) -> int:
     return int(psutil.virtual_memory().available) // local_world_size
 
 
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def seconds_of(
+    act: Callable[[], object], *, device: torch.device, rounds: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds of one of `rounds` calls, from a device without work until it has none again."""
+    settle(device)
+    began = clock()
+    for _ in range(rounds):
+        act()
+    settle(device)
+    return (clock() - began) / rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,6 @@ def measure_pairs(
     neighbours: Sequence[int],
     rounds: Iterable[Round] | None = None,
     num_bytes: int = PAIR_BYTES,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[PairBandwidth]:
     """What this rank receives from each of `neighbours`, or in `rounds` of indices of them. Collective: among them."""
     own, device = neighbours.index(collectives.rank), collectives.device
@@ -127,7 +130,10 @@ def measure_pairs(
     # One direction after the other: over PCIe both at once would share the bandwidth.
     for source, target in (way for low, high in pairs for way in ((low, high), (high, low))):
         peer = neighbours[target if own == source else source]
-        seconds = _pass_on(collectives, buffer, peer=peer, sends=own == source, clock=clock)
+        output, message = (None, buffer) if own == source else (buffer, None)
+        transfer = partial(collectives.send_recv, output, message, source=peer, target=peer)
+        transfer()  # it connects
+        seconds = seconds_of(transfer, device=device, rounds=ROUNDS)
         if own == target:
             access = None
             # Unknown if each process sees only its own device.
@@ -135,15 +141,3 @@ def measure_pairs(
                 access = bool(torch.cuda.can_device_access_peer(own, source))
             found.append(PairBandwidth(peer, num_bytes / seconds / 1e9, access))
     return found
-
-
-def _pass_on(collectives: Collectives, buffer: Tensor, *, peer: int, sends: bool, clock: Callable[[], float]) -> float:
-    """Seconds of one message. The first one connects, and is not counted."""
-    began = 0.0
-    for index in range(ROUNDS + 1):
-        if index == 1:
-            settle(buffer.device)
-            began = clock()
-        collectives.send_recv(None if sends else buffer, buffer if sends else None, source=peer, target=peer)
-    settle(buffer.device)
-    return (clock() - began) / ROUNDS

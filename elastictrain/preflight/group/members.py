@@ -18,7 +18,6 @@ _PCIE_3, _PCIE_4, _PCIE_5 = 12.0, 24.0, 48.0
 
 _NETWORK_SHARE = 0.96  # payload's share of a network port's rate. Source: NCCL counts 12 GB/s for 100 Gb/s
 
-
 _MODELS = {
     (18, _NVLINK_5): "GB300, GB200, B300, B200, B100",
     (18, _NVLINK_4): "H200, H100, H20",

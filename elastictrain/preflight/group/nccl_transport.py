@@ -9,8 +9,6 @@ from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 DEBUG, SUBSYSTEMS, FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
 
-_LISTENING = frozenset(("INFO", "TRACE"))
-
 # Source: the messages of NCCL 2.4 to 2.30 in net.cc, p2p.cc and shm.cc (RCCL has the same): "Channel 00/0 : 0[0] -> 8[0]
 # [send] via NET/IB/0(3)/GDRDMA(PCI)/Shared", "... via P2P/CUMEM/read", "... via SHM/direct/direct"; "Ring" in old ones.
 _CHANNEL = re.compile(r"NCCL INFO (?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[[0-9a-f]+\])? -> \d+(?:\[[0-9a-f]+\])? .*?via (.+)")
@@ -44,7 +42,7 @@ def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | No
     NCCL's `ncclDebugInit`: %h, %p and %% are replaced, % and / in a host's name become dashes, ^ means "all but"."""
     path, subsystems = environment.get(FILE), environment.get(SUBSYSTEMS, "INIT").upper()
     named = not {"INIT", "ALL"}.isdisjoint(subsystems.removeprefix("^").split(","))
-    if not path or environment.get(DEBUG, "").upper() not in _LISTENING or named is subsystems.startswith("^"):
+    if not path or environment.get(DEBUG, "").upper() not in ("INFO", "TRACE") or named is subsystems.startswith("^"):
         return None
     values = {"%h": re.sub("[%/]", "-", host), "%p": str(pid), "%%": "%"}
     return re.sub("%[hp%]", lambda match: values[match[0]], path)

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from elastictrain.distributed.bounded import call_until
-from elastictrain.distributed.device import Backend
+from elastictrain.distributed.device import Backend, settle
+from elastictrain.distributed.exchange import get_record, put_record
 from elastictrain.distributed.group import make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.identity import Identity
+from elastictrain.net.interfaces import is_loopback
 from elastictrain.preflight.group.collectives import MB, Collectives
-from elastictrain.preflight.group.measurements import settle
-from elastictrain.preflight.surroundings import Surroundings, get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma
-from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.transport.plan import apply_plan, decide_transport, read_facts
+from elastictrain.surroundings import Surroundings
 
 _LISTEN_S = 7 * 86400.0  # one side waits for the other one, and for the test
 LIMIT_S = 600.0  # one test takes no longer; 10G at 1 Gbit/s take 86 s each way
@@ -104,7 +104,7 @@ class SpeedTest:
         return local
 
 
-def measure(collectives: Collectives, *, size_bytes: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+def measure(collectives: Collectives, *, size_bytes: int) -> list[float]:
     """Seconds in which `size_bytes` arrive from rank 1, from rank 0, and both at once. Collective: yes, of two ranks. Raises:
     TransportError if bytes arrive changed."""
     device, rank = collectives.device, collectives.rank
@@ -120,7 +120,7 @@ def measure(collectives: Collectives, *, size_bytes: int, clock: Callable[[], fl
         # Both sides begin together, and end when all bytes are there: reading a sum waits for both and for the device.
         collectives.all_reduce(wrong)
         wrong.tolist()
-        began = clock()
+        began = time.perf_counter()
         for start in range(0, num_bytes, chunk):
             part = slice(0, min(chunk, num_bytes - start))
             output, message = received[part] if receives else None, messages[rank][part] if sends else None
@@ -128,7 +128,7 @@ def measure(collectives: Collectives, *, size_bytes: int, clock: Callable[[], fl
         settle(device)
         collectives.all_reduce(wrong)
         wrong.tolist()
-        seconds = clock() - began
+        seconds = time.perf_counter() - began
         if receives and not torch.equal(received, messages[1 - rank]):
             wrong[rank] += 1
         return seconds

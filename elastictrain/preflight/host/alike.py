@@ -18,20 +18,17 @@ from elastictrain.preflight.host.gpu import GpuReport
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # the same on all hosts: ranks use their protocols
+# A difference in these may change results, or what works, on one host only.
 OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers", "torchao")
-"""A difference in these may change results, or what works, on one host only."""
-
 NCCL_LOADED = "NCCL that is loaded"
+# Collectives hang where ranks differ in these: they choose algorithms, buffers or networks. Source: NCCL's issue 1136.
 MUST_MATCH = {
     *(*DECISIVE, NCCL_LOADED, "NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NET_OVERHEAD", "NCCL_IB_DISABLE"),
     *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_SOCKET_FAMILY", "NCCL_IB_ADDR_FAMILY"),
     *("NCCL_NVLS_ENABLE", "NCCL_CROSS_NIC"),
 }
-"""Collectives hang where ranks differ in these: they choose algorithms, buffers or networks. Source: NCCL's issue 1136."""
-
+# Settings that name something of a host, and may differ.
 OF_ONE_HOST = re.compile(r"(NCCL|GLOO)_(SOCKET_IFNAME|IB_HCA|IB_GID_INDEX|DEBUG.*|HOSTID|CONF_FILE|TOPO_.*|GRAPH_.*)")
-"""Settings that name something of a host, and may differ."""
-
 _LIBRARY = re.compile(r"\S*/lib[nr]ccl\.so\S*")
 _MENDING = {
     NCCL_LOADED: "remove what LD_LIBRARY_PATH or LD_PRELOAD adds, or install the same package",
@@ -141,22 +138,9 @@ def _origin(package: str) -> Path | None:
 
 def compare(hosts: Mapping[str, SoftwareDigest]) -> list[Verdict]:
     """For each host its differences from the others, or one pass. `hosts` is in the order of the group."""
-    # A host without a digest has an unknown configuration.
-    configs = {host: likeness.config for host, likeness in hosts.items() if likeness.config}
-    code = {host: json.dumps(sorted(likeness.code.items())) for host, likeness in hosts.items()}
-    right_config, right_code, unlike = _model(configs), _model(code), list(_unlike(hosts))
-    found: list[Verdict] = []
-    for host, own in hosts.items():
-        report = Reporter("alike", host)
-        differences = [*_code(own, hosts[right_code], right_code, report)] if code[host] != code[right_code] else []
-        differences += _values(unlike, report)
-        if own.config and own.config != configs[right_config]:
-            comparing = "compare what `python -m elastictrain.run ... --cfg job` prints on both"
-            remedy = f"start {host} with the same command line and config folder as {right_config}; {comparing}"
-            expected = f"{configs[right_config][:12]} as on {right_config}"
-            differences.append(report.failed(f"config {own.config[:12]}", expected=expected, remedy=remedy))
-        found += differences or [report.passed("alike", expected="alike")]
-    return found
+    found, order = [*_code(hosts), *_values(hosts), *_config(hosts)], list(hosts)
+    passed = [Reporter("alike", host).passed("alike", expected="alike") for host in {*hosts} - {one.subject for one in found}]
+    return sorted([*found, *passed], key=lambda one: order.index(one.subject))
 
 
 def _model(values: Mapping[str, str]) -> str:
@@ -166,53 +150,61 @@ def _model(values: Mapping[str, str]) -> str:
     return max(values, key=lambda host: counts[values[host]], default="")
 
 
-def _code(own: SoftwareDigest, right: SoftwareDigest, right_host: str, report: Reporter) -> Iterator[Verdict]:
-    parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
-    more = f" and {len(parts) - _NAMED_AT_MOST} more" if len(parts) > _NAMED_AT_MOST else ""
-    remedies = []
-    # A module at the top of a path is a part without a package: elastictrain/train, my_task.py.
-    for package in dict.fromkeys(part.partition("/")[0].removesuffix(".py") for part in parts):
-        source, target = right.folders.get(package), own.folders.get(package)
-        if source is None or target is None:
-            lacking = report.subject if target is None else right_host
-            remedies.append(f"install {package} on {lacking}, or remove it from the other")
+def _config(hosts: Mapping[str, SoftwareDigest]) -> Iterator[Verdict]:
+    # A host without a digest has an unknown configuration.
+    configs = {host: likeness.config for host, likeness in hosts.items() if likeness.config}
+    right_host = _model(configs)
+    for host, config in configs.items():
+        if config != configs[right_host]:
+            comparing = "compare what `python -m elastictrain.run ... --cfg job` prints on both"
+            remedy = f"start {host} with the same command line and config folder as {right_host}; {comparing}"
+            expected = f"{configs[right_host][:12]} as on {right_host}"
+            yield Reporter("alike", host).failed(f"config {config[:12]}", expected=expected, remedy=remedy)
+
+
+def _code(hosts: Mapping[str, SoftwareDigest]) -> Iterator[Verdict]:
+    right_host = _model({host: json.dumps(sorted(likeness.code.items())) for host, likeness in hosts.items()})
+    for host, own in hosts.items():
+        right = hosts[right_host]
+        parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
+        if not parts:
             continue
-        slash = "" if source.endswith(".py") else "/"
-        copying = f"`rsync -a --delete {right_host}:{source}{slash} {target}{slash}`"
-        pulling = f", or `git -C {Path(target).parent} pull`" if package in own.checkouts else ""
-        remedies.append(copying + pulling)
-    measured, remedy = f"other code: {', '.join(parts[:_NAMED_AT_MOST])}{more}", f"on {report.subject}: {'; '.join(remedies)}"
-    yield report.failed(measured, expected=f"as on {right_host}", remedy=remedy)
+        more = f" and {len(parts) - _NAMED_AT_MOST} more" if len(parts) > _NAMED_AT_MOST else ""
+        remedies = []
+        # A module at the top of a path is a part without a package: elastictrain/train, my_task.py.
+        for package in dict.fromkeys(part.partition("/")[0].removesuffix(".py") for part in parts):
+            source, target = right.folders.get(package), own.folders.get(package)
+            if source is None or target is None:
+                remedies.append(f"install {package} on {host if target is None else right_host}, or remove it from the other")
+                continue
+            slash = "" if source.endswith(".py") else "/"
+            copying = f"`rsync -a --delete {right_host}:{source}{slash} {target}{slash}`"
+            pulling = f", or `git -C {Path(target).parent} pull`" if package in own.checkouts else ""
+            remedies.append(copying + pulling)
+        measured, remedy = f"other code: {', '.join(parts[:_NAMED_AT_MOST])}{more}", f"on {host}: {'; '.join(remedies)}"
+        yield Reporter("alike", host).failed(measured, expected=f"as on {right_host}", remedy=remedy)
 
 
-_Unlike = tuple[str, str, Mapping[str, str], str]  # kind, name, values by host, and a host that has the right one
-
-
-def _unlike(known: Mapping[str, SoftwareDigest]) -> Iterator[_Unlike]:
+def _values(hosts: Mapping[str, SoftwareDigest]) -> Iterator[Verdict]:
     """Differences in versions, settings and devices, where a device of which nothing is known differs from nothing."""
     for kind, missing in (("versions", "none"), ("settings", "not set"), ("devices", "")):
-        by_host: dict[str, Mapping[str, str]] = {one: getattr(likeness, kind) for one, likeness in known.items()}
+        by_host: dict[str, Mapping[str, str]] = {one: getattr(likeness, kind) for one, likeness in hosts.items()}
         for name in sorted({name for its in by_host.values() for name in its if not OF_ONE_HOST.fullmatch(name)}):
             values = {one: value for one, its in by_host.items() if (value := its.get(name, missing))}
-            if len(set(values.values())) > 1:
-                yield kind, name, values, _model(values)
-
-
-def _values(unlike: Sequence[_Unlike], report: Reporter) -> Iterator[Verdict]:
-    host = report.subject
-    for kind, name, values, right_host in unlike:
-        mine, right = values.get(host), values[right_host]
-        if mine is None or mine == right:
-            continue
-        # Of Python's version only the first two numbers matter: the third is for bug fixes.
-        python = name == "python" and mine.split(".")[:2] != right.split(".")[:2]
-        remedy = f"set {name} alike on all hosts, in the environment and in nccl.conf"
-        if kind == "versions":
-            remedy = _installing(name, right, host)
-        elif kind == "devices":
-            remedy = f"on {host}: {_MENDING.get(name, 'as root `nvidia-smi -rac`, and `nvidia-smi -rgc`')}"
-        fatal, expected = name in MUST_MATCH or python, f"{name} {right} as on {right_host}"
-        yield report.failed(f"{name} {mine}", fatal=fatal, expected=expected, remedy=remedy)
+            right_host = _model(values)
+            right = values[right_host]
+            for host, mine in values.items():
+                if mine == right:
+                    continue
+                # Of Python's version only the first two numbers matter: the third is for bug fixes.
+                python = name == "python" and mine.split(".")[:2] != right.split(".")[:2]
+                remedy = f"set {name} alike on all hosts, in the environment and in nccl.conf"
+                if kind == "versions":
+                    remedy = _installing(name, right, host)
+                elif kind == "devices":
+                    remedy = f"on {host}: {_MENDING.get(name, 'as root `nvidia-smi -rac`, and `nvidia-smi -rgc`')}"
+                fatal, expected = name in MUST_MATCH or python, f"{name} {right} as on {right_host}"
+                yield Reporter("alike", host).failed(f"{name} {mine}", fatal=fatal, expected=expected, remedy=remedy)
 
 
 def _installing(package: str, right: str, host: str) -> str:

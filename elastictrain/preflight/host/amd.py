@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, link_widths, word
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.surroundings import Surroundings
 
 LIMIT_S = 15.0
 _SHOWN = ("productname", "uniqueid", "bus", "temp", "topotype", "driverversion")

@@ -10,10 +10,13 @@ from typing import Literal
 
 from elastictrain.bounded_json import RECORD, encode_record, parse_record
 from elastictrain.preflight.host.gpu import Gpu, decimal
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 from elastictrain.storage.private import write_file
+from elastictrain.surroundings import Surroundings
 
+# More of these per hour deserve a look at the cable; fewer are noise. One wrong bit in 10^12, as InfiniBand's specification
+# allows, makes about 120 an hour at 32 Gbit/s of data. DCGM warns of 8 PCIe replays a minute, of any NVLink replay or recovery,
+# and of 100 NVLink CRC errors a second. The other figures are rules of thumb, not a standard.
 PER_HOUR = {
     "link_error_recovery": 1.0,
     "symbol_error": 120.0,
@@ -29,10 +32,6 @@ PER_HOUR = {
     "nvlink_recovery": 1.0,
     "nvlink_crc": 360_000.0,
 }
-"""More of these per hour deserve a look at the cable; fewer are noise. One wrong bit in 10^12, as InfiniBand's specification
-allows, makes about 120 an hour at 32 Gbit/s of data. DCGM warns of 8 PCIe replays a minute, of any NVLink replay or recovery,
-and of 100 NVLink CRC errors a second. The other figures are rules of thumb, not a standard."""
-
 FLAPPING_OUTAGES = 3
 FLAPPING_PER_HOUR = 3.0  # a link with at least both of these is unfit for a run: each outage can end it
 _GPU = "GPU "

@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.surroundings import Surroundings
 
 _NUMBER = re.compile(r"[+-]?\d{1,18}(?:\.\d{1,9})?(?![\d.])")
 _BUS = re.compile(

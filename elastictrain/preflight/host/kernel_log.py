@@ -6,19 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.gpu import GpuReport, bus_id
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.surroundings import Surroundings
 
 LIMIT_S = 5.0
+# Tried in turn until one answers. Both need a right that containers and plain users often lack.
 SOURCES = (("dmesg",), ("journalctl", "-k", "-b", "--no-pager", "-q", "-o", "cat"))
-"""Tried in turn until one answers. Both need a right that containers and plain users often lack."""
-
-
 _RANGES = ((56, 58), (62, 65), (68, 77), (79, 86), (94, 105), (110, 120), (122, 125), (144, 150))
+# Xids of hardware or its firmware, not of the program. Source: NVIDIA's Xid catalog; 140 is an unrecovered memory error,
+# 144-150 are those of NVLink 5. Others (13, 31, 43, 45, ...) come from a faulty program.
 HARDWARE = frozenset((48, 88, 89, 92, 140)).union(*(range(first, last + 1) for first, last in _RANGES))
-"""Xids of hardware or its firmware, not of the program. Source: NVIDIA's Xid catalog; 140 is an unrecovered memory error,
-144-150 are those of NVLink 5. Others (13, 31, 43, 45, ...) come from a faulty program."""
-
 UNFIT = {  # after these a GPU needs at least a reset
     48: "uncorrected memory error",
     62: "the GPU's own controller halted",

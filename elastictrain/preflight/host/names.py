@@ -13,15 +13,16 @@ from functools import partial
 import psutil
 
 from elastictrain.distributed.bounded import each_within
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import find_route, is_loopback
+from elastictrain.net.interfaces import find_route, is_loopback
+from elastictrain.net.listening import bind_everywhere
 from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.surroundings import Surroundings
 
 SLOW_S = 1.0  # a healthy look-up takes milliseconds; a name server that does not answer costs seconds (5: resolv.conf(5))
 LIMIT_S = 2.0  # for an answer; longer than `SLOW_S`, so a slow one shows
 MAPPED_LOOPBACK = "::ffff:127.0.0.1"  # a rank on the own host, as torch's store sees and looks it up when it listens on IPv6
 
-
+Holder = tuple[int, str, bool]  # pid and command of a process, and whether it is this one or an ancestor, such as torchrun
 Ask = Callable[[str], Sequence[str]]  # addresses of a name, or the name of an address. Raises: OSError
 
 
@@ -139,25 +140,10 @@ def parse_hosts(text: str) -> dict[int, list[str]]:
     return {number: words for number, words in lines.items() if len(words) >= 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The process that listens on a port."""
-
-    pid: int
-    command: str
-    ours: bool = False  # this process or one of its ancestors, such as torchrun
-
-
 def try_port(port: int) -> int | None:
     """None if the port is free, else the errno."""
-    # As torch's store does: on IPv6 and IPv4 at once, and a connection in TIME_WAIT does not block it.
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            probe.bind(("", port))
+        bind_everywhere(port)
     except OSError as error:
         return error.errno or errno.EINVAL
     return None
@@ -173,7 +159,7 @@ def find_holder(port: int) -> Holder | None:
             # Later arguments may be secret.
             command = " ".join(process.cmdline()[:3]) or process.name()
             command = command if len(command) <= 80 else f"{command[:77]}..."
-            return Holder(process.pid, command, ours=process.pid > 1 and process in (own, *own.parents()))
+            return process.pid, command, process.pid > 1 and process in (own, *own.parents())
     return None
 
 
@@ -186,12 +172,13 @@ def check_port(port: int, *, host: str) -> Verdict:
 def judge_port(number: int, problem: int | None, holder: Holder | None, *, host: str) -> Verdict:
     """`problem`: None for a free port, else the errno."""
     report, expected = Reporter("ports", host), f"port {number} free"
-    who = f"pid {holder.pid} ({holder.command})" if holder is not None else ""
-    if problem is None or (holder is not None and holder.ours):
+    pid, command, ours = holder or (0, "", False)
+    who = f"pid {pid} ({command})" if holder else ""
+    if problem is None or ours:
         return report.passed(f"held by our own {who}" if who else "free", expected=expected)
     remedy = "choose another port from 1024 up: preflight.ports"
     if problem == errno.EADDRINUSE:
-        ending = f"end {who}: `kill {holder.pid}`" if holder else f"find who listens: `ss -ltnp sport = :{number}` as root"
+        ending = f"end {who}: `kill {pid}`" if holder else f"find who listens: `ss -ltnp sport = :{number}` as root"
         remedy = f"on {host} {ending}; or {remedy}"
     measured = f"port {number} (checks of links): {f'held by {who}' if who else os.strerror(problem)}"
     return report.failed(measured, expected=expected, remedy=remedy)

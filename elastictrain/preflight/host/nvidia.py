@@ -8,13 +8,12 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from elastictrain.surroundings import Surroundings, ToolOutput
 
 LIMIT_S = 20.0  # one call; without persistence mode it wakes the GPUs, a second or two per GPU on large hosts
 TOOL = "nvidia-smi"
+# Fields that every driver knows, for when a lost GPU prevents the full answer.
 _LIST = (TOOL, "--query-gpu=index,pci.bus_id,uuid,driver_version,name", "--format=csv,noheader")
-"""Fields that every driver knows, for when a lost GPU prevents the full answer."""
-
 _LOST = re.compile(r"unable to determine the device handle for gpu\s*(?P<which>[^\n]*)", re.I)
 _LOST_INDEX = re.compile(r"\s*(\d{1,3})\b")
 _SLOWED = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastictrain.preflight.host.gpu import GpuReport, decimal
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.surroundings import Surroundings
 
 SERVICE_LIMIT_S = 5.0
 SERVICE = "nvidia-fabricmanager"

@@ -1,13 +1,17 @@
-"""Checks `memory`, `cpu`, `load`, `memlock`, `open_files` and `processes`: what this host leaves to ranks."""
+"""Checks `memory`, `cpu`, `load`, `memlock`, `open_files`, `processes`, `disk` and `shared_memory`: what this host leaves to a
+run and its ranks."""
 
+import os
 import re
 import resource
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.cgroup import Allowance, MemoryGroup, Mount, ProcessGroup, Throttling, mount_of
 from elastictrain.preflight.verdict import Reporter, Verdict
+from elastictrain.storage.local import local_path
+from elastictrain.surroundings import Surroundings
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -15,10 +19,9 @@ GIB = 1 << 30
 LEAST_MEMORY_BYTES = 512 * MIB  # `import torch` alone takes about 224 MiB per process, and a host runs several
 LOW_MEMORY_BYTES = 2 * GIB  # a warning below it, whatever the run needs
 
+# A warning if more than the first share of memory is in swap while at most the second is free: needed pages come from disk.
+# Used swap alone means nothing: the kernel leaves unused pages there.
 SWAPPED_SHARE, SCARCE_SHARE = 0.05, 0.2
-"""A warning if more than the first share of memory is in swap while at most the second is free: needed pages come from disk.
-Used swap alone means nothing: the kernel leaves unused pages there."""
-
 THROTTLED_SHARE = 0.1  # share of periods; a group above it is short of CPUs, while a burst now and then is harmless
 LEAST_PERIODS = 100  # fewer (10 s of work at 100 ms each) are no evidence
 BUSY_LOAD = 1.5  # runnable processes per CPU; a host whose ranks have just ended shows 1 for another minute
@@ -27,6 +30,7 @@ LEAST_OPEN_FILES = 128  # torch, its store and one small process group hold abou
 FEW_PROCESSES = 1024  # threads count: a rank with its data workers has 30 to 100
 LEAST_PROCESSES = 64
 IPC_LOCK, SYS_ADMIN, SYS_RESOURCE = 1 << 14, 1 << 21, 1 << 24  # source: capabilities(7)
+VERBS, CONNECTIONS = "libibverbs.so.1", "librdmacm.so.1"
 _LIMITS_FILE = "in /etc/security/limits.d/elastictrain.conf and a new login"
 
 
@@ -144,9 +148,6 @@ def _judge_limit(report: Reporter, limit: ResourceLimit, *, few: int, least: int
     return report.failed(limit.soft, fatal=limit.soft < least, expected=few, remedy=remedy)
 
 
-VERBS, CONNECTIONS = "libibverbs.so.1", "librdmacm.so.1"
-
-
 def judge_libraries(missing: Sequence[str], *, host: str, several_hosts: bool) -> list[Verdict]:
     """Check `infiniband`, of a host with RDMA: libraries that cannot be loaded. Source: NCCL's `ibvsymbols.cc`. Without
     libibverbs it uses sockets, which do not reach hosts that use InfiniBand. Its plugins load librdmacm, too."""
@@ -157,3 +158,95 @@ def judge_libraries(missing: Sequence[str], *, host: str, several_hosts: bool) -
     if VERBS not in missing:
         return [verdict.skipped(measured, remedy=f"none for NCCL itself; for its plugins: {remedy}")]
     return [(verdict.failed if several_hosts else verdict.warned)(measured, expected="libraries for RDMA", remedy=remedy)]
+
+
+LEAST_BYTES = 64 * MIB  # below it events, logs and compiled kernels do not fit: the run would end in minutes
+LOW_BYTES = GIB  # a warning below it, whatever the run needs
+LEAST_INODES = 64  # a checkpoint alone makes a file per rank and a few more
+LOW_INODES = 10_000  # torch's compiler can put as many into the folder of temporary files
+CONTAINER_BYTES = 64 * MIB  # default of Docker, containerd and Kubernetes. Source: `docker run --shm-size`
+LEAST_SHARED_BYTES = 16 * MIB  # below it NCCL and gloo cannot set up their buffers between ranks of one host
+_SUGGESTED_GIB = 16
+_MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room on the file system of a folder, for this user."""
+
+    path: str
+    total_bytes: int
+    free_bytes: int
+    free_inodes: int | None  # None: the file system does not count them
+    kind: str | None = None  # such as "tmpfs"; None: unknown
+
+
+def read_space(path: str, *, mounts: Sequence[Mount]) -> Space | None:
+    """Of a folder, or of its nearest existing parent; None if the system gives none."""
+    try:
+        nearest = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+        while not os.path.isdir(nearest) and nearest != "/":  # noqa: PTH112
+            nearest = os.path.dirname(nearest)  # noqa: PTH120
+        found = os.statvfs(nearest)
+    except (OSError, ValueError):
+        return None
+    mount = mount_of(nearest, mounts)
+    # Btrfs and many network file systems make inodes as needed, and report 0 of 0.
+    inodes = found.f_favail if found.f_files else None
+    kind = mount.kind if mount else None
+    return Space(nearest, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, inodes, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFolder:
+    path: str
+    use: str  # such as "run.dir"
+    relief: str  # what to do if it is too small
+
+
+def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[CheckedFolder]:
+    """The run's folder, if it is on this host, and the one for temporary files."""
+    found = []
+    path = local_path(run_dir) if run_dir else None
+    if path:
+        prune = f"python -m elastictrain.checkpoint prune {path}, or set run.dir to a folder with more room"
+        found.append(CheckedFolder(path, "run.dir", prune))
+    temporary = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), None)
+    moving = "export TMPDIR=FOLDER with a folder that has more room"
+    return [*found, CheckedFolder(temporary or tempfile.gettempdir(), "temporary files", moving)]
+
+
+def judge_disk(folder: CheckedFolder, space: Space | None, *, host: str) -> Verdict:
+    report = Reporter("disk", host)
+    if space is None:
+        return report.warned(f"nothing known of {folder.path}", remedy=f"look at it on {host}: `stat -f {folder.path}`")
+    free, inodes, place = in_gib(space.free_bytes), space.free_inodes, f"free for {folder.use} in {space.path}"
+    no_inodes = inodes is not None and inodes < LEAST_INODES
+    if space.free_bytes < LEAST_BYTES or (space.free_bytes < LOW_BYTES and not no_inodes):
+        remedy = f"on {host}: `du -xhd1 {space.path} | sort -h` shows what is large; {folder.relief}"
+        fatal, unit = space.free_bytes < LEAST_BYTES, f"GiB {place}"
+        return report.failed(free, fatal=fatal, expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
+    if inodes is not None and inodes < LOW_INODES:
+        remedy = f"on {host}: `du --inodes -xd1 {space.path} | sort -n` shows where many files are; {folder.relief}"
+        return report.failed(inodes, fatal=no_inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=remedy)
+    return report.passed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}")
+
+
+def judge_shared_memory(folder: str, space: Space | None, *, host: str) -> Verdict:
+    """`folder` is `checkpoint.memory_dir`. With little room there a run works, but keeps no snapshots in memory."""
+    report, elsewhere = Reporter("shared_memory", host), "or set checkpoint.memory_dir to a tmpfs"
+    if space is None:
+        return report.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")
+    unit, size = f"GiB free in {folder}", f"{_SUGGESTED_GIB}g"
+    mounting = f"an emptyDir with `medium: Memory`, `mount -o remount,size={size} {folder}`"
+    larger = f"give {folder} on {host} {_SUGGESTED_GIB} GiB: `docker run --shm-size={size}`, {mounting}"
+    free, expected = in_gib(space.free_bytes), in_gib(LEAST_SHARED_BYTES)
+    if space.kind is not None and space.kind not in _MEMORY_KINDS:
+        remedy = f"mount a tmpfs: `mount -t tmpfs tmpfs {folder}`, {elsewhere} such as /dev/shm"
+        return report.warned(f"{folder} is on {space.kind}", expected="a file system in memory", remedy=remedy)
+    if space.free_bytes < LEAST_SHARED_BYTES:
+        remedy = f"`ls -la {folder}` shows what fills it on {host}: remove what dead processes left; {larger}"
+        return report.failed(free, expected=expected, unit=unit, remedy=remedy)
+    if space.total_bytes <= CONTAINER_BYTES:
+        return report.warned(free, expected=_SUGGESTED_GIB, unit=unit, remedy=larger)
+    return report.passed(free, expected=expected, unit=unit)

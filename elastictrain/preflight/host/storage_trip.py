@@ -18,19 +18,19 @@ import psutil
 from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.cgroup import Mount, mount_of, read_mounts
 from elastictrain.distributed.bounded import within
+from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import TransportError
 from elastictrain.preflight.host.trip import FOLDER
-from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 from elastictrain.storage.local import local_path
 from elastictrain.storage.opening import open_store
+from elastictrain.surroundings import Surroundings
 
 _REMOVE_S = 2.0
 LOOK = "look"  # the step that looks for what the first host left
 SLOW_MS = 2000.0  # six small requests; slower ones delay every event and every commit
 
 _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
-
 
 # Address, how to give credentials, and the command that makes a bucket, up to its name.
 _S3 = ("https://s3.amazonaws.com", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,", "aws s3 mb s3://")

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, link_widths
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+from elastictrain.surroundings import Surroundings
 
 NVIDIA = "0x10de"
 AMD = "0x1002"
@@ -13,12 +13,11 @@ _DEVICES = "/sys/bus/pci/devices"
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # VGA, 3D, other display; accelerators (AMD Instinct)
 _SWITCH_CLASS = "0x0680"  # an NVSwitch is an "other" bridge of NVIDIA
 FAST_PORT_MBIT = 25_000  # a port this fast or faster slows a run down if it lacks PCIe lanes
+# Variables that show a process only some GPUs. On AMD the first applies to all, and one of the others to what it left.
 SELECTORS = {
     Vendor.NVIDIA: ("CUDA_VISIBLE_DEVICES",),
     Vendor.AMD: ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
-"""Variables that show a process only some GPUs. On AMD the first applies to all, and one of the others to what it left."""
-
 CONTAINER = "NVIDIA_VISIBLE_DEVICES"  # the GPUs that the container runtime was asked to pass on
 
 

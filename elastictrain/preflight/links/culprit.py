@@ -55,11 +55,12 @@ def blame(
     *,
     too_bad: TooBad,
     directed: bool = True,
+    least_links: int = 1,
     excused: Iterable[tuple[Link, float]] | None = None,
 ) -> LinkBlame:
     """Find bad hosts and links by the best figure of each link; `directed`: a host may be bad in one direction. Of two hosts
-    none is named: links are compared with the better direction. `excused`: figures of a second measurement, raised to what
-    enough processor time might have brought; what is not bad by these, or has none, is not confirmed."""
+    none is named: links are compared with the better direction; nor is one of fewer than `least_links`. `excused`: figures of a
+    second measurement, raised to what enough processor time might have brought: only what is bad by these is confirmed."""
     values = best_of(figures)
     if not values:
         return LinkBlame()
@@ -71,7 +72,11 @@ def blame(
         if not directed:
             scores = (best_of([*scores[0].items(), *scores[1].items()]),) * 2
         typical = statistics.median([*scores[0].values(), *scores[1].values()])
-        slow = tuple({host: score for host, score in ends.items() if too_bad(score, typical)} for ends in scores)
+        num = [Counter(link[end] for link in values) for end in (0, 1)]
+        slow = tuple(
+            {host: score for host, score in scores[end].items() if num[end][host] >= least_links and too_bad(score, typical)}
+            for end in (0, 1)
+        )
     second = None if excused is None else best_of(excused)
     second_scores = _scores(second or {})
 
@@ -102,15 +107,10 @@ def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> list[Broke
     bad = sorted(bad)
     if len({host for link in tried for host in link}) > 2 and set(tried) <= set(bad):
         return [BrokenLinks(None, tuple(bad))]
-    dead: list[set[int]] = []
-    for end in (0, 1):
-        num_tried, num_bad = (Counter(link[end] for link in links) for links in (tried, bad))
-        dead.append({host for host, num in num_tried.items() if num >= 2 and num_bad[host] == num})
-    found = []
-    for host in sorted(dead[0] | dead[1]):
-        ends = tuple(end for end in (0, 1) if host in dead[end])
-        found.append(BrokenLinks(host, tuple(link for link in bad if host in link), _WAYS[ends]))
-    return found + [BrokenLinks(link, (link,)) for link in bad if link[0] not in dead[0] and link[1] not in dead[1]]
+    figures = [(link, float(link not in bad)) for link in tried]
+    found = blame(figures, too_bad=lambda figure, _: figure < 1.0, least_links=2)
+    hosts = [BrokenLinks(one.subject, tuple(link for link in bad if one.subject in link), one.way) for one in found.hosts]
+    return hosts + [BrokenLinks(one.subject, (one.subject,)) for one in found.links]
 
 
 def _scores(values: dict[Link, float]) -> tuple[dict[int, float], ...]:

@@ -8,7 +8,7 @@ from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.culprit import Culprit, Direction, LinkBlame, blame
 from elastictrain.preflight.links.judge_contacts import (
     LinkReporter,
-    SilentHost,
+    Silences,
     judge_clocks,
     judge_mtu,
     judge_reach,
@@ -36,11 +36,9 @@ def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: Preflig
 
 
 def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> LinkBlame:
-    def too_late(figure: float, typical: float) -> bool:
-        return figure < thresholds.late_factor * typical and figure < typical - LATE_FLOOR_S
-
-    figures = [(link, -contact.latency_s) for link, contact in contacts.items() if contact.latency_s is not None]
-    return blame(figures, too_bad=too_late, directed=False)
+    figures = [(link, -one.latency_s) for link, one in contacts.items() if one.latency_s is not None]
+    late = thresholds.late_factor
+    return blame(figures, too_bad=lambda one, typical: one < min(late * typical, typical - LATE_FLOOR_S), directed=False)
 
 
 def loss_blame(contacts: Mapping[Link, Contact], *, least: float) -> LinkBlame:
@@ -186,14 +184,13 @@ def judge_links(
     *,
     contacts: Mapping[Link, Contact],
     flows: tuple[Sequence[Flow], Sequence[Flow]] | None,
-    silences: Sequence[SilentHost],
+    silences: Silences,
     thresholds: PreflightThresholds,
     names: Sequence[str],
 ) -> list[Verdict]:
     """All checks of links: one pass each, or the problems, without results of silent hosts and, but for `loss`, what heavy loss
     explains. `flows`: the first ones, and the second ones of suspects; None: not measured. `names`: of all hosts."""
-    silent = {silence.place for silence in silences}
-    contacts = {link: contact for link, contact in contacts.items() if not silent & set(link)}
+    contacts = {link: contact for link, contact in contacts.items() if not silences.keys() & set(link)}
     counted, contacts = contacts, without_lossy(contacts, thresholds=thresholds)
     lossy = counted.keys() - contacts.keys()
     verdicts = [*judge_roster(roster, silences=silences, names=names), *judge_reach(contacts, roster=roster)]
@@ -204,6 +201,8 @@ def judge_links(
     verdicts += judge_latency(contacts, roster=roster, thresholds=thresholds)
     verdicts += judge_clocks(contacts, roster=roster, thresholds=thresholds)
     if flows is not None:
-        first, again = ([flow for flow in part if not silent & set(flow.link) and flow.link not in lossy] for part in flows)
+        first, again = (
+            [flow for flow in part if not silences.keys() & set(flow.link) and flow.link not in lossy] for part in flows
+        )
         verdicts += judge_bandwidth(first, again, roster=roster, thresholds=thresholds)
     return verdicts

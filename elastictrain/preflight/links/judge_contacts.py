@@ -37,16 +37,10 @@ class LinkReporter:
         return [self(None).skipped("nothing known of any link", remedy="see what check `reachable` says, and repeat")]
 
 
-@dataclass(frozen=True, slots=True)
-class SilentHost:
-    """A host of the roster that stopped reporting, while bandwidth was `measured` or while contacts were made."""
-
-    place: int
-    measured: bool
-    waited_s: float
+Silences = Mapping[int, tuple[str, float]]  # by place, hosts that stopped reporting: when, and seconds that they had
 
 
-def judge_roster(roster: Roster, *, silences: Sequence[SilentHost], names: Sequence[str]) -> list[Verdict]:
+def judge_roster(roster: Roster, *, silences: Silences, names: Sequence[str]) -> list[Verdict]:
     """Check `roster`: hosts that did not come, and hosts that fell silent. `names`: of all hosts by node rank."""
     present, num_present = _listed([host.name for host in roster.hosts]), len(roster.hosts)
     verdicts = []
@@ -55,12 +49,11 @@ def judge_roster(roster: Roster, *, silences: Sequence[SilentHost], names: Seque
         look = f"look there why it did not start (present: {present})"
         remedy = f"start the launcher on {names[rank]}, or {look}; or run without it, with a smaller minimum: {without}"
         verdicts.append(_ON_ROSTER(names[rank], Status.FAIL, measured, f"{len(names)} hosts", remedy))
-    for silence in silences:
-        label, address = roster.hosts[silence.place].name, roster.hosts[silence.place].address
+    for place, (doing, waited_s) in silences.items():
+        label, address = roster.hosts[place].name, roster.hosts[place].address
         look = f"look whether {label} ({address}) is up and its launcher runs (`ping`, `ssh {address}`)"
         remedy = f"{look}; restart it there, or run without this host"
-        doing = "bandwidth was measured" if silence.measured else "contacts were made"
-        expected = f"word within {silence.waited_s:.3g} s"
+        expected = f"word within {waited_s:.3g} s"
         verdicts.append(_ON_ROSTER(label, Status.FAIL, f"silent while {doing}", expected, remedy))
     everybody = f"{num_present} hosts"
     return verdicts or [_TOGETHER.passed(everybody, expected=everybody)]
@@ -167,19 +160,17 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds
     ahead = offsets_from_group({link: one.offset_s for link, one in contacts.items() if one.offset_s is not None})
     if not ahead:
         return report.nothing_known()
-    expected, is_pair = f"within {thresholds.clock_warn_s:g}", len(ahead) == 2
+    warn_s, fail_s, is_pair = thresholds.clock_warn_s, thresholds.clock_fail_s, len(ahead) == 2
+    expected = f"within {warn_s:g}"
     found = []
     for place, offset_s in ahead.items():
-        if abs(offset_s) <= thresholds.clock_warn_s:
+        if abs(offset_s) <= warn_s:
             continue
         label = report.label(place)
         subject = f"{report.label(min(ahead))}, {label}" if is_pair else place
         unit = f"s that {label} is ahead" if is_pair else "s ahead of the group"
         setting = "`chronyc makestep`, or `timedatectl set-ntp true` and `systemctl restart systemd-timesyncd`"
-        remedy, fatal = (
-            f"on {'both hosts' if is_pair else label} set the clock: {setting}",
-            abs(offset_s) > thresholds.clock_fail_s,
-        )
+        remedy, fatal = f"on {'both hosts' if is_pair else label} set the clock: {setting}", abs(offset_s) > fail_s
         found.append(report(subject).failed(round(offset_s, 3), fatal=fatal, expected=expected, remedy=remedy, unit=unit))
     worst = max(ahead.values(), key=abs)
     return found or [report(None).passed(round(worst, 4), expected=expected, unit="s")]

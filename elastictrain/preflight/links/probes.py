@@ -15,6 +15,11 @@ from elastictrain.preflight.links.responder import StreamResult, ask_to_give, as
 
 WELL_KNOWN = (576, 1280, 1400, 1450, 1480, 1500, 4000, 8500, 8896, 8950)  # MTUs of tunnels, Ethernet and clouds
 _LARGEST = 65535  # the total length of an IPv4 packet has 16 bits; that of loopback is 65536
+_NUM_PINGS = 9
+LOSS_SEGMENTS = 10_000  # enough to tell 0.4 % from 0.1 %
+_LOSS_BYTES = 32 << 20  # at most, where segments are large
+_IN_FLIGHT_BYTES, _BYTES_PER_S = 16 << 10, 125 << 20  # no buffer on the way overflows: what is lost is lost without congestion
+_DEFAULT_MTU = 1500  # of Ethernet, where neither interface is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +38,6 @@ class LinkOptions:
     def limit_s(self, *, measure: bool) -> float:
         """When all must have carried out an order. Each stream of a pair takes a connection, a handshake and a receipt."""
         return 3 * (self.connect_s + 2 * self.answer_s + self.limits.stream_s) if measure else self.limits.contact_s
-
-
-_NUM_PINGS = 9
-LOSS_SEGMENTS = 10_000  # enough to tell 0.4 % from 0.1 %
-_LOSS_BYTES = 32 << 20  # at most, where segments are large
-_IN_FLIGHT_BYTES, _BYTES_PER_S = 16 << 10, 125 << 20  # no buffer on the way overflows: what is lost is lost without congestion
-_DEFAULT_MTU = 1500  # of Ethernet, where neither interface is known
 
 
 @dataclass(slots=True)

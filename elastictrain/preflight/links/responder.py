@@ -2,12 +2,12 @@
 the preflight's token, on the plan's address. Its nonce proves that it is the host that introduced itself."""
 
 import math
-import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from elastictrain.errors import HostUnfitError
@@ -22,25 +22,22 @@ REQUEST = struct.Struct("<cd")  # kind, seconds
 PING = struct.Struct("<d")
 PONG = struct.Struct("<dd")  # when the ping arrived and when the answer left, by the responder's clock
 
+# Bytes received, best rate on the way in bytes per second, part of the time without a processor, TCP segments received.
 RECEIPT = struct.Struct("<QddI")
-"""Bytes received, best rate on the way in bytes per second, part of the time without a processor, TCP segments received."""
-
 TRAILER = struct.Struct("<d")  # ends a stream that is given: part of the time without a processor
+LEAST_SLICE_S = 0.08  # long enough to smooth a burst allowance or a buffer; a shorter total counts as one slice
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _CHUNK_BYTES = 1 << 20
 _LATE_S = 0.2
 _STALL_S = 10.0
 _IDLE_S = 2.0
 _MOST_SECONDS = 10.0  # of one stream
 _MOST_PINGS = 1000
-_CLOSE_S = 2.0
 
 
 def responder_secret(token: bytes, nonce: bytes) -> Secret:
     """For connections. The client's proof leaves out the nonce: the client is the one that detects a wrong host."""
     return Secret(token, client=b"client|", server=b"responder|" + nonce.hex().encode())
-
-
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 def read_waiting() -> tuple[float, float]:
@@ -56,9 +53,6 @@ def part_waited(before: tuple[float, float], after: tuple[float, float]) -> floa
     """Part of the time, 0 to 1, that the thread waited for a processor; 0 if unknown."""
     passed_s, waited_s = after[0] - before[0], after[1] - before[1]
     return min(1.0, max(0.0, waited_s / passed_s)) if passed_s > 0 and not math.isnan(waited_s) else 0.0
-
-
-LEAST_SLICE_S = 0.08  # long enough to smooth a burst allowance or a buffer; a shorter total counts as one slice
 
 
 @dataclass(slots=True)
@@ -152,53 +146,33 @@ def _either(ours: float, theirs: float) -> float:
     return 1 - (1 - ours) * (1 - (theirs if 0.0 <= theirs <= 1.0 else 0.0))
 
 
-@dataclass(eq=False, slots=True)
-class Responder:
-    """Listens from `start` to `close`. Peers that connect before the token is set wait a moment for it."""
+def start_responder(address: str, ports: Sequence[int] = (0,), *, wall: Callable[[], float] = time.time) -> ChannelServer:
+    """Listens on TCP `ports` (0 is any free one) until it is closed. Peers that connect before `set_secret` wait a moment for
+    it. `wall`: the clock that peers compare with theirs. Raises: HostUnfitError naming address and port."""
+    try:
+        listeners = listen(address, ports)
+    except OSError as error:
+        where, why = f"{address}, ports {list(ports)} (0: any)", error.strerror or error
+        choose = "choose an address of this host and ports that are free"
+        raise HostUnfitError(f"link checks must listen on {where}, but cannot: {why}; {choose}") from error
+    server = ChannelServer(listeners, handshake=HANDSHAKE, serve=partial(_serve, wall=wall), place_s=_IDLE_S, name="links")
+    server.start()
+    return server
 
-    address: str
-    _: KW_ONLY
-    ports: Sequence[int] = (0,)  # TCP; 0 is any free one
-    wall: Callable[[], float] = time.time  # the clock that peers compare with theirs
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    tcp_ports: tuple[int, ...] = field(default=(), init=False)
-    _server: ChannelServer | None = field(default=None, init=False)
 
-    def start(self) -> None:
-        """Raises: HostUnfitError naming address and port."""
-        try:
-            listeners = listen(self.address, self.ports)
-        except OSError as error:
-            where, why = f"{self.address}, ports {list(self.ports)} (0: any)", error.strerror or error
-            choose = "choose an address of this host and ports that are free"
-            raise HostUnfitError(f"link checks must listen on {where}, but cannot: {why}; {choose}") from error
-        self.tcp_ports = tuple(listener.getsockname()[1] for listener in listeners)
-        self._server = ChannelServer(listeners, handshake=HANDSHAKE, serve=self._serve, place_s=_IDLE_S, name="links")
-        self._server.start()
-
-    def set_token(self, token: bytes) -> None:
-        """Call after `start`: from now on peers with this token are served."""
-        if self._server is not None:
-            self._server.set_secret(responder_secret(token, self.nonce))
-
-    def close(self) -> None:
-        """End all at once; waits only for own threads."""
-        if self._server is not None:
-            self._server.close(_CLOSE_S)
-
-    def _serve(self, channel: Channel) -> None:
-        kind, seconds = REQUEST.unpack(channel.receive(REQUEST.size, limit_s=_IDLE_S))
-        if kind == ECHO:
-            for _ in range(_MOST_PINGS):
-                channel.receive(PING.size, limit_s=_IDLE_S)
-                came = self.wall()
-                channel.send(PONG.pack(came, self.wall()), limit_s=_IDLE_S)
-            return
-        if kind not in (SINK, GIVE) or not 0 < seconds <= _MOST_SECONDS:
-            raise ChannelError(f"it asks for {kind!r} for {seconds} s")
-        if kind == SINK:
-            found, _ = drain(channel, seconds=seconds, idle_s=_IDLE_S)
-            channel.send(RECEIPT.pack(*astuple(found)), limit_s=_IDLE_S)
-        else:
-            channel.send(TRAILER.pack(send_for(channel, seconds=seconds)), limit_s=_IDLE_S)
-            channel.end_sending()
+def _serve(channel: Channel, *, wall: Callable[[], float]) -> None:
+    kind, seconds = REQUEST.unpack(channel.receive(REQUEST.size, limit_s=_IDLE_S))
+    if kind == ECHO:
+        for _ in range(_MOST_PINGS):
+            channel.receive(PING.size, limit_s=_IDLE_S)
+            came = wall()
+            channel.send(PONG.pack(came, wall()), limit_s=_IDLE_S)
+        return
+    if kind not in (SINK, GIVE) or not 0 < seconds <= _MOST_SECONDS:
+        raise ChannelError(f"it asks for {kind!r} for {seconds} s")
+    if kind == SINK:
+        found, _ = drain(channel, seconds=seconds, idle_s=_IDLE_S)
+        channel.send(RECEIPT.pack(*astuple(found)), limit_s=_IDLE_S)
+    else:
+        channel.send(TRAILER.pack(send_for(channel, seconds=seconds)), limit_s=_IDLE_S)
+        channel.end_sending()

@@ -12,19 +12,21 @@ from functools import partial
 
 from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import each_within
+from elastictrain.distributed.exchange import Exchange, get_record, put_record
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.net.listening import read_port_range
+from elastictrain.net.server import ChannelServer
 from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
-from elastictrain.preflight.links.judge_contacts import SilentHost, claimed_twice, judge_roster, leaderless, unheard
+from elastictrain.preflight.links.judge_contacts import claimed_twice, judge_roster, leaderless, unheard
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link, LinkFindings, Order, Roster, merged
 from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
-from elastictrain.preflight.links.responder import Responder
+from elastictrain.preflight.links.responder import responder_secret, start_responder
 from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds
-from elastictrain.preflight.surroundings import Exchange, get_record, put_record
 from elastictrain.preflight.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 2.0
 _TURN_S = 0.5  # the first host waits this long for one report before it looks for another
 _ALL_PAIRS_UP_TO = 16  # a full check contacts every pair up to this many hosts; above, distances 1, 2, 4, 8 ... along the ring
 
@@ -48,30 +50,32 @@ class LinkSession:
     options: LinkOptions = field(default_factory=LinkOptions)
     wall: Callable[[], float] = time.time  # the clock that the hosts compare
     _roster: Roster = field(default=Roster(hosts=(), absent=(), waited_s=0.0, token=""), init=False)
+    _server: ChannelServer | None = field(default=None, init=False)
     _twice: HostIntroduction | None = field(default=None, init=False)  # of a host whose node rank another one has
     _place: int = field(default=0, init=False)
     _num_orders: int = field(default=0, init=False)
     _probes: dict[int, PeerProbe] = field(default_factory=dict, init=False)
     _contacts: dict[Link, Contact] = field(default_factory=dict, init=False)
-    _silences: dict[int, SilentHost] = field(default_factory=dict, init=False)
+    _silences: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
 
     def run(self) -> LinkReport:
         """Never raises for failures of hosts or the network; every wait in it has a limit."""
-        responder = Responder(self.host.address, ports=self.host.tcp_ports, wall=self.wall)
         try:
-            verdicts = self._take_part(responder)
+            verdicts = self._take_part()
         except (TransportError, MalformedJsonError) as error:
             verdicts = [unheard(self.host.name, why=str(error))]
         finally:
-            responder.close()
+            if self._server is not None:
+                self._server.close(_CLOSE_S)
         return LinkReport(tuple(verdicts), self._roster if self._roster.hosts else None)
 
-    def _take_part(self, responder: Responder) -> list[Verdict]:
-        began, own = time.monotonic(), replace(self.host, nonce=responder.nonce.hex())
+    def _take_part(self) -> list[Verdict]:
+        began, own = time.monotonic(), replace(self.host, nonce=secrets.token_hex(16))
         try:
-            responder.start()
+            self._server = start_responder(own.address, own.tcp_ports, wall=self.wall)
+            ports = tuple(listener.getsockname()[1] for listener in self._server.listeners)
             spans = tuple(str(port) if port else "{}:{}".format(*read_port_range()) for port in own.tcp_ports)
-            own = replace(own, tcp_ports=responder.tcp_ports, port_spans=spans)
+            own = replace(own, tcp_ports=ports, port_spans=spans)
         except HostUnfitError as error:
             own = replace(own, trouble=str(error))
         if other := get_record(self.exchange, f"links/hello/{own.node_rank}", HostIntroduction, limit_s=0.0):
@@ -90,7 +94,8 @@ class LinkSession:
             return [unheard(own.name, why="it came too late")]
         if listed != own:
             return [claimed_twice(own, listed)]
-        responder.set_token(bytes.fromhex(roster.token))
+        if self._server is not None:
+            self._server.set_secret(responder_secret(bytes.fromhex(roster.token), bytes.fromhex(own.nonce)))
         self._place = roster.hosts.index(own)
         return self._lead() if leads else self._follow()
 
@@ -165,7 +170,7 @@ class LinkSession:
         if self._twice is not None:
             known = next(host for host in self._roster.hosts if host.node_rank == self._twice.node_rank)
             put_record(self.exchange, "links/order/0", Order(()))
-            return [claimed_twice(known, self._twice), *judge_roster(self._roster, silences=(), names=self.names)]
+            return [claimed_twice(known, self._twice), *judge_roster(self._roster, silences={}, names=self.names)]
         thresholds, num, full = self.options.thresholds, len(self._roster.hosts), self.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         flows: tuple[tuple[Flow, ...], tuple[Flow, ...]] | None = None
@@ -177,7 +182,7 @@ class LinkSession:
             flows = first, self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
         put_record(self.exchange, f"links/order/{self._num_orders}", Order(()))
         judge = partial(judge_links, self._roster, thresholds=thresholds, names=self.names)
-        return judge(contacts=self._contacts, flows=flows, silences=tuple(self._silences.values()))
+        return judge(contacts=self._contacts, flows=flows, silences=self._silences)
 
     def _is_there(self, places: Iterable[int]) -> bool:
         """Whether all of these hosts listen, and have reported so far."""
@@ -232,7 +237,7 @@ class LinkSession:
             if report is not None:
                 found.append(report)
             elif is_lost or began + waited_s >= until or self._is_ignored(number, place, waited_s):
-                self._silences[place] = SilentHost(place, measured=order.measure, waited_s=waited_s)
+                self._silences[place] = "bandwidth was measured" if order.measure else "contacts were made", waited_s
             else:
                 waiting.append(place)
         return found

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.settings import NcclPattern, Setting
+from elastictrain.surroundings import Surroundings
 
 HCA = "NCCL_IB_HCA"
 GID_INDEX = "NCCL_IB_GID_INDEX"
@@ -22,9 +22,8 @@ INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 _LINK_LAYERS = (INFINIBAND, ETHERNET, "Unknown", "Unspecified")  # the last two: AWS EFA
 _ROCE_VERSIONS = {"IB/RoCE v1": 1, "RoCE v1": 1, "RoCE v2": 2}
 
+# A person who sets one of these uses RoCE that the plan would not take, over IPv6 or of version 1: RDMA stays on.
 _BY_HAND = {GID_INDEX, "NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM"}
-"""A person who sets one of these uses RoCE that the plan would not take, over IPv6 or of version 1: RDMA stays on."""
-
 SLOW_PORT = 0.5  # share of the fastest port's rate; below it, another network or a broken port: NCCL would load it equally
 
 

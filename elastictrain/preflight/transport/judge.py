@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from elastictrain.net.interfaces import Kind, Route, is_loopback
 from elastictrain.preflight.transport import infiniband
-from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, chosen_ports, kinds_here, switched_off
-from elastictrain.preflight.transport.interfaces import Kind, Route, is_loopback
+from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, chosen_ports, common, kinds_here, switched_off
 from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, TOPOLOGY, TransportFacts, choose_interface
 from elastictrain.preflight.transport.settings import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
@@ -172,9 +172,9 @@ def judge_infiniband(facts: TransportFacts) -> list[Verdict]:
     return [report.skipped("no device", remedy="ls /sys/class/infiniband  # nothing is to be done: sockets are used")]
 
 
-def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset[Rdma]], *, agreed: Rdma) -> list[Verdict]:
+def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset[Rdma]]) -> list[Verdict]:
     """All hosts by name: those that lack ports of others. `hcas`: ports that each plans to use; `kinds`: its `kinds_here`."""
-    best = next((kind for kind in Rdma if any(kind in one for one in kinds.values())), Rdma.NONE)
+    best, agreed = next((kind for kind in Rdma if any(kind in one for one in kinds.values())), Rdma.NONE), common(kinds)
     if best not in (Rdma.NONE, Rdma.UNKNOWN) and agreed is not best:
         lacking = [name for name, one in kinds.items() if best not in one]
         instead = "sockets" if agreed is Rdma.NONE else agreed.value

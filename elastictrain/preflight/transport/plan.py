@@ -5,29 +5,26 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.net.interfaces import Kind, NetworkInterface, Route, find_route, read_interfaces
 from elastictrain.preflight.transport import infiniband
 from elastictrain.preflight.transport.infiniband import Device, Port, Rdma, RdmaPlan, decide_rdma, read_devices
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Route, find_route, read_interfaces
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, own_variables, read_settings
+from elastictrain.surroundings import Surroundings
 
+# From this rate on 4 threads with 4 sockets each. Source: NCCL's manual, "for generic 100G networks", for both variables.
 FAST_GBPS = 100.0
-"""From this rate on 4 threads with 4 sockets each. Source: NCCL's manual, "for generic 100G networks", for both variables."""
-
+# From this rate on 4 threads with one socket each: one does not fill the link. Source: NCCL's own for Google's cards.
 MEDIUM_GBPS = 25.0
-"""From this rate on 4 threads with one socket each: one does not fill the link. Source: NCCL's own for Google's cards."""
-
+# PCI vendors (AWS, Google) for whose cards NCCL sets the numbers itself. Source: its `ncclNetSocketGetNsockNthread`.
 _TUNED_BY_NCCL = ("0x1d0f", "0x1ae0")
-"""PCI vendors (AWS, Google) for whose cards NCCL sets the numbers itself. Source: its `ncclNetSocketGetNsockNthread`."""
-
-
+# What a person's settings mean. Source: NCCL's manual.
 EXPLAINED = {
     "NCCL_P2P_LEVEL": "GPUs reach each other directly never (LOC), by NVLink (NVL), below one PCIe switch (PIX), across PCIe "
     "switches (PXB), on one NUMA node (PHB) or across them (SYS), and through host memory where they are farther apart",
     "NCCL_CROSS_NIC": "a ring uses the same port on all hosts (0, for rails that are not joined), any (1), or the better (2)",
 }
-"""What a person's settings mean. Source: NCCL's manual."""
-
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 TOPOLOGY = "NCCL_TOPO_FILE"
 _PLUGIN_FOLDERS = (
     *("/opt/amazon/ofi-nccl/lib", "/opt/amazon/ofi-nccl/lib64", "/opt/aws-ofi-nccl/lib", "/var/lib/tcpxo/lib64", "/usr/lib64"),
@@ -74,10 +71,6 @@ def read_facts(surroundings: Surroundings, *, rendezvous: str | None, alone: boo
         plugins=tuple(dict.fromkeys(plugins)),
         lacks_topology=TOPOLOGY in settings and surroundings.read(settings[TOPOLOGY].value) is None,
     )
-
-
-NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastictrain.bounded_json import MalformedJsonError, parse_record
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.surroundings import Surroundings
 
+# Names and values that a plan has set, as JSON. Child processes inherit them; they are no person's settings.
 OWN_VARIABLES = "ELASTICTRAIN_TRANSPORT"
-"""Names and values that a plan has set, as JSON. Child processes inherit them; they are no person's settings."""
-
 IN_ENVIRONMENT = "the environment"
 
 
@@ -21,11 +20,8 @@ class Setting:
     @property
     def number(self) -> int:
         """As NCCL reads it: the leading number, also hexadecimal, or 0."""
-        match = re.match(r"\s*([+-]?)(0x[0-9a-f]{1,16}|\d{1,18})", self.value, re.ASCII | re.IGNORECASE)
-        if match is None:
-            return 0
-        size = int(match[2], 16 if match[2][:2].lower() == "0x" else 10)
-        return -size if match[1] == "-" else size
+        match = re.match(r"\s*([+-]?(?:(0x)[0-9a-f]{1,16}|\d{1,18}))", self.value, re.ASCII | re.IGNORECASE)
+        return int(match[1], 16 if match[2] else 10) if match else 0
 
     def undo(self, name: str) -> str:
         """The remedy that removes it."""

@@ -12,8 +12,7 @@ from elastictrain.net.channel import Channel, ChannelError
 from elastictrain.preflight.links import probes
 from elastictrain.preflight.links.messages import Contact
 from elastictrain.preflight.links.probes import WELL_KNOWN, LinkOptions, PeerProbe, exchange_offset
-from elastictrain.preflight.links.responder import Responder
-from tests.unit.preflight.links.groups import host
+from tests.unit.preflight.links.groups import Responding, host
 
 TOKEN = b"a token"
 OPTIONS = LinkOptions(connect_s=0.5, answer_s=0.5, mtu_wait_s=0.05, limits=PreflightLimits(stream_s=0.05))
@@ -23,8 +22,7 @@ HEADERS = 52  # of IPv4 and of TCP with timestamps
 @contextmanager
 def probe(**changed: object) -> Iterator[PeerProbe]:
     """From host 0 to a responder at host 1."""
-    responder = Responder("127.0.0.2", ports=(0, 0))
-    responder.start()
+    responder = Responding("127.0.0.2", (0, 0))
     responder.set_token(TOKEN)
     target = replace(host(1), tcp_ports=responder.tcp_ports, nonce=responder.nonce.hex())
     try:

@@ -10,9 +10,9 @@ began = time.monotonic()
 
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits  # noqa: E402
 from elastictrain.preflight import host_checks  # noqa: E402
-from elastictrain.preflight.host_checks import OwnChecks, own_checks, run_checks  # noqa: E402
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks, own_checks, run_checks  # noqa: E402
 from elastictrain.preflight.policy import Level  # noqa: E402
-from elastictrain.preflight.surroundings import Surroundings  # noqa: E402
+from elastictrain.surroundings import Surroundings  # noqa: E402
 
 order = json.loads(sys.argv[1])
 for name, value in order["limits"].items():
@@ -22,7 +22,7 @@ loaded = time.monotonic()
 settings = PreflightGroup(limits=PreflightLimits(storage_s=order["storage_s"]))
 asked = OwnChecks(level=Level.FULL, settings=settings, **order["options"])
 host_checks.HostFacts.uses_rdma = lambda _: order["rdma"]
-verdicts = run_checks(own_checks(surroundings, asked), subject=surroundings.host)
+verdicts = run_checks(own_checks(HostFacts(surroundings, asked)), subject=surroundings.host)
 said = {
     "verdicts": [asdict(verdict) for verdict in verdicts],
     "loading_s": loaded - began,

@@ -21,8 +21,8 @@ from torchruns import environment
 
 from elastictrain.preflight.host.names import check_port
 from elastictrain.preflight.host.storage_trip import judge_trip, read_trip
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
+from elastictrain.surroundings import Surroundings
 from tests.process.s3.server import environment_for
 
 SCRIPT = Path(__file__).with_name("host_verdicts.py")

@@ -12,12 +12,12 @@ import pytest
 from elastictrain.config.preflight import PreflightLimits
 from elastictrain.errors import PreflightError
 from elastictrain.preflight import host_preflight
-from elastictrain.preflight.host_checks import OwnChecks
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, Report, find_layout
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict, failures
+from elastictrain.surroundings import Surroundings
 from tests.unit.preflight.made import settings, verdict
 from tests.unit.preflight.table import Table
 
@@ -30,9 +30,7 @@ LIMITS = PreflightLimits()
 def own(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Verdict]]:
     """What hosts find of themselves, by host."""
     found: dict[str, list[Verdict]] = {}
-    monkeypatch.setattr(
-        host_preflight, "check_host", lambda surroundings, *_: found.get(surroundings.host, [verdict(check="disk")])
-    )
+    monkeypatch.setattr(host_preflight, "check_host", lambda at: found.get(at.host, [verdict(check="disk")]))
     return found
 
 
@@ -153,10 +151,10 @@ def test_checks_that_never_end_make_a_host_silent_and_named(
 ) -> None:
     released = threading.Event()
 
-    def stuck(surroundings: Surroundings, *_: object) -> list[Verdict]:
-        if surroundings.host == "b":
+    def stuck(at: HostFacts) -> list[Verdict]:
+        if at.host == "b":
             released.wait(30)
-        return [verdict(check="disk", subject=surroundings.host)]
+        return [verdict(check="disk", subject=at.host)]
 
     monkeypatch.setattr(host_preflight, "check_host", stuck)
     results = check([("a", 1), ("b", 1)], tmp_path, limit_s=4.0)
@@ -170,10 +168,10 @@ def test_checks_that_never_end_make_a_host_silent_and_named(
 def test_a_host_whose_checks_break_does_not_pass_for_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, list[Verdict]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(surroundings: Surroundings, *_: object) -> list[Verdict]:
-        if surroundings.host == "b":
+    def broken(at: HostFacts) -> list[Verdict]:
+        if at.host == "b":
             raise OSError("no home")
-        return [verdict(check="disk", subject=surroundings.host)]
+        return [verdict(check="disk", subject=at.host)]
 
     monkeypatch.setattr(host_preflight, "check_host", broken)
     results = check([("a", 1), ("b", 1)], tmp_path)
@@ -201,9 +199,9 @@ def test_hosts_of_one_name_are_told_apart_in_verdicts(
 ) -> None:
     seen: list[str] = []
 
-    def both(surroundings: Surroundings, *_: object) -> list[Verdict]:
-        seen.append(surroundings.host)
-        return [verdict("fail" if len(seen) == 1 else "pass", check="disk", subject=surroundings.host)]
+    def both(at: HostFacts) -> list[Verdict]:
+        seen.append(at.host)
+        return [verdict("fail" if len(seen) == 1 else "pass", check="disk", subject=at.host)]
 
     monkeypatch.setattr(host_preflight, "check_host", both)
     ranks = [("x", 1), ("x", 1)]

@@ -6,9 +6,9 @@ import pytest
 from torchruns import environment
 
 from elastictrain.preflight.host.storage_trip import judge_trip, read_trip
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict
 from elastictrain.storage.opening import open_store
+from elastictrain.surroundings import Surroundings
 from tests.process.s3.server import S3Server, running_s3_server, server_program
 
 pytestmark = pytest.mark.s3

@@ -9,29 +9,29 @@ import pytest
 from elastictrain.errors import HostUnfitError
 from elastictrain.net.channel import Channel, ChannelError, StrangerError, connect
 from elastictrain.net.server import CONNECTIONS
-from elastictrain.preflight.links.responder import GIVE, HANDSHAKE, PONG, REQUEST, Responder, responder_secret
+from elastictrain.preflight.links.responder import GIVE, HANDSHAKE, PONG, REQUEST, responder_secret, start_responder
+from tests.unit.preflight.links.groups import Responding
 
 TOKEN = b"the token"
 
 
 @pytest.fixture
-def responder() -> Iterator[Responder]:
-    made = Responder("127.0.0.1")
-    made.start()
+def responder() -> Iterator[Responding]:
+    made = Responding("127.0.0.1")
     made.set_token(TOKEN)
     yield made
     made.close()
 
 
 @contextmanager
-def asked(responder: Responder, *, token: bytes = TOKEN, nonce: bytes | None = None) -> Iterator[Channel]:
+def asked(responder: Responding, *, token: bytes = TOKEN, nonce: bytes | None = None) -> Iterator[Channel]:
     secret = responder_secret(token, responder.nonce if nonce is None else nonce)
     with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as line:
         HANDSHAKE.introduce(line, secret, limit_s=1)
         yield line
 
 
-def ping(responder: Responder) -> None:
+def ping(responder: Responding) -> None:
     with asked(responder) as line:
         line.send(REQUEST.pack(b"E", 0.0) + b"\0" * 8, limit_s=1)
         came, left = PONG.unpack(line.receive(PONG.size, limit_s=1))
@@ -39,16 +39,16 @@ def ping(responder: Responder) -> None:
         assert left >= came
 
 
-def test_who_has_the_token_is_answered(responder: Responder) -> None:
+def test_who_has_the_token_is_answered(responder: Responding) -> None:
     ping(responder)
 
 
-def test_strangers_are_not(responder: Responder) -> None:
+def test_strangers_are_not(responder: Responding) -> None:
     with pytest.raises(ChannelError), asked(responder, token=b"another"):
         pass
 
 
-def test_a_stranger_gets_nothing_whatever_it_sends_after_the_opening(responder: Responder) -> None:
+def test_a_stranger_gets_nothing_whatever_it_sends_after_the_opening(responder: Responding) -> None:
     """It does not wait for a proof, and asks at once."""
     with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as line:
         opening = line.receive(24, limit_s=1)
@@ -57,7 +57,7 @@ def test_a_stranger_gets_nothing_whatever_it_sends_after_the_opening(responder: 
             line.receive(1, limit_s=1)
 
 
-def test_a_host_that_is_not_the_one_it_should_be_is_found_out(responder: Responder) -> None:
+def test_a_host_that_is_not_the_one_it_should_be_is_found_out(responder: Responding) -> None:
     with pytest.raises(StrangerError), asked(responder, nonce=b"of somebody else"):
         pass
 
@@ -80,14 +80,14 @@ def test_something_else_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, b"\xff" * 5000])
-def test_malformed_input_ends_a_connection_and_nothing_else(responder: Responder, data: bytes) -> None:
+def test_malformed_input_ends_a_connection_and_nothing_else(responder: Responding, data: bytes) -> None:
     with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as connection:
         connection.send(data, limit_s=1)
     ping(responder)
 
 
 @pytest.mark.parametrize("request_", [b"X", b"G", b"S"])
-def test_absurd_requests_end_a_connection(responder: Responder, request_: bytes) -> None:
+def test_absurd_requests_end_a_connection(responder: Responding, request_: bytes) -> None:
     for seconds in (1e9, -1.0, float("nan")):
         with asked(responder) as line:
             line.send(REQUEST.pack(request_, seconds), limit_s=1)
@@ -97,8 +97,7 @@ def test_absurd_requests_end_a_connection(responder: Responder, request_: bytes)
 
 
 def test_who_comes_before_the_token_waits_for_it() -> None:
-    responder = Responder("127.0.0.1")
-    responder.start()
+    responder = Responding("127.0.0.1")
     timer = threading.Timer(0.1, responder.set_token, [TOKEN])
     timer.start()
     ping(responder)
@@ -106,14 +105,14 @@ def test_who_comes_before_the_token_waits_for_it() -> None:
     responder.close()
 
 
-def test_silent_strangers_keep_nobody_out(responder: Responder) -> None:
+def test_silent_strangers_keep_nobody_out(responder: Responding) -> None:
     with ExitStack() as strangers:
         for _ in range(300):
             strangers.enter_context(socket.create_connection(("127.0.0.1", responder.tcp_ports[0])))
         ping(responder)
 
 
-def test_connections_are_bounded(responder: Responder) -> None:
+def test_connections_are_bounded(responder: Responding) -> None:
     """More wait for a place, and are served when there is one."""
     with ExitStack() as stack:
         first = stack.enter_context(ExitStack())
@@ -127,8 +126,7 @@ def test_connections_are_bounded(responder: Responder) -> None:
 
 
 def test_close_ends_everything_at_once() -> None:
-    responder = Responder("127.0.0.1")
-    responder.start()
+    responder = Responding("127.0.0.1")
     responder.set_token(TOKEN)
     with asked(responder) as line:
         line.send(REQUEST.pack(GIVE, 9.0), limit_s=1)
@@ -146,4 +144,4 @@ def test_a_port_that_is_taken_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(HostUnfitError, match=str(port)):
-            Responder("127.0.0.1", ports=(0, port)).start()
+            start_responder("127.0.0.1", (0, port))

@@ -9,12 +9,12 @@ import pytest
 
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.config.preflight import PreflightLimits
+from elastictrain.distributed.exchange import get_record, put_record
 from elastictrain.errors import TransportError
 from elastictrain.net.listening import read_port_range
 from elastictrain.preflight.links.messages import Contact, Order, Roster
 from elastictrain.preflight.links.probes import PeerProbe
 from elastictrain.preflight.links.session import LinkReport, LinkSession
-from elastictrain.preflight.surroundings import get_record, put_record
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
 from tests.unit.preflight.links.groups import QUICK, host, names, run_group
 from tests.unit.preflight.links.made import introduction

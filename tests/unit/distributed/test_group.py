@@ -10,7 +10,7 @@ from elastictrain.distributed.group import connect, leave, limit_collectives, lo
 from elastictrain.distributed.store import PolledStore
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity, Launcher
-from elastictrain.launch.own_host import free_port
+from elastictrain.net.listening import bind_everywhere
 from elastictrain.torch_private import flight_recorder
 from elastictrain.torch_private_groups import forget_groups
 
@@ -31,7 +31,7 @@ def test_a_store_that_nobody_named_is_a_transport_error(monkeypatch: pytest.Monk
 
 def test_a_store_that_is_not_there_yet_costs_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's client sleeps for a second after each refusal."""
-    port = free_port()
+    port = bind_everywhere(0)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.launch.own_host import count_gpus, default_interface, own_names
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.surroundings import Surroundings
 from tests.unit.preflight.transport.made import MadeHost
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT

@@ -7,10 +7,10 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.preflight import MODES, PreflightChecks
 from elastictrain.launch.own_host import why_unfit
-from elastictrain.preflight.host_checks import OwnChecks
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict, describe
+from elastictrain.surroundings import Surroundings
 from tests.unit.preflight.made import verdict
 from tests.unit.preflight.transport.made import MadeHost
 
@@ -27,8 +27,8 @@ class Asked:
         self.found = found
         self.asked: list[OwnChecks] = []
 
-    def __call__(self, surroundings: Surroundings, asked: OwnChecks) -> list[Verdict]:
-        self.asked.append(asked)
+    def __call__(self, at: HostFacts) -> list[Verdict]:
+        self.asked.append(at.asked)
         return list(self.found)
 
 

@@ -29,7 +29,7 @@ STOPPED = Reason(0, 75, "save", 7, "asked to stop")
 
 @pytest.fixture(autouse=True)
 def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.launch.supervisor.free_port", lambda: PORT)
+    monkeypatch.setattr("elastictrain.launch.supervisor.bind_everywhere", lambda _: PORT)
 
 
 @pytest.fixture

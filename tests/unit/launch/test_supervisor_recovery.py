@@ -25,7 +25,7 @@ NOTICED = Reason(0, 71, "reduce", 6, "a peer is gone")
 
 @pytest.fixture(autouse=True)
 def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.launch.supervisor.free_port", lambda: PORT)
+    monkeypatch.setattr("elastictrain.launch.supervisor.bind_everywhere", lambda _: PORT)
 
 
 def made(folder: Path, *, standbys: int | Literal["auto"] = "auto", uses_gpus: bool = False) -> SupervisedHost:

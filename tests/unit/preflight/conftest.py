@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from elastictrain.surroundings import Surroundings, ToolOutput
 
 HostMaker = Callable[[Mapping[str, str]], Surroundings]
 RECORDED = Path(__file__).parent / "host" / "recorded"

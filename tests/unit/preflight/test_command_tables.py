@@ -1,6 +1,6 @@
 from elastictrain.preflight.command import ask_nccl_tests, bus_table, pair_tables
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.preflight.conftest import RecordedTools
 
 # The form of nccl-tests 2.13; the figures are made up.

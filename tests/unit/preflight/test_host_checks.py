@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from elastictrain.config.preflight import PreflightChecks
-from elastictrain.preflight.host_checks import Check, OwnChecks, check_host, once, own_checks, run_checks
+from elastictrain.preflight.host_checks import Check, HostFacts, OwnChecks, check_host, once, own_checks, run_checks
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput, can_load
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import Surroundings, ToolOutput, can_load
 from tests.unit.preflight.made import OF_DEVICES, OF_GROUPS, settings, verdict
 from tests.unit.preflight.transport.made import MadeHost
 
@@ -26,7 +26,7 @@ SWITCH = {"/sys/bus/pci/devices/0000:05:00.0/vendor": "0x10de", "/sys/bus/pci/de
 
 def verdicts(surroundings: Surroundings, *, ranks: int | None = 2) -> list[Verdict]:
     """What the checks of devices say."""
-    checks = own_checks(surroundings, OwnChecks(level=Level.FULL, local_world_size=ranks))
+    checks = own_checks(HostFacts(surroundings, OwnChecks(level=Level.FULL, local_world_size=ranks)))
     return run_checks([check for check in checks if check.name in OF_DEVICES], subject="h1")
 
 
@@ -132,7 +132,7 @@ def test_a_hanging_tool_is_asked_once_and_named(host: Host) -> None:
 def check(made: MadeHost, name: str) -> tuple[Status, object]:
     only = settings(**{field.name: "off" for field in fields(PreflightChecks) if field.name != name})
     surroundings = Surroundings(host="h1", root=made.root, environment=made.environment)
-    (found,) = check_host(surroundings, OwnChecks(level=Level.QUICK, settings=only))
+    (found,) = check_host(HostFacts(surroundings, OwnChecks(level=Level.QUICK, settings=only)))
     return found.status, found.expected
 
 
@@ -154,9 +154,9 @@ def test_libraries_matter_where_infiniband_will_be_used(
     surroundings = Surroundings(
         host="h1", root=made.root, environment=made.environment, can_load=lambda library: library != missing
     )
-    assert check_host(surroundings, asked) == []
+    assert check_host(HostFacts(surroundings, asked)) == []
     made.device("mlx5_0")
-    found = check_host(surroundings, asked)
+    found = check_host(HostFacts(surroundings, asked))
     assert [(one.check, one.subject, one.status) for one in found] == ([("infiniband", "h1", status)] if status else [])
     assert all("libibverbs1" in one.remedy for one in found)
 
@@ -179,7 +179,7 @@ def test_locked_memory_matters_where_infiniband_will_be_used(tmp_path: Path) -> 
 
 def test_the_keys_are_the_checks(tmp_path: Path) -> None:
     surroundings, asked = Surroundings(root=tmp_path, environment={}), OwnChecks(level=Level.FULL, transport=True)
-    own = own_checks(surroundings, asked)
+    own = own_checks(HostFacts(surroundings, asked))
     assert {field.name for field in fields(PreflightChecks)} == {check.name for check in own} | BETWEEN_HOSTS | OF_GROUPS
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.bounded_json import MalformedJsonError
+from elastictrain.distributed.exchange import get_record, put_record
 from elastictrain.preflight.host.alike import SoftwareDigest
 from elastictrain.preflight.host_preflight import HostReport, find_layout, judge_host_reports, relabel
-from elastictrain.preflight.surroundings import get_record, put_record
+from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.transport.infiniband import Rdma
 from tests.unit.preflight.made import link, verdict
 from tests.unit.preflight.table import Table
@@ -27,7 +28,7 @@ def test_hosts_may_have_different_numbers_of_ranks(rank: int, local_rank: int, n
     ranks = [("a", 2), ("a", 2), ("b", 1), ("c", 3), ("c", 3), ("c", 3)]
     layout = find_layout(ranks, rank=rank, local_rank=local_rank, rendezvous="a")
     assert layout.hosts == ("a", "b", "c")
-    assert (layout.node_rank, layout.host, layout.leads_host) == (node_rank, host, acts)
+    assert (layout.node_rank, layout.host, layout.local_rank == 0) == (node_rank, host, acts)
     assert layout.local_world_size == ranks[rank][1]
     assert layout.hosts_of_ranks == ("a", "a", "b", "c", "c", "c")
 
@@ -39,12 +40,11 @@ def test_hosts_of_one_name_are_told_apart() -> None:
     assert ("0" in first, "2" in second) == (True, True)
 
 
-NO_RDMA: dict[str, frozenset[Rdma]] = {host: frozenset() for host in "abc"}
-
-
-def word(*, code: str = "c0de", hcas: tuple[str, ...] = (), host: str = "a") -> HostReport:
+def word(*, code: str = "c0de", hcas: tuple[str, ...] = (), host: str = "a", address: str = "") -> HostReport:
     likeness = SoftwareDigest(code={"elastictrain/train": code}, folders={"elastictrain": "/x"}, versions={"torch": "2.13"})
-    return HostReport(verdicts=(verdict(check="disk", subject=host),), likeness=likeness, hcas=hcas)
+    kinds = frozenset({Rdma.INFINIBAND}) if hcas else frozenset[Rdma]()
+    met = HostIntroduction(name=host, node_rank=0, address=address or host, interface="eth0", mtu=None, kinds=kinds)
+    return HostReport(verdicts=(verdict(check="disk", subject=host),), likeness=likeness, hcas=hcas, met=met)
 
 
 def test_a_word_comes_back_as_it_went() -> None:
@@ -64,20 +64,20 @@ def test_what_another_release_says_is_not_understood_and_the_key_is_named(data: 
 
 def test_a_host_with_other_code_is_named() -> None:
     words = {host: word(host=host) for host in ("a", "b")} | {"c": word(code="other", host="c")}
-    found = judge_host_reports(words, kinds=NO_RDMA, addresses={}, waited_s=60)
+    found = judge_host_reports(words, waited_s=60)
     failed = [one for one in found if one.status == "fail"]
     assert [(one.check, one.subject) for one in failed] == [("alike", "c")]
     assert "elastictrain/train" in f"{failed[0].measured}"
 
 
 def test_a_host_that_says_nothing_is_named_and_nobody_is_compared_with_it() -> None:
-    found = judge_host_reports({"a": word(), "b": None}, kinds=NO_RDMA, addresses={}, waited_s=60)
+    found = judge_host_reports({"a": word(), "b": None}, waited_s=60)
     assert [(one.check, one.subject) for one in found if one.status == "fail"] == [("roster", "b")]
 
 
 def test_hosts_with_fewer_ports_are_named() -> None:
     words = {"a": word(hcas=("m0", "m1")), "b": word(hcas=("m0",), host="b")}
-    found = judge_host_reports(words, kinds=dict.fromkeys("ab", frozenset({Rdma.INFINIBAND})), addresses={}, waited_s=60)
+    found = judge_host_reports(words, waited_s=60)
     assert [(one.check, one.subject, one.measured) for one in found if one.status == "warn"] == [("infiniband", "b", 1)]
 
 
@@ -85,15 +85,15 @@ def test_an_address_that_two_hosts_gave_is_named_unless_it_is_explained() -> Non
     addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.2"}
     for explained in (False, True):
         bad = verdict("fail" if explained else "warn", check="interface", subject="c")
-        words = {host: replace(word(host=host), machine=host) for host in "ab"}
-        words["c"] = replace(word(host="c"), verdicts=(bad,), machine="c")
-        found = judge_host_reports(words, kinds=NO_RDMA, addresses=addresses, waited_s=60)
+        words = {host: replace(word(host=host, address=addresses[host]), machine=host) for host in "abc"}
+        words["c"] = replace(words["c"], verdicts=(bad,))
+        found = judge_host_reports(words, waited_s=60)
         named = [(one.check, one.subject) for one in found if one.status == "fail"]
         assert named == ([] if explained else [("interface", "b")]) + [("interface", "c")]
 
 
 def test_one_host_is_compared_with_nobody() -> None:
-    assert [one.check for one in judge_host_reports({"a": word()}, kinds=NO_RDMA, addresses={}, waited_s=60)] == ["disk"]
+    assert [one.check for one in judge_host_reports({"a": word()}, waited_s=60)] == ["disk"]
 
 
 def test_a_host_gets_the_name_that_it_has_in_the_group() -> None:

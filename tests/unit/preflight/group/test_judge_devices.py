@@ -6,8 +6,8 @@ import pytest
 from elastictrain.preflight.group.corruption import DeviceFindings
 from elastictrain.preflight.group.judge import judge_corruption, judge_load
 from elastictrain.preflight.host.nvidia import parse_nvidia
-from elastictrain.preflight.surroundings import ToolOutput
 from elastictrain.preflight.verdict import Scope, Status
+from elastictrain.surroundings import ToolOutput
 from tests.unit.preflight.group.ranks import H200, members
 from tests.unit.preflight.made import gpu, rank
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastictrain.preflight.group.judge import RailFindings, judge_rails, needs_more
 from elastictrain.preflight.group.measurements import PairBandwidth
 from elastictrain.preflight.group.members import GroupMember
-from elastictrain.preflight.group.rails import RailFindings, judge_rails, needs_more
 from elastictrain.preflight.host.counters import sent_bytes
 from elastictrain.preflight.links.rounds import first_rounds
 from elastictrain.preflight.verdict import Scope, Status

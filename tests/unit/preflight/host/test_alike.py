@@ -10,8 +10,8 @@ from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.preflight.host import alike
 from elastictrain.preflight.host.alike import NCCL_LOADED, SoftwareDigest, compare, describe, describe_devices, digest_code
 from elastictrain.preflight.host.nvidia import parse_nvidia
-from elastictrain.preflight.surroundings import ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import ToolOutput
 
 A = SoftwareDigest(
     code={"elastictrain/train": "t1", "elastictrain/run.py": "r1", "my_task.py": "m1"},

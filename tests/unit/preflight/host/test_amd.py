@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 from elastictrain.preflight.host.amd import judge_xgmi, parse_amd_smi, parse_rocm_smi, read_amd
 from elastictrain.preflight.host.gpu import Trouble
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.preflight.made import gpu_pair
 
 Recorded = Callable[[str], str]

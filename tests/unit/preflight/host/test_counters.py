@@ -18,8 +18,8 @@ from elastictrain.preflight.host.counters import (
 )
 from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.host.nvlink import parse_errors
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.preflight.made import port
 
 PORT = "/sys/class/infiniband/mlx5_0/ports/1"

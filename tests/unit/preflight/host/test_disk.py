@@ -2,7 +2,7 @@ import tempfile
 from pathlib import Path
 
 from elastictrain.cgroup import read_mounts
-from elastictrain.preflight.host.disk import (
+from elastictrain.preflight.host.resources import (
     CheckedFolder,
     Space,
     folders_of,

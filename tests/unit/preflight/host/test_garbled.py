@@ -12,8 +12,8 @@ from elastictrain.cgroup import mount_of, parse_membership, read_allowance, read
 from elastictrain.preflight.host.names import parse_hosts
 from elastictrain.preflight.host.resources import judge_cpu, judge_memory, judge_processes, read_capabilities, read_limit
 from elastictrain.preflight.host.storage_trip import TripMessage, judge_trip, parse_messages
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict
+from elastictrain.surroundings import Surroundings
 from tests.unit.examples import examples
 
 WORDS = st.sampled_from(

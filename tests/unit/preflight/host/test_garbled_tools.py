@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from elastictrain.preflight.host.kernel_log import judge_xids, parse_kernel_log
 from elastictrain.preflight.host.nvidia import parse_nvidia
-from elastictrain.preflight.host_checks import OwnChecks, own_checks
+from elastictrain.preflight.host_checks import HostFacts, OwnChecks, own_checks
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Verdict
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.examples import examples
 from tests.unit.preflight.made import OF_DEVICES
 
@@ -57,7 +57,7 @@ def test_no_damage_breaks_a_check(
     answer = ToolOutput(code, text, text[:200])
     environment = {"CUDA_VISIBLE_DEVICES": "0,x", "XDG_STATE_HOME": str(tmp_path_factory.getbasetemp() / "state")}
     surroundings = Surroundings(host="h1", root=NOWHERE, environment=environment, tools=OneAnswer(answer))
-    for check in own_checks(surroundings, OwnChecks(level=Level.FULL, local_world_size=2)):
+    for check in own_checks(HostFacts(surroundings, OwnChecks(level=Level.FULL, local_world_size=2))):
         if check.name not in OF_DEVICES:
             continue
         # Here and now: a crash is seen as it is, not as a verdict.

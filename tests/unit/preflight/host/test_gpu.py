@@ -16,8 +16,8 @@ from elastictrain.preflight.host.gpu import (
     word,
 )
 from elastictrain.preflight.host.nvidia import parse_nvidia
-from elastictrain.preflight.surroundings import ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import ToolOutput
 from tests.unit.preflight.made import gpu
 
 Judge = Callable[..., list[Verdict]]

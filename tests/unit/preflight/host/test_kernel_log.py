@@ -4,8 +4,8 @@ import pytest
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Vendor
 from elastictrain.preflight.host.kernel_log import HARDWARE, UNFIT, judge_xids, parse_kernel_log, read_kernel_log
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.preflight.made import gpu
 
 Recorded = Callable[[str], str]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from elastictrain.net.interfaces import is_loopback
 from elastictrain.preflight.host.names import (
     MAPPED_LOOPBACK,
-    Holder,
     LookUp,
     NameFacts,
     check_port,
@@ -22,7 +22,6 @@ from elastictrain.preflight.host.names import (
     read_names,
     try_port,
 )
-from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.conftest import HostMaker
 
@@ -192,7 +191,7 @@ def test_connections_that_are_over_are_no_hindrance() -> None:
 def test_holder_is_found(taken: int) -> None:
     holder = find_holder(taken)
     assert holder is not None
-    assert (holder.pid, holder.ours) == (os.getpid(), True)
+    assert (holder[0], holder[2]) == (os.getpid(), True)
     assert find_holder(1) is None
 
 
@@ -201,7 +200,7 @@ def test_port_that_our_own_process_holds_is_no_fault(taken: int) -> None:
 
 
 def test_verdicts() -> None:
-    holder = Holder(7, "python -m http.server")
+    holder = (7, "python -m http.server", False)
     cases = [
         (29500, None, None),
         (29500, errno.EADDRINUSE, holder),

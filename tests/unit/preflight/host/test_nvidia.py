@@ -6,7 +6,7 @@ import pytest
 
 from elastictrain.preflight.host.gpu import GpuReport, Trouble
 from elastictrain.preflight.host.nvidia import parse_nvidia, read_nvidia
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from elastictrain.surroundings import Surroundings, ToolOutput
 
 Answered = Callable[..., ToolOutput]
 

@@ -13,8 +13,8 @@ from elastictrain.preflight.host.nvlink import (
     parse_links,
     switched_fabric,
 )
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.preflight.conftest import RecordedTools
 from tests.unit.preflight.made import gpu
 
@@ -151,7 +151,7 @@ def test_the_same_number_down_on_all_is_a_warning() -> None:
 
 def test_a_slow_link(recorded: Recorded) -> None:
     (found,) = judge(parse_links(recorded("nvlink_h200_slow.txt")))
-    assert (found.status, found.measured, found.expected, found.unit) == (Status.WARN, "link 2: 1.562", 26.562, "GB/s")
+    assert (found.status, found.measured, found.expected, found.unit) == (Status.WARN, "link 2: 1.562", 26.56, "GB/s")
 
 
 def test_no_links_and_unknown_states(recorded: Recorded) -> None:

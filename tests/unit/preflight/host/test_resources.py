@@ -16,8 +16,8 @@ from elastictrain.preflight.host.resources import (
     read_capabilities,
     read_limit,
 )
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import Surroundings
 from tests.unit.preflight.conftest import HostMaker
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -14,8 +14,8 @@ from elastictrain.preflight.host.visible import (
     read_pci,
     select,
 )
-from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.surroundings import Surroundings, ToolOutput
 from tests.unit.preflight.made import gpu, port
 
 GPUS = tuple(Gpu(index=i, bus=f"0000:{i:02x}:00.0", uuid=f"GPU-{i}abc", name="NVIDIA H200") for i in range(4))

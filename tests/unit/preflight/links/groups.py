@@ -1,17 +1,33 @@
 """A group of hosts in one process: threads on loopback, and a shared table in memory."""
 
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastictrain.config.preflight import PreflightLimits
 from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
+from elastictrain.preflight.links.responder import responder_secret, start_responder
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from tests.unit.preflight.table import Table
 
 QUICK = LinkOptions(roster_s=5.0, limits=PreflightLimits(stream_s=0.05))
 """Short streams: on loopback, bytes flow at once."""
+
+
+class Responding:
+    """The responder of one host, with a nonce of its own."""
+
+    def __init__(self, address: str, ports: Sequence[int] = (0,)) -> None:
+        self._server, self.nonce = start_responder(address, ports), secrets.token_bytes(16)
+        self.tcp_ports = tuple(listener.getsockname()[1] for listener in self._server.listeners)
+
+    def set_token(self, token: bytes) -> None:
+        self._server.set_secret(responder_secret(token, self.nonce))
+
+    def close(self) -> None:
+        self._server.close()
 
 
 def host(rank: int, **changed: Any) -> HostIntroduction:

@@ -3,7 +3,6 @@ from typing import Any
 
 from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.judge import judge_links
-from elastictrain.preflight.links.judge_contacts import SilentHost
 from elastictrain.preflight.links.messages import Roster
 from elastictrain.preflight.verdict import Status, Verdict, failures
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster
@@ -12,7 +11,7 @@ from tests.unit.preflight.links.made import all_links, contacts, flows, roster
 def judged(found: Roster | None = None, **changed: Any) -> list[Verdict]:
     """Of three healthy hosts, but for what is changed."""
     healthy = flows(all_links(3), lambda link: 10.0)
-    evidence = {"contacts": contacts(3), "flows": (healthy, []), "silences": (), "names": ("h1", "h2", "h3"), **changed}
+    evidence = {"contacts": contacts(3), "flows": (healthy, []), "silences": {}, "names": ("h1", "h2", "h3"), **changed}
     return judge_links(found or roster(3), thresholds=PreflightThresholds(), **evidence)
 
 
@@ -27,7 +26,7 @@ def test_what_silence_explains_is_not_held_against_links() -> None:
         3, lambda link: {"blocked": ((1, "no answer"),), "largest": 576, "sent": 100, "lost": 90} if 2 in link else {}
     )
     slow = tuple(flows(all_links(3), lambda link: 0.0 if 2 in link else 10.0))
-    found_bad = judged(contacts=found, flows=(slow, slow), silences=(SilentHost(2, measured=False, waited_s=5.0),))
+    found_bad = judged(contacts=found, flows=(slow, slow), silences={2: ("contacts were made", 5.0)})
     bad = [verdict for verdict in found_bad if verdict.status is not Status.PASS]
     assert [(verdict.check, verdict.subject) for verdict in bad] == [("roster", "h3")]
     (verdict,) = bad

@@ -147,7 +147,7 @@ def test_heavy_loss_explains_what_else_is_wrong_with_a_host() -> None:
     def failed(sent: int, lost: int) -> set[tuple[str, str]]:
         found = contacts(3, lambda link: {**ill, "sent": sent, "lost": lost} if 2 in link else {})
         names = ("h1", "h2", "h3")
-        verdicts = judge_links(roster(3), contacts=found, flows=(slow, slow), silences=(), thresholds=THRESHOLDS, names=names)
+        verdicts = judge_links(roster(3), contacts=found, flows=(slow, slow), silences={}, thresholds=THRESHOLDS, names=names)
         return {(one.check, one.subject) for one in failures(verdicts)}
 
     assert failed(sent=500, lost=100) == {("loss", "h3")}
@@ -164,5 +164,5 @@ def test_who_is_slow_is_named_whatever_gets_lost_on_the_way() -> None:
         parts = {link: source.choice([0.0, 0.004, 0.02, 0.1]) for link in all_links(3) if 2 in link}
         counts = {link: {"sent": sent, "lost": draw(sent, part, source)} for link, part in parts.items()}
         found = contacts(3, lambda link, counts=counts: counts.get(link, {"sent": 10_000}))
-        verdicts = judge_links(roster(3), contacts=found, flows=(slow, slow), silences=(), thresholds=THRESHOLDS, names=names)
+        verdicts = judge_links(roster(3), contacts=found, flows=(slow, slow), silences={}, thresholds=THRESHOLDS, names=names)
         assert any("h3" in one.subject for one in failures(verdicts)), seed

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, find_route
+from elastictrain.net.interfaces import Kind, NetworkInterface, find_route
 from elastictrain.preflight.transport.plan import TransportFacts, read_facts
 from elastictrain.preflight.transport.settings import Setting
+from elastictrain.surroundings import Surroundings
 
 MELLANOX, AWS, GOOGLE = "0x15b3", "0x1d0f", "0x1ae0"
 LOOPBACK = ("127.0.0.1", "::1")

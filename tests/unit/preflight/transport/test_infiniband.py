@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import (
     Device,
     Port,
@@ -18,6 +17,7 @@ from elastictrain.preflight.transport.infiniband import (
 from elastictrain.preflight.transport.judge import judge_infiniband
 from elastictrain.preflight.transport.plan import decide_transport
 from elastictrain.preflight.transport.settings import Setting
+from elastictrain.surroundings import Surroundings
 from tests.unit.examples import examples
 from tests.unit.preflight.transport.made import MadeHost, mapped, set_by_hand
 

@@ -199,18 +199,18 @@ def ports(count: int) -> list[str]:
 def test_all_hosts_alike() -> None:
     ib = frozenset({Rdma.INFINIBAND})
     kinds = {"h1": ib, "h2": ib}
-    assert judge_alike({"h1": ports(8), "h2": ports(8)}, kinds, agreed=Rdma.INFINIBAND) == []
-    (verdict,) = judge_alike({"h1": ports(8), "h2": ports(7)}, kinds, agreed=Rdma.INFINIBAND)
+    assert judge_alike({"h1": ports(8), "h2": ports(8)}, kinds) == []
+    (verdict,) = judge_alike({"h1": ports(8), "h2": ports(7)}, kinds)
     assert (verdict.subject, verdict.status, verdict.measured, verdict.expected) == ("h2", Status.WARN, 7, 8)
 
 
 def test_one_host_without() -> None:
     kinds = {"h1": frozenset({Rdma.INFINIBAND}), "h2": frozenset[Rdma](), "h3": frozenset({Rdma.INFINIBAND})}
     hcas = {name: ports(0) for name in kinds}
-    (verdict,) = judge_alike(hcas, kinds, agreed=Rdma.NONE)
+    (verdict,) = judge_alike(hcas, kinds)
     assert (verdict.subject, verdict.status) == ("h2", Status.FAIL)
     assert ("infiniband" in str(verdict.measured), "sockets" in verdict.remedy) == (True, True)
-    assert judge_alike(hcas, {name: frozenset() for name in hcas}, agreed=Rdma.NONE) == []
+    assert judge_alike(hcas, {name: frozenset() for name in hcas}) == []
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,6 @@ def test_one_host_without() -> None:
     [(1, Rdma.NONE, Status.FAIL), (2, Rdma.NONE, Status.FAIL), (3, Rdma.NONE, Status.WARN), (1, Rdma.ROCE, Status.WARN)],
 )
 def test_the_exception_fails_and_not_the_rule(without: int, agreed: Rdma, status: Status) -> None:
-    kinds = {f"h{number}": frozenset({Rdma.INFINIBAND} if number >= without else set()) for number in range(4)}
-    found = judge_alike(dict.fromkeys(kinds, ()), kinds, agreed=agreed)
+    kinds = {f"h{number}": frozenset({agreed, *([Rdma.INFINIBAND] if number >= without else [])}) for number in range(4)}
+    found = judge_alike(dict.fromkeys(kinds, ()), kinds)
     assert [(one.subject, one.status) for one in found] == [(f"h{number}", status) for number in range(without)]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.transport.interfaces import Kind
+from elastictrain.net.interfaces import Kind
 from elastictrain.preflight.transport.judge import RENDEZVOUS, judge_addresses, judge_interface
 from elastictrain.preflight.transport.plan import TransportFacts
 from elastictrain.preflight.verdict import Scope, Status, Verdict

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.plan import (
     PlannedVariable,
@@ -15,6 +14,7 @@ from elastictrain.preflight.transport.plan import (
     describe_plan,
 )
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, read_settings
+from elastictrain.surroundings import Surroundings
 from tests.unit.preflight.transport.made import AWS, GOOGLE, MadeHost
 
 PEERS = {"h2": "10.0.0.2", "h3": "10.0.0.3"}

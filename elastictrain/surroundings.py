@@ -1,4 +1,5 @@
-"""What checks read: kernel files, vendors' tools, and records of other hosts. All injected, so that tests can replace them."""
+"""What this host tells of itself: kernel files, vendors' tools, addresses and routes. All injected, so that tests can replace
+them."""
 
 import ctypes
 import os
@@ -9,13 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import psutil
-
-from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +20,6 @@ class ToolOutput:
     stdout: str
     stderr: str
     timed_out: bool = False  # it was killed
-
-
-class Exchange(Protocol):
-    """Table of small values that hosts or ranks share, such as torchrun's store. Raises: TransportError if unreachable."""
-
-    def put(self, key: str, value: bytes) -> None:
-        """Write a value, visible to all, under a key that is used once."""
-
-    def get(self, key: str, *, limit_s: float) -> bytes | None:
-        """Wait for a value; None if it does not come in time. A limit of 0 finds an existing value."""
-
-
-def put_record(exchange: Exchange, key: str, record: object) -> None:
-    """Write a record for all. Raises: TransportError."""
-    exchange.put(key, encode_record(record))
-
-
-def get_record(exchange: Exchange, key: str, kind: type[T], *, limit_s: float) -> T | None:
-    """Wait for a record. Raises: TransportError; MalformedJsonError for what another release writes."""
-    data = exchange.get(key, limit_s=max(0.0, limit_s))
-    try:
-        return None if data is None else parse_record(data, kind, limits=DOCUMENT)
-    except MalformedJsonError as error:
-        raise MalformedJsonError(f"{key} {error}") from error
 
 
 class Tools:
@@ -116,7 +88,7 @@ def can_load(library: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """This host, as checks see it."""
+    """This host, as checks and the choice of its address see it."""
 
     host: str = field(default_factory=socket.gethostname)
     root: Path = Path("/")  # stands for `/`: contains `sys`, `proc` and `etc`

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.transport.interfaces import own_address, usable_interfaces
+from elastictrain.net.interfaces import own_address, usable_interfaces
 from tests.unit.preflight.transport.made import MadeHost
 
 

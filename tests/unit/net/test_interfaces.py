@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.surroundings import Surroundings, ask_kernel, system_addresses
-from elastictrain.preflight.transport.interfaces import (
+from elastictrain.net.interfaces import (
     Kind,
     NetworkInterface,
     Route,
     find_route,
     read_interfaces,
 )
+from elastictrain.surroundings import Surroundings, ask_kernel, system_addresses
 from tests.unit.preflight.transport.made import MadeHost, ethernet
 
 

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.surroundings import Surroundings
 
 _FOLDER = "/sys/class/net"
+# The host's ends of containers and virtual machines: the peer behind the same address differs from host to host.
 _CONTAINER_NAME = re.compile(r"docker|br-[0-9a-f]{12}$|cni|podman|nerdctl|virbr|lxc|lxdbr|incusbr|kube-bridge|veth|cali")
-"""The host's ends of containers and virtual machines: the peer behind the same address differs from host to host."""
 _LOOPBACK_TYPE, _IPOIB_TYPE = 772, 32  # source: linux/if_arp.h
 _UP = 0x1
 _FASTEST_MBPS = 10_000_000  # larger values are sentinels; -1, and in older kernels 65535 and 2**32 - 1, mean unknown
