@@ -1,11 +1,9 @@
 """This rank's device and collective library: their choice, an early start, and the environment that both read."""
 
-import ctypes
 import logging
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -27,7 +25,6 @@ def start_device(parallel: ParallelGroup, *, local_rank: int, wait: Callable[[],
 
     def start() -> None:
         for last in (False, True):
-            _open_context(local_rank)
             try:
                 torch.cuda.set_device(local_rank)
                 torch.empty(1, device="cuda")
@@ -41,15 +38,6 @@ def start_device(parallel: ParallelGroup, *, local_rank: int, wait: Callable[[],
     thread = threading.Thread(target=start, name="start-device", daemon=True)
     thread.start()
     return thread
-
-
-def _open_context(index: int) -> None:
-    """Have the driver make the context of a CUDA device, which takes up to a second: torch would hold its own lock, and the
-    interpreter's, meanwhile. Where it fails, torch says why. Source: CUDA driver API, primary context management."""
-    with suppress(OSError):
-        driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(device), index) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def find_backend(
