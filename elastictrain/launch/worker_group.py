@@ -26,7 +26,9 @@ from elastictrain.start_times import ORDERED
 logger = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 5.0
-_PAUSE_S = 0.02
+_PAUSE_S, _BRIEF_PAUSE_S = 0.02, 0.001
+_STOP_WITHIN_S = 0.5
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 _EXIT_FAILED = 1
 
 
@@ -208,10 +210,13 @@ class WorkerGroup:
             return
         self._receive()
         if not run.started:
-            # A stopped server starts no worker between this look and its end.
+            # A stopped server starts no worker between this look and its end; but what it is starting comes before it stops.
             server.process.send_signal(signal.SIGSTOP)
             with suppress(psutil.Error):
-                run.unknown = psutil.Process(server.process.pid).children()
+                stopping, until_s = psutil.Process(server.process.pid), time.monotonic() + _STOP_WITHIN_S
+                while stopping.status() not in _STOPPED and time.monotonic() < until_s:
+                    time.sleep(_BRIEF_PAUSE_S)
+                run.unknown = stopping.children()
             server.process.kill()
         self._kill(run)
 
