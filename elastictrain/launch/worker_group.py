@@ -20,15 +20,13 @@ from elastictrain.fault.reasons import Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.fork_server_link import SERVER, ForkServerLink
 from elastictrain.launch.rank_variables import transport_variables
-from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, outlives, with_children
+from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, children_once_stopped, outlives, with_children
 from elastictrain.start_times import ORDERED
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 5.0
-_PAUSE_S, _BRIEF_PAUSE_S = 0.02, 0.001
-_STOP_WITHIN_S = 0.5
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+_PAUSE_S = 0.02
 _EXIT_FAILED = 1
 
 
@@ -210,13 +208,9 @@ class WorkerGroup:
             return
         self._receive()
         if not run.started:
-            # A stopped server starts no worker between this look and its end; but what it is starting comes before it stops.
+            # A stopped server starts no worker between this look and its end.
             server.process.send_signal(signal.SIGSTOP)
-            with suppress(psutil.Error):
-                stopping, until_s = psutil.Process(server.process.pid), time.monotonic() + _STOP_WITHIN_S
-                while stopping.status() not in _STOPPED and time.monotonic() < until_s:
-                    time.sleep(_BRIEF_PAUSE_S)
-                run.unknown = stopping.children()
+            run.unknown = children_once_stopped(server.process.pid)
             server.process.kill()
         self._kill(run)
 
