@@ -7,17 +7,22 @@ Exit codes: 0 done; 75 stopped on request, the same command resumes; 69 this hos
 
 import os
 import signal
+import sys
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C while the rest is imported, a third of a second, has nothing to stop and needs no traceback: 75, as below.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(75))
+from elastictrain.launch.fork_server_link import ForkServerLink, start_ahead
+
+AHEAD = None
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ctrl-C while the rest is imported, a third of a second, has nothing to stop and needs no traceback: 75, as below.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(75))
+    AHEAD = start_ahead(sys.argv[1:])
 
 import logging
 import re
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -69,17 +74,24 @@ from elastictrain.surroundings import Surroundings
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
 
+_CLOSE_S = 5.0
+
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, ahead: ForkServerLink | None = None) -> int:
+    """`ahead`: a fork server for these arguments, which is ended here."""
     # If a parent ignores SIGCHLD, this process inherits that, and the exit codes of its children are lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     logging.basicConfig(level=logging.WARNING, format="elastictrain: %(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return _exit_code(partial(_start, tuple(arguments)))
+    try:
+        return _exit_code(partial(_start, tuple(arguments), ahead))
+    finally:
+        if ahead is not None:
+            ahead.close(_CLOSE_S)
 
 
 def _exit_code(act: Callable[[], int]) -> int:
@@ -97,7 +109,7 @@ def _exit_code(act: Callable[[], int]) -> int:
         return errors.EXIT_BUG
 
 
-def _start(arguments: tuple[str, ...]) -> int:
+def _start(arguments: tuple[str, ...], ahead: ForkServerLink | None) -> int:
     overrides, program = split_program(arguments)
     text = requested_help(overrides, program="python -m elastictrain.launch", purpose=_PURPOSE)
     if text is not None:
@@ -108,11 +120,15 @@ def _start(arguments: tuple[str, ...]) -> int:
     config = launcher_config(overrides) if program else load(overrides, with_task=False)
     surroundings = Surroundings()
     place = _find_place(config, surroundings)
+    if ahead is not None and (place.role == "idle" or config.launch.log_dir):
+        # What it prints would not be in the file of the host.
+        ahead.close(_CLOSE_S)
     if place.role == "idle":
         _print_findings(place)
         return wait_for_launcher(place.job)
     log = HostLog.begin(config.launch.log_dir, host=socket.gethostname()) if config.launch.log_dir else None
-    code = _exit_code(partial(_launch, config, arguments, place, surroundings))
+    workers = WorkerGroup(arguments, server=ahead)
+    code = _exit_code(partial(_launch, config, workers, place, surroundings))
     if log is not None:
         log.close(code)
     return code
@@ -141,7 +157,7 @@ def _print_findings(place: ClusterPlace) -> None:
         print_line(f"warning: {sentence}")
 
 
-def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
+def _launch(config: RunConfig, workers: WorkerGroup, place: ClusterPlace, surroundings: Surroundings) -> int:
     """Raises: UsageError, HostUnfitError; as `HostAgent.put_together`."""
     _print_findings(place)
     if place.kind == "slurm":
@@ -156,7 +172,6 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         except OSError as error:
             raise errors.HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
         ending.callback(shutil.rmtree, folder, ignore_errors=True)
-        workers = WorkerGroup(arguments)
         ending.callback(workers.close)
         workers.prepare()
         agent = HostAgent(config, place, surroundings, lock, listener, folder, workers)
@@ -280,4 +295,4 @@ def _count_gpus(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ahead=AHEAD))

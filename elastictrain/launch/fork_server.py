@@ -82,6 +82,7 @@ class ForkServer:
     def serve(self) -> int:
         """Serve until the launcher closes the socket; returns the exit code. Running workers end with this process."""
         received, channels = b"", list[int]()
+        self._tell({"ready": True})
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
             if (
@@ -334,8 +335,12 @@ def main() -> int:
     launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), sys.stdin.fileno())
+    # What is imported stays: to look through it again and again for garbage takes an eighth of the time.
+    gc.disable()
     unfit, arguments = import_ahead(), sys.argv[1:]
-    return ForkServer(launcher, unfit=unfit, arguments=arguments, composed=compose_ahead(arguments)).serve()
+    composed = compose_ahead(arguments)
+    gc.enable()
+    return ForkServer(launcher, unfit=unfit, arguments=arguments, composed=composed).serve()
 
 
 if __name__ == "__main__":

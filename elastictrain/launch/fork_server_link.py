@@ -1,13 +1,20 @@
 """A launcher's link to its fork server: starts the process, sends it orders, and receives its reports."""
 
 import os
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from elastictrain.bounded_json import DOCUMENT, JsonLines, encode_record
+from elastictrain.entry_point import split_program
+
+# Unbuffered (-u), because its forks print as workers do.
+SERVER = (sys.executable, "-u", "-m", "elastictrain.launch.fork_server")
+_PRINTS = frozenset(("-h", "--help", "--cfg", "--dry-run"))
 
 _DEFAULTS = {
     # As torchrun sets it for several workers; `run.num_threads` overrides it.
@@ -60,3 +67,13 @@ class ForkServerLink:
         self.process.kill()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(limit_s)
+
+
+def start_ahead(arguments: Sequence[str]) -> ForkServerLink | None:
+    """Start the fork server of a launcher with these arguments, whose own imports take half a second; None for a launcher that
+    only prints something. It imports torch, which takes seconds, and ends with this process."""
+    if _PRINTS.intersection(one.partition("=")[0] for one in split_program(arguments)[0]):
+        return None
+    # While a parent ignores the ends of its children, they leave no exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return ForkServerLink([*SERVER, *arguments])

@@ -137,6 +137,7 @@ class Supervisor:
             heard=heard,
             heard_since_s=heard_since_s,
             expected_hosts=self.expected_hosts,
+            ready=self.workers.ready,
             restart_cost_s=self._restart_cost_s,
             most_processes=self.config.train.global_batch,
             on_poisoned=self.config.fault.on_poisoned,

@@ -5,7 +5,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,15 +18,12 @@ from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, i
 from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE, AskToStop, Detach
 from elastictrain.fault.reasons import Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
-from elastictrain.launch.fork_server_link import ForkServerLink
+from elastictrain.launch.fork_server_link import SERVER, ForkServerLink
 from elastictrain.launch.rank_variables import transport_variables
-from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, outlives, with_children
+from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, children_once_stopped, outlives, with_children
 from elastictrain.start_times import ORDERED
 
 logger = logging.getLogger(__name__)
-
-# Unbuffered (-u), because its forks print as workers do.
-_SERVER = (sys.executable, "-u", "-m", "elastictrain.launch.fork_server")
 
 _CLOSE_WITHIN_S = 5.0
 _PAUSE_S = 0.02
@@ -102,13 +98,15 @@ class WorkerGroup:
         self,
         arguments: Sequence[str] = (),
         *,
-        program: Sequence[str] = _SERVER,
+        program: Sequence[str] = SERVER,
+        server: ForkServerLink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`arguments`: those of the workers."""
+        """`arguments`: those of the workers. `server`: one that has been started with them."""
         self._program = [*program, *arguments]
         self._clock = clock
-        self._server: ForkServerLink | None = None
+        self._server = server
+        self.ready = False  # whether the fork server has imported what workers need
         self._order = 0  # number of the newest order
         self.run: WorkersOfGeneration | None = None
         self._workers: list[WorkerProcess] = []  # all that have been started and are not known to have ended
@@ -127,7 +125,7 @@ class WorkerGroup:
         """Start the fork server, unless it runs already."""
         if self._server is None or not self._server.lives:
             self._drop_server()
-            self._server = ForkServerLink(self._program)
+            self._server, self.ready = ForkServerLink(self._program), False
 
     def start(self, environments: Sequence[Mapping[str, str]], *, store_port: int) -> WorkersOfGeneration:
         """Fill the ranks of a generation with waiting workers that fit, with standbys and with new workers. Before new ones
@@ -212,8 +210,7 @@ class WorkerGroup:
         if not run.started:
             # A stopped server starts no worker between this look and its end.
             server.process.send_signal(signal.SIGSTOP)
-            with suppress(psutil.Error):
-                run.unknown = psutil.Process(server.process.pid).children()
+            run.unknown = children_once_stopped(server.process.pid)
             server.process.kill()
         self._kill(run)
 
@@ -300,6 +297,7 @@ class WorkerGroup:
     def _note(
         self,
         *,
+        ready: bool = False,
         order: int = 0,
         pids: Sequence[int] | None = None,
         store_pid: int = 0,
@@ -308,6 +306,7 @@ class WorkerGroup:
         reason: Mapping[str, object] | None = None,
     ) -> None:
         """Take note of a report of the fork server. `reason`: why it ends itself."""
+        self.ready = self.ready or ready
         run, of_order = self.run, {one.index: one for one in self._workers if one.order == order}
         if run is not None and reason is not None:
             run.reason = as_record(reason, Reason)

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from elastictrain.liveness.__main__ import keep, watch
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.rank_monitor import LAUNCHED_S, RankMonitor
 
+_STOPS_WITHIN_S, _PAUSE_S = 0.5, 0.001
 _OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))  # they end by themselves
 
 # What a worker is built for; everything else about its rank may change from one generation to the next.
@@ -139,6 +141,18 @@ def _start_monitor(folder: str, facts: str) -> RankMonitor:
     monitor = RankMonitor(folder, host, record=partial(keep, facts=host), survivor_s=LAUNCHED_S)
     threading.Thread(target=watch, args=(monitor,), name="rank-monitor", daemon=True).start()
     return monitor
+
+
+def children_once_stopped(pid: int) -> list[psutil.Process]:
+    """Those of a process that was sent SIGSTOP: a fork that it had begun ends before it stops."""
+    try:
+        process, until_s = psutil.Process(pid), time.monotonic() + _STOPS_WITHIN_S
+        while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) and time.monotonic() < until_s:
+            time.sleep(_PAUSE_S)
+        children: list[psutil.Process] = process.children()
+        return children
+    except psutil.Error:
+        return []
 
 
 def with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -2,7 +2,7 @@
 
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from elastictrain.report.failures import FailureRecord
@@ -11,12 +11,13 @@ from elastictrain.report.summary import Price, RunReport
 
 WIDTH = 80
 _BAR = 24
-_SHOWN_FAILURES = 20
+_SHOWN_FAILURES, _SHOWN_PARTS = 20, 2
 _INDENT = "    "
 
 
 def as_json(report: RunReport, *, price: Price | None) -> dict[str, object]:
-    """All figures, for a script. Seconds are those of workers, except `recover_s`, `mtbf_s`, `duration_s`, `step_s`."""
+    """All figures, for a script. Seconds are those of workers, except `recover_s`, `mtbf_s`, `duration_s`, `step_s` and
+    `first_step_s`."""
     rate = report.rate
     found: dict[str, object] = {
         "url": report.url,
@@ -32,6 +33,7 @@ def as_json(report: RunReport, *, price: Price | None) -> dict[str, object]:
         "new_steps": report.new_steps,
         "repeated_steps": report.repeated_steps,
         "step_s": report.step_s,
+        "first_step_s": dict(report.first_step_s),
         "samples": report.samples,
         "tokens": report.tokens,
         "rate": {"value": rate[0], "unit": rate[1]} if rate is not None else None,
@@ -131,6 +133,8 @@ def _figures(report: RunReport, price: Price | None) -> Sequence[tuple[str, str]
         found.append(("speed, pauses included", f"{show_number(report.rate[0])} {report.rate[1]}"))
     if report.step_s is not None:
         found.append(("usual step", show_s(report.step_s)))
+    if report.first_step_s:
+        found.append(("to the first step", show_parts(report.first_step_s, most=_SHOWN_PARTS)))
     if report.mfu is not None:
         found.append(("usual MFU", f"{report.mfu:.1%}"))
     if report.mtbf_s is not None:
@@ -147,6 +151,12 @@ def _figures(report: RunReport, price: Price | None) -> Sequence[tuple[str, str]
         if costs.per_billion_tokens is not None:
             found.append(("cost per 1e9 tokens", f"{costs.per_billion_tokens:,.2f}"))
     return found
+
+
+def show_parts(seconds: Mapping[str, float], *, most: int) -> str:
+    """The sum, and the longest parts."""
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:most]
+    return f"{show_s(sum(seconds.values()))}: {', '.join(f'{name} {show_s(seconds[name])}' for name in longest)}"
 
 
 def _failure_line(one: FailureRecord) -> str:

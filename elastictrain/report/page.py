@@ -7,7 +7,7 @@ from pathlib import Path
 from elastictrain.report.charts import bands, color, curve, host_rows, legend, mark_rows, step_values, whole_bar
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.markup import Markup, join, table, tag
-from elastictrain.report.output import show_number, show_s, show_time
+from elastictrain.report.output import show_number, show_parts, show_s, show_time
 from elastictrain.report.records import EvalRow, PreflightRow, ResumeRow, SavedRow, SnapshotRow
 from elastictrain.report.summary import Price, RunReport
 
@@ -90,7 +90,9 @@ def _causes(report: RunReport) -> Markup:
         for cause, value in report.seconds.items()
     ]
     whole = whole_bar(report.seconds, report.worker_s)
-    return join(whole, table(("cause", "time of workers", "share"), rows, class_="numbers"))
+    parts = report.first_step_s
+    first = [_soft(f"To the first step of the last start: {show_parts(parts, most=len(parts))}.")] if parts else []
+    return join(whole, first, table(("cause", "time of workers", "share"), rows, class_="numbers"))
 
 
 def _failures(report: RunReport) -> Markup:

@@ -25,6 +25,11 @@ class ResumeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstStepRow:
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RecoveryRow:
     rung: str
     reason: str = ""
@@ -171,6 +176,7 @@ class LauncherEndedRow:
 Row = (
     StartRow
     | ResumeRow
+    | FirstStepRow
     | RecoveryRow
     | StepRow
     | EvalRow
@@ -193,6 +199,7 @@ Row = (
 KINDS: Mapping[str, type[Row]] = {
     "start": StartRow,
     "resume": ResumeRow,
+    "first_step": FirstStepRow,
     "recovery": RecoveryRow,
     "step": StepRow,
     "eval": EvalRow,

@@ -9,7 +9,7 @@ from elastictrain.errors import UsageError
 from elastictrain.report.failures import FailureRecord, RungFigures, by_rung, find_failures
 from elastictrain.report.history import History
 from elastictrain.report.ledger import GenerationSpan, Segment, TimeCause, attribute, spans
-from elastictrain.report.records import ResumeRow, StepRow
+from elastictrain.report.records import FirstStepRow, ResumeRow, StepRow
 
 HOUR_S = 3600.0
 BILLION = 1e9
@@ -56,6 +56,7 @@ class RunReport:
     tokens: float | None  # likewise; None where the task does not count them
     mfu: float | None  # the median of the steps
     step_s: float | None  # likewise
+    first_step_s: Mapping[str, float]  # from the command to the first step of the last start, by part; empty if it was not done
     garbled: int  # lines that no writer wrote like that
 
     @property
@@ -128,6 +129,7 @@ def summarize(history: History, *, url: str) -> RunReport:
     newest = list(accumulate((one.row.step for one in steps), max, initial=_first_resumed(generations)))
     new = [one.row for one, before in zip(steps, newest, strict=False) if one.row.step > before]
     usual = [one.end - one.begin for one in segments if one.cause is TimeCause.USEFUL]
+    started = [one.row.seconds for span in generations for one in span.events.of(FirstStepRow)]
     mfus = [one.mfu for one in new if one.mfu is not None]
     return RunReport(
         url=url,
@@ -145,6 +147,7 @@ def summarize(history: History, *, url: str) -> RunReport:
         tokens=_tokens(new),
         mfu=median(mfus) if mfus else None,
         step_s=median(usual) if usual else None,
+        first_step_s=started[-1] if started else {},
         garbled=history.garbled,
     )
 

@@ -24,9 +24,9 @@ from elastictrain.train.task import BringsDatasets, HasBlocks, Task
 Checkpointing = Literal["none", "selective", "full"]
 
 _GPUS = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(\d+)", re.ASCII)
-_CONTEXT_BYTES = 600_000_000  # of a process on a device, whose libraries torch's allocator does not count
+_CONTEXT_BYTES = 2_000_000_000  # of a process on a device, with its libraries, which torch's allocator does not count
 _STANDBY_BYTES = 1_330_000_000  # of one that is parked (docs/benchmarks.md)
-_USABLE = 0.95  # torch's allocator holds more than it hands out
+_USABLE = 0.9  # of a GPU: the rest is for gaps between the blocks of torch's allocator (see `suggest`)
 _MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")  # the less is computed twice, the faster
 
 
@@ -113,7 +113,10 @@ def suggest(
     measure: Callable[[Checkpointing, int], int], *, modes: Sequence[Checkpointing], largest: int, limit_bytes: int
 ) -> tuple[Checkpointing, int, int] | None:
     """The first of `modes` that fits, with the largest micro-batch, a power of two up to `largest`, and its bytes; None if
-    nothing fits. `measure`: the bytes of a mode and a micro-batch. Pure but for `measure`."""
+    nothing fits. `measure`: the bytes of a mode and a micro-batch. Pure but for `measure`.
+
+    `limit_bytes` assumes that gaps between blocks take up to a tenth of the GPU. Where memory is plenty torch's allocator
+    reserves 3 to 37 % more than it hands out (docs/benchmarks.md), but before it runs out it gives back what is not in use."""
     for mode in modes:
         if (one := measure(mode, 1)) > limit_bytes:
             continue

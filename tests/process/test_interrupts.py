@@ -12,7 +12,8 @@ import os, signal, sys
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
-        if name == os.environ.get("INTERRUPTED_AT"):
+        # Ctrl-C does not reach the fork server, which is in a session of its own.
+        if name == os.environ.get("INTERRUPTED_AT") and "elastictrain.launch.fork_server" not in sys.orig_argv:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting())

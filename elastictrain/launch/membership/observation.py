@@ -58,6 +58,7 @@ class ClusterState:
     heard: frozenset[str] = frozenset()  # hosts whose heartbeats arrive now, members or not
     heard_since_s: float = 0.0  # since when `heard` is the same
     expected_hosts: int = 0  # that the cluster promised; 0 if unknown
+    ready: bool = False  # whether workers start here at once: torch is imported
     restart_cost_s: float = 0.0  # as measured, from an end to the next step; 0 if unknown
     most_processes: int = 0  # samples of a global batch: more workers than that have nothing to do; 0 if unknown
     left_s: float = inf  # until the run's time limit

@@ -33,9 +33,9 @@ from elastictrain.launch.membership.records import (
 
 _KILL_S = 30.0  # how long a launcher may take to end workers that have nothing to save
 
-# The first of an unknown number of hosts reads the records so often before it starts alone: hosts are often started together,
-# and torch is being imported meanwhile anyway.
-_OTHERS_POLLS = 2
+# The first of an unknown number of hosts waits for so many times `launch.poll_s` before it starts alone: hosts are often
+# started together. Where torch is still being imported the longer wait costs nothing.
+_OTHERS_POLLS, _MORE_POLLS = 1, 2
 
 _STAGGER_S = 1.0  # head start of each host to propose before the next one does: storage may be slow, and the host may have died
 
@@ -229,7 +229,7 @@ class _GenerationProposal:
         alive = any(is_alive(one, cluster, options) for one in cluster.observed.values())
         if not alive and cluster.expected_hosts == 1:
             return None
-        look_s = cluster.began_s + _OTHERS_POLLS * options.poll_s
+        look_s = cluster.began_s + (_OTHERS_POLLS if cluster.ready else _MORE_POLLS) * options.poll_s
         if not alive and cluster.expected_hosts == 0:
             # Too short to be printed, unless another host starts meanwhile.
             return Wait("", look_s) if cluster.now_s < look_s else None

@@ -141,6 +141,7 @@ class FakeWorkers:
 
     diary: Diary
     orders: list[tuple[Sequence[Mapping[str, str]], int]] = field(default_factory=list)
+    ready: bool = True
     running: bool = False
     ended: WorkersEnd | None = None
     unforked: str = ""

@@ -23,7 +23,8 @@ from elastictrain.fault.launcher_channel import (
 from elastictrain.fault.reasons import NO_RANK, Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch import worker_process
-from elastictrain.launch.worker_group import WorkersEnd
+from elastictrain.launch.fork_server_link import start_ahead
+from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
 from elastictrain.launch.worker_process import BUILT_FOR
 from tests.unit.examples import examples
 from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
@@ -42,6 +43,25 @@ def environments(world: World) -> list[dict[str, str]]:
 
 def ranks(world: World) -> list[str]:
     return [one["RANK"] for one in environments(world)]
+
+
+def test_a_fork_server_that_was_started_ahead_is_taken_over_and_tells_when_it_is_ready(world: World) -> None:
+    for asks in ("--help", "-h", "--cfg=job", "--dry-run"):
+        assert start_ahead(["recipe=x", asks, "8x80"]) is None
+    ahead = start_ahead(["--config-dir", "mine", "recipe=x", "--", "program.py", "--help"])
+    assert ahead is not None
+    assert world.server.command[-4:] == ["recipe=x", "--", "program.py", "--help"]
+    group = WorkerGroup(server=ahead)
+    group.prepare()
+    group.wait(0.0)
+    assert (len(world.servers), group.ready) == (1, False)
+    world.server.tell(ready=True)
+    group.wait(1.0)
+    assert group.ready
+    world.server.kill()
+    group.prepare()
+    assert (len(world.servers), group.ready) == (2, False)
+    group.close()
 
 
 class TestNewWorkers:

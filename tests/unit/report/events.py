@@ -60,6 +60,7 @@ def undisturbed() -> Written:
     run = Written()
     run.start(10.0, 1, 1, ("a",), process=4.0, rendezvous=1.0, preflight=3.0, build=2.0)
     run.rank(12.0, 1, "resume", step=0, tier="none")
+    run.rank(15.0, 1, "first_step", step=1, seconds={"process": 4.0, "preflight_group": 8.25, "first_step": 2.75})
     run.step(15.0, 1, 1)
     run.step(16.0, 1, 2)
     run.step(17.0, 1, 3, waits={"data": 0.25})

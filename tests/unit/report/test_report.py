@@ -154,6 +154,17 @@ def test_a_run_without_a_generation_has_no_figures_yet() -> None:
     assert len(as_text(summarize(Written().history(), url="run"), price=None)) == 1
 
 
+def test_the_parts_of_the_last_first_step_are_shown_the_longest_first() -> None:
+    run = undisturbed()
+    assert as_json(summarize(killed().history(), url="run"), price=None)["first_step_s"] == {}
+    report = summarize(run.history(), url="run")
+    assert report.first_step_s == {"process": 4.0, "preflight_group": 8.25, "first_step": 2.75}
+    (line,) = (line for line in as_text(report, price=None) if "first step" in line)
+    assert line.endswith("15 s: preflight_group 8.25 s, process 4 s")
+    run.rank(40.0, 2, "first_step", step=6, seconds={"launcher": 1.0})
+    assert as_json(summarize(run.history(), url="run"), price=None)["first_step_s"] == {"launcher": 1.0}
+
+
 def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed().save(tmp_path)
     assert main([str(tmp_path), "--json", "--price", "3600/gpu-hour"]) == 0

@@ -101,6 +101,9 @@ def test_a_host_that_may_not_be_alone_looks_around_first() -> None:
     assert decide(looked, OPTIONS) == Wait("", NOW_S + 2 * OPTIONS.poll_s)
     assert isinstance(at(looked, NOW_S + 2 * OPTIONS.poll_s - 0.1), Wait)
     assert members(at(looked, NOW_S + 2 * OPTIONS.poll_s)) == "a"
+    # As soon as workers could start, and not before another host was looked for.
+    assert isinstance(at(replace(looked, ready=True), NOW_S + OPTIONS.poll_s - 0.1), Wait)
+    assert members(at(replace(looked, ready=True), NOW_S + OPTIONS.poll_s)) == "a"
 
 
 def test_a_single_host_starts_at_once() -> None:
