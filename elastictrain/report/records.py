@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, parse_json
 
@@ -10,37 +12,34 @@ _NAME = re.compile(r"(?:generation-)?(\d{1,9})(?:-\w+)?")
 _LAUNCHER = re.compile(r"launcher-(.+?)(?:\.part-\d+)?\.jsonl")
 
 
-@dataclass(frozen=True, slots=True)
-class StartRow:
+class Row(msgspec.Struct, frozen=True):
+    """What a report needs of an event; the tag of each kind is its name in the journal."""
+
+
+class StartRow(Row, frozen=True, tag="start"):
     world_size: int
     hosts: Sequence[str]
-    device: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRow:
+class ResumeRow(Row, frozen=True, tag="resume"):
     step: int
     tier: str
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryRow:
+class RecoveryRow(Row, frozen=True, tag="recovery"):
     rung: str
-    reason: str = ""
     lost: Sequence[str] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(Row, frozen=True, tag="step"):
     step: int
     loss: float | None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
     positions: tuple[int, int] = (0, 0)
-    waits: Mapping[str, float] = field(default_factory=dict)
+    waits: Mapping[str, float] = {}
 
     @property
     def samples(self) -> int:
@@ -54,34 +53,28 @@ class StepRow:
         return self.samples * self.tokens_per_s / self.samples_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class EvalRow:
+class EvalRow(Row, frozen=True, tag="eval"):
     step: int
     loss: float | None
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotRow:
+class SnapshotRow(Row, frozen=True, tag="snapshot"):
     step: int
     stall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledRow:
-    seconds: Mapping[str, float]
+class CompiledRow(Row, frozen=True, tag="compiled"):
+    """The first step was compiled."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedRow:
+class SavedRow(Row, frozen=True, tag="checkpoint_saved"):
     step: int
     reason: str
     bytes: int
-    seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class PreflightRow:
+class PreflightRow(Row, frozen=True, tag="preflight"):
     stage: str
     level: str
     seconds: float
@@ -89,25 +82,20 @@ class PreflightRow:
     findings: Sequence[Mapping[str, object]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRow:
+class FailureRow(Row, frozen=True, tag="failure"):
     exit_code: int
     error: str
     phase: str
-    step: int
-    flight_recorder: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HangRow:
+class HangRow(Row, frozen=True, tag="hang"):
     guilty: Sequence[str]
     hosts: Sequence[str]
     reason: str
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveFaultRow:
+class CollectiveFaultRow(Row, frozen=True, tag="collective_fault"):
     kind: str
     group: str
     sequence: int
@@ -117,100 +105,44 @@ class CollectiveFaultRow:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class DivergedRow:
+class DivergedRow(Row, frozen=True, tag="replicas_diverged"):
     ranks: Sequence[int]
     hosts: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class StopRow:
-    step: int
+class StopRow(Row, frozen=True, tag="stop"):
     reason: str
     exit_code: int
-    saved: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherStartedRow:
+class LauncherStartedRow(Row, frozen=True, tag="launcher_started"):
     launcher: str
-    host: str
     processes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRow:
+class GenerationRow(Row, frozen=True, tag="generation"):
     hosts: Sequence[str]
     world_size: int
-    reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationEndedRow:
+class GenerationEndedRow(Row, frozen=True, tag="generation_ended"):
     kind: str
     exit_code: int
     phase: str = ""
-    step: int = 0
     reason: str = ""
     lost: str = ""
     died: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeRow:
-    reason: str
-    leave: bool = False
+class NoticeRow(Row, frozen=True, tag="notice"):
+    """Its launcher lives."""
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherEndedRow:
-    exit_code: int
-    reason: str = ""
+class LauncherEndedRow(Row, frozen=True, tag="launcher_ended"):
+    """Its launcher does not live any more."""
 
 
-Row = (
-    StartRow
-    | ResumeRow
-    | RecoveryRow
-    | StepRow
-    | EvalRow
-    | SnapshotRow
-    | CompiledRow
-    | SavedRow
-    | PreflightRow
-    | FailureRow
-    | HangRow
-    | CollectiveFaultRow
-    | DivergedRow
-    | StopRow
-    | LauncherStartedRow
-    | GenerationRow
-    | GenerationEndedRow
-    | NoticeRow
-    | LauncherEndedRow
-)
-
-KINDS: Mapping[str, type[Row]] = {
-    "start": StartRow,
-    "resume": ResumeRow,
-    "recovery": RecoveryRow,
-    "step": StepRow,
-    "eval": EvalRow,
-    "snapshot": SnapshotRow,
-    "compiled": CompiledRow,
-    "checkpoint_saved": SavedRow,
-    "preflight": PreflightRow,
-    "failure": FailureRow,
-    "hang": HangRow,
-    "collective_fault": CollectiveFaultRow,
-    "replicas_diverged": DivergedRow,
-    "stop": StopRow,
-    "launcher_started": LauncherStartedRow,
-    "generation": GenerationRow,
-    "generation_ended": GenerationEndedRow,
-    "notice": NoticeRow,
-    "launcher_ended": LauncherEndedRow,
-}
+KINDS: Mapping[str, type[Row]] = {str(kind.__struct_config__.tag): kind for kind in Row.__subclasses__()}
 
 
 @dataclass(frozen=True, slots=True)
