@@ -7,7 +7,7 @@ absent.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from heapq import merge
 
@@ -111,9 +111,7 @@ def spans(history: History) -> list[GenerationSpan]:
         following = min((later.begin for later in draft[index + 1 :]), default=newest)
         end = max(begin, min(one.end, following) if index + 1 < len(draft) else one.end)
         outcome = "ended" if one.outcome == "open" and index + 1 < len(draft) else one.outcome
-        found.append(
-            GenerationSpan(one.events, begin, end, one.workers, one.hosts, outcome, one.offset, one.launcher, one.reason)
-        )
+        found.append(replace(one, begin=begin, end=end, outcome=outcome))
     return found
 
 

@@ -72,6 +72,7 @@ class SavedRow(Row, frozen=True, tag="checkpoint_saved"):
     step: int
     reason: str
     bytes: int
+    seconds: Mapping[str, float] = {}
 
 
 class PreflightRow(Row, frozen=True, tag="preflight"):
