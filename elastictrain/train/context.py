@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -83,17 +83,7 @@ class TrainContext:
 
     def for_next(self, identity: Identity) -> "TrainContext":
         """The state in which the next generation begins in this process: checked alone, with another rank perhaps."""
-        return TrainContext(
-            self.config,
-            identity,
-            self.tracker,
-            self.stop_request,
-            self.check_attached,
-            self.backend,
-            self.task,
-            self.samples,
-            self.store,
-        )
+        return replace(self, identity=identity, times=StartTimes())
 
     @contextmanager
     def timed(self, name: str, phase: Phase | None = None) -> Iterator[None]:
