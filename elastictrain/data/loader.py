@@ -54,6 +54,13 @@ class MicroBatch(Pass):
 
     batch: Batch  # its first dimension follows `sample_ids`
 
+    @classmethod
+    def read(cls, reader: SampleReader, planned: Pass) -> Self:
+        """Raises: as `SampleReader.read`."""
+        return cls(
+            planned.step, planned.portion, planned.sample_ids, reader.read(planned.sample_ids, first=planned.portion.first)
+        )
+
 
 class Loader:
     """Yields the micro-batches of `planned`, once and in order. `next` raises what the data set raises.

@@ -174,14 +174,7 @@ def _begin(config: RunConfig, hook: _Hook, identity: Identity, *, recoverable: b
     if identity.launched and not follow_parent(parent):
         raise StopRequestedError("the process that has started this one has ended")
     part = Participant(config, identity, tracker, prefix, stop, parent, open_channel(identity, stop), stays=recoverable)
-    watchdog = Watchdog(
-        config.fault,
-        mark=lambda: tracker.mark,
-        stop=lambda: stop.request,
-        end=part.end,
-        others=part.others,
-        beat=part.beat,
-    )
+    watchdog = part.make_watchdog()
     signing_key(config)
     make_loggers(config.telemetry.loggers)
     backend, store, no_task = choose_backend(config, identity), open_store(config.run.dir), cast(Task, None)

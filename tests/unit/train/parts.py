@@ -44,6 +44,13 @@ class FakeComparison:
             raise ReplicasDivergedError(f"replicas differ after step {step}")
 
 
+class PartOfContext(SimpleNamespace):
+    """A context with some of its attributes."""
+
+    share = TrainContext.share
+    plan_passes = TrainContext.plan_passes
+
+
 def context_of(**parts: object) -> TrainContext:
     """What a test needs of a context, and nothing else of it: alone, without a control group, and nothing to write to."""
     usual: dict[str, object] = {
@@ -63,7 +70,7 @@ def context_of(**parts: object) -> TrainContext:
         "stop_request": lambda: None,
         "check_attached": lambda: None,
     }
-    return cast(TrainContext, SimpleNamespace(**{**usual, **parts}))
+    return cast(TrainContext, PartOfContext(**{**usual, **parts}))
 
 
 @dataclass
