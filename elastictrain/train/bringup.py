@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import process_name
+from elastictrain.telemetry.progress import write_above
 from elastictrain.train.checks import check_alone, check_memory
 from elastictrain.train.context import StopRequested, TrainContext
 from elastictrain.train.job_notes import JobNotes
@@ -153,7 +155,7 @@ def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Ca
         timeout_s=rendezvous.left_s - margin_s,
         poll=context.leave_if_asked,
         extend_deadline=lambda seconds: _extend_deadline(context, seconds + margin_s),
-        tell=_tell,
+        tell=partial(write_above, sys.stderr),
     )
     if identity.rank == 0:
         note_start(context.store, incarnation=generation.name, world_size=identity.world_size)
@@ -184,7 +186,9 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
 
     # Numbers keep rising even where the run folder was deleted during the job.
     used = max(map(number_of, context.job.read().incarnations), default=0)
-    waiting = Waiting(on_held=run.on_held, url=run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on)
+    waiting = Waiting(
+        on_held=run.on_held, url=run.dir, tell=lambda text: write_above(sys.stderr, f"elastictrain: {text}"), poll=wait_on
+    )
     # A torchrun stays the same owner when its workers restart; a world of one is a new owner with each process.
     identity = context.identity
     writers = tuple(filter(None, [process_name(parent) if identity.launched else "", process_name()]))
@@ -222,8 +226,3 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
             logger.info("events of earlier starts are merged by a later start: %s", error)
 
     threading.Thread(target=note, name="note-start", daemon=True).start()
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

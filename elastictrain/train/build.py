@@ -1,7 +1,6 @@
 """Builds everything between a process group and a loop that is ready to run. Parts are put together only here."""
 
 import logging
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.checkpointer import Checkpointer, used_versions
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
@@ -52,7 +51,6 @@ from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
 from elastictrain.train.straggler import StragglerFinder
 from elastictrain.train.task import BringsDatasets, CountsFlops, HasBlocks, UpdatesInTurn
 from elastictrain.train.weight_average import WeightAverage
-from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +276,7 @@ def record_start(context: TrainContext) -> None:
         backend=context.group.backend,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         config_digest=config_digest(context.config),
-        versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions=used_versions(),
         seconds={**context.times.seconds},
         pids=context.generation.pids,
     )

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from elastictrain.bounded_json import as_record
+from elastictrain.checkpoint.checkpointer import used_versions
 from elastictrain.checkpoint.copier import Arena, Copier, free_indices, slot_indices
 from elastictrain.checkpoint.exchange import from_first, gather_json, gather_records
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
@@ -48,7 +47,6 @@ from elastictrain.train.context import TrainContext
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_saving import Saving, SnapshotSaving
 from elastictrain.train.state import SavedState
-from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +88,7 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
         save_timeout_s=config.fault.save_timeout_s,
         flush_s=config.telemetry.flush_s,
         grace_s=config.fault.shutdown_grace_s,
-        versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        versions=used_versions(),
         manifest_bytes=int(options.manifest_mb * 2**20),
         key_env=options.key_env,
     )

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.assignment import Portion
 from elastictrain.data.dataset import Batch
@@ -61,7 +62,7 @@ def context_of(**parts: object) -> TrainContext:
         "journal": SimpleNamespace(record=lambda event: None, flush=lambda: None),
         "job": SimpleNamespace(
             committed=lambda step: None,
-            snapshot_interval=0,
+            memory=JobMemory(),
             learned=lambda interval: None,
             evaluated=None,
             evaluation_done=lambda step: None,
