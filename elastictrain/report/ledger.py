@@ -15,13 +15,13 @@ from elastictrain.report.history import GenerationEvents, History, Timed
 from elastictrain.report.records import (
     CompiledRow,
     EvalRow,
+    EventRow,
     FailureRow,
     GenerationEndedRow,
     GenerationRow,
     LauncherEndedRow,
     LauncherStartedRow,
     ResumeRow,
-    Row,
     SavedRow,
     SnapshotRow,
     StartRow,
@@ -243,7 +243,7 @@ def _host(launcher: str) -> str:
     return launcher.rpartition("-")[0]
 
 
-def _processes(rows: Iterable[Timed[Row]]) -> float:
+def _processes(rows: Iterable[Timed[EventRow]]) -> float:
     told = [float(one.row.processes) for one in rows if isinstance(one.row, LauncherStartedRow)]
     shares = [one.row.world_size / max(1, len(one.row.hosts)) for one in rows if isinstance(one.row, GenerationRow)]
     return next(iter((*told, *shares)), 0.0)

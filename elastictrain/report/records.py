@@ -12,27 +12,27 @@ _NAME = re.compile(r"(?:generation-)?(\d{1,9})(?:-\w+)?")
 _LAUNCHER = re.compile(r"launcher-(.+?)(?:\.part-\d+)?\.jsonl")
 
 
-class Row(msgspec.Struct, frozen=True):
+class EventRow(msgspec.Struct, frozen=True):
     """What a report needs of an event; the tag of each kind is its name in the journal."""
 
 
-class StartRow(Row, frozen=True, tag="start"):
+class StartRow(EventRow, frozen=True, tag="start"):
     world_size: int
     hosts: Sequence[str]
     seconds: Mapping[str, float] = {}
 
 
-class ResumeRow(Row, frozen=True, tag="resume"):
+class ResumeRow(EventRow, frozen=True, tag="resume"):
     step: int
     tier: str
 
 
-class RecoveryRow(Row, frozen=True, tag="recovery"):
+class RecoveryRow(EventRow, frozen=True, tag="recovery"):
     rung: str
     lost: Sequence[str] = ()
 
 
-class StepRow(Row, frozen=True, tag="step"):
+class StepRow(EventRow, frozen=True, tag="step"):
     step: int
     loss: float | None
     samples_per_s: float | None = None
@@ -53,29 +53,29 @@ class StepRow(Row, frozen=True, tag="step"):
         return self.samples * self.tokens_per_s / self.samples_per_s
 
 
-class EvalRow(Row, frozen=True, tag="eval"):
+class EvalRow(EventRow, frozen=True, tag="eval"):
     step: int
     loss: float | None
     seconds: float
 
 
-class SnapshotRow(Row, frozen=True, tag="snapshot"):
+class SnapshotRow(EventRow, frozen=True, tag="snapshot"):
     step: int
     stall_s: float
 
 
-class CompiledRow(Row, frozen=True, tag="compiled"):
+class CompiledRow(EventRow, frozen=True, tag="compiled"):
     """The first step was compiled."""
 
 
-class SavedRow(Row, frozen=True, tag="checkpoint_saved"):
+class SavedRow(EventRow, frozen=True, tag="checkpoint_saved"):
     step: int
     reason: str
     bytes: int
     seconds: Mapping[str, float] = {}
 
 
-class PreflightRow(Row, frozen=True, tag="preflight"):
+class PreflightRow(EventRow, frozen=True, tag="preflight"):
     stage: str
     level: str
     seconds: float
@@ -83,20 +83,20 @@ class PreflightRow(Row, frozen=True, tag="preflight"):
     findings: Sequence[Mapping[str, object]] = ()
 
 
-class FailureRow(Row, frozen=True, tag="failure"):
+class FailureRow(EventRow, frozen=True, tag="failure"):
     exit_code: int
     error: str
     phase: str
 
 
-class HangRow(Row, frozen=True, tag="hang"):
+class HangRow(EventRow, frozen=True, tag="hang"):
     guilty: Sequence[str]
     hosts: Sequence[str]
     reason: str
     text: str = ""
 
 
-class CollectiveFaultRow(Row, frozen=True, tag="collective_fault"):
+class CollectiveFaultRow(EventRow, frozen=True, tag="collective_fault"):
     kind: str
     group: str
     sequence: int
@@ -106,27 +106,27 @@ class CollectiveFaultRow(Row, frozen=True, tag="collective_fault"):
     text: str
 
 
-class DivergedRow(Row, frozen=True, tag="replicas_diverged"):
+class DivergedRow(EventRow, frozen=True, tag="replicas_diverged"):
     ranks: Sequence[int]
     hosts: Sequence[str]
 
 
-class StopRow(Row, frozen=True, tag="stop"):
+class StopRow(EventRow, frozen=True, tag="stop"):
     reason: str
     exit_code: int
 
 
-class LauncherStartedRow(Row, frozen=True, tag="launcher_started"):
+class LauncherStartedRow(EventRow, frozen=True, tag="launcher_started"):
     launcher: str
     processes: int
 
 
-class GenerationRow(Row, frozen=True, tag="generation"):
+class GenerationRow(EventRow, frozen=True, tag="generation"):
     hosts: Sequence[str]
     world_size: int
 
 
-class GenerationEndedRow(Row, frozen=True, tag="generation_ended"):
+class GenerationEndedRow(EventRow, frozen=True, tag="generation_ended"):
     kind: str
     exit_code: int
     phase: str = ""
@@ -135,15 +135,15 @@ class GenerationEndedRow(Row, frozen=True, tag="generation_ended"):
     died: Sequence[str] = ()
 
 
-class NoticeRow(Row, frozen=True, tag="notice"):
+class NoticeRow(EventRow, frozen=True, tag="notice"):
     """Its launcher lives."""
 
 
-class LauncherEndedRow(Row, frozen=True, tag="launcher_ended"):
+class LauncherEndedRow(EventRow, frozen=True, tag="launcher_ended"):
     """Its launcher does not live any more."""
 
 
-KINDS: Mapping[str, type[Row]] = {str(kind.__struct_config__.tag): kind for kind in Row.__subclasses__()}
+KINDS: Mapping[str, type[EventRow]] = {str(kind.__struct_config__.tag): kind for kind in EventRow.__subclasses__()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class EventLine:
     time: float
     generation: int
     rank: int  # -1: a launcher
-    row: Row
+    row: EventRow
 
 
 def parse_line(line: bytes) -> EventLine | None:
