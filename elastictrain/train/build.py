@@ -16,7 +16,7 @@ from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.signing import proof_of
+from elastictrain.checkpoint.signing import proof_of, signing_key
 from elastictrain.config.digest import config_digest
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader, WorkerPool
@@ -29,7 +29,7 @@ from elastictrain.liveness.progress import Phase
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.telemetry.progress import write_above
 from elastictrain.torch_private import follow_compilations
-from elastictrain.train.checks import signing_key, store_config
+from elastictrain.train.checks import store_config
 from elastictrain.train.compile_cache import begin_compile_cache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
@@ -189,7 +189,7 @@ def _count(context: TrainContext, state: TrainState) -> tuple[int | None, float 
 def make_checkpointer(context: TrainContext) -> Checkpointer:
     """Collective: yes. Raises: ConfigError if some rank has no key, or a different one."""
     config, identity, incarnation = context.config, context.identity, context.generation.name
-    key = signing_key(config)
+    key = signing_key(config.checkpoint.key_env)
     if key is not None:
         proofs = gather_json(proof_of(key), group=context.group.control)
         others = [rank for rank, proof in enumerate(proofs) if proof != proofs[0]]

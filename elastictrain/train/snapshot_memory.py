@@ -31,7 +31,7 @@ from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import SaverRoster, WorkerHello
 from elastictrain.checkpoint.saver.process import SaverConfig
-from elastictrain.checkpoint.signing import proof_of
+from elastictrain.checkpoint.signing import proof_of, signing_key
 from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.checkpoint.tensor_bytes import dtype_name, own_items
 from elastictrain.config.digest import config_digest
@@ -42,7 +42,6 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.interfaces import own_address
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import absolute_url
-from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_saving import Saving, SnapshotSaving
@@ -99,7 +98,7 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
         incarnation=context.generation.name,
         agent=agent,
         address=_address(identity),
-        key=proof_of(signing_key(config)),
+        key=proof_of(signing_key(config.checkpoint.key_env)),
     )
     link = SaverLink(folder, saver, hello, starts=identity.local_rank == 0, record=context.journal.record)
     link.start()
