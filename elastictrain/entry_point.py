@@ -1,16 +1,20 @@
-"""How the entry points of all commands run and end."""
+"""How the entry points of all commands run and end, and show how far they are."""
 
 import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, NoReturn
 
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
 
 _EXIT_INTERRUPTED = 130
 _EXIT_PIPE = 141
+_LINE_EVERY_S = 10.0
 
 
 def split_program(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -46,6 +50,33 @@ def run_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_PIPE
     return code
+
+
+@contextmanager
+def progress(what: str, total: int, *, unit: str = "B", lines: bool = False) -> Iterator[Callable[[int], None]]:
+    """Takes the units that are done since its last call, in any thread, and shows them on stderr: a bar on a terminal;
+    elsewhere nothing or, with `lines`, a line now and then."""
+    from tqdm import tqdm
+
+    lock, done, began_s = Lock(), 0, time.monotonic()
+    told_s = began_s
+    style: dict[str, Any] = {"unit": unit, "unit_scale": unit == "B"}
+    # `disable=None` draws the bar on a terminal alone.
+    with tqdm(desc=what, total=total or None, leave=False, dynamic_ncols=True, disable=None, **style) as bar:
+
+        def advance(count: int) -> None:
+            nonlocal done, told_s
+            with lock:
+                bar.update(count)
+                done, now_s = done + count, time.monotonic()
+                if lines and bar.disable and now_s - told_s >= _LINE_EVERY_S:
+                    told_s = now_s
+                    sys.stderr.write(
+                        f"{tqdm.format_meter(done, total or None, now_s - began_s, prefix=what, ncols=80, **style)}\n"
+                    )
+                    sys.stderr.flush()
+
+        yield advance
 
 
 def leave_process(code: int) -> NoReturn:

@@ -50,8 +50,9 @@ from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain
-from elastictrain.train.bringup import form_group, meet_ranks
+from elastictrain.train.bringup import claim_memory, form_group, meet
 from elastictrain.train.build import build
+from elastictrain.train.checks import check_alone
 from elastictrain.train.snapshot_memory import start_saver
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.step import PendingStep
@@ -302,8 +303,9 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
     micro_batch = load([*kept, *overrides, *fixed]).train.micro_batch
     config = load([*kept, *overrides, *fixed, f"train.global_batch={world * micro_batch}"])
     torch.set_num_threads(config.run.num_threads)
-    tracker = ProgressTracker()
-    context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
+    context = check_alone(config, identity, tracker=ProgressTracker(), stop_request=lambda: None)
+    claim_memory(context)
+    meet(context)
     form_group(context)
     agent = os.getppid() if identity.launched else os.getpid()
     loop = build(context, start_saver(context, agent=agent))

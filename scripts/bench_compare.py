@@ -31,8 +31,9 @@ from elastictrain.events import Step
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain
-from elastictrain.train.bringup import form_group, meet_ranks
+from elastictrain.train.bringup import claim_memory, form_group, meet
 from elastictrain.train.build import build
+from elastictrain.train.checks import check_alone
 from elastictrain.train.loop import Loop
 from elastictrain.train.observing import Observer
 from elastictrain.train.parameters import local
@@ -121,8 +122,9 @@ def measure(config: RunConfig, identity: Identity) -> None:
     if identity.world_size > 1 and config.parallel.kind == "fsdp":
         raise UsageError("`parallel` must be ddp or hsdp, but is fsdp, which has no replicas to compare")
     torch.set_num_threads(config.run.num_threads)
-    tracker = ProgressTracker()
-    context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
+    context = check_alone(config, identity, tracker=ProgressTracker(), stop_request=lambda: None)
+    claim_memory(context)
+    meet(context)
     form_group(context)
     loop = build(context, None)
     synchronize = torch.cuda.synchronize if context.group.device.type == "cuda" else (lambda: None)

@@ -37,8 +37,9 @@ from elastictrain.events import Step
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain
-from elastictrain.train.bringup import form_group, meet_ranks
+from elastictrain.train.bringup import claim_memory, form_group, meet
 from elastictrain.train.build import build
+from elastictrain.train.checks import check_alone
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
 from elastictrain.train.parameters import float8_layers
@@ -198,8 +199,9 @@ def main() -> int:
 
 def measure(config: RunConfig, identity: Identity) -> None:
     torch.set_num_threads(config.run.num_threads)
-    tracker = ProgressTracker()
-    context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
+    context = check_alone(config, identity, tracker=ProgressTracker(), stop_request=lambda: None)
+    claim_memory(context)
+    meet(context)
     form_group(context)
     cuda = context.group.device.type == "cuda"
     synchronize = torch.cuda.synchronize if cuda else (lambda: None)

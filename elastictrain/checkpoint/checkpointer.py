@@ -46,6 +46,10 @@ def save_error(failures: Mapping[int, ElasticTrainError], *, url: str) -> Elasti
     return kind(f"{url} could not be saved: " + "; ".join(dict.fromkeys(lines)))
 
 
+def used_versions() -> dict[str, str]:
+    return {"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
     """What was loaded. `bytes` counts the reads of all ranks."""
@@ -116,7 +120,7 @@ class Checkpointer:
             incarnation=self.incarnation,
             created=self.clock(),
             config_digest=self.config_digest,
-            versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            versions=used_versions(),
             state=state,
         )
 

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from elastictrain.errors import ConfigError, Problem
+
 LEAST_BYTES = 32
 
 
@@ -42,6 +44,14 @@ def load_key(name: str, *, environ: Mapping[str, str] | None = None) -> SigningK
     if len(secret) < LEAST_BYTES:
         raise ValueError(f"{must}, but {name} has {len(secret)}")
     return SigningKey(name, secret)
+
+
+def signing_key(key_env: str) -> SigningKey | None:
+    """The key of a run, whose `checkpoint.key_env` is given. Raises: ConfigError."""
+    try:
+        return load_key(key_env)
+    except ValueError as error:
+        raise ConfigError([Problem("checkpoint.key_env", str(error))]) from error
 
 
 def proof_of(key: SigningKey | None) -> str:

@@ -1,7 +1,7 @@
 """Constraints on a config field's value beyond its type, and their wording in error messages and `--help`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -69,6 +69,15 @@ def show(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)
+
+
+def flatten(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    """The keys of groups of keys, with dots, and their values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def plain(value: object) -> object:

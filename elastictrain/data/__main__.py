@@ -12,11 +12,10 @@ from elastictrain.data.cache import read_shard
 from elastictrain.data.encoding import Encoder
 from elastictrain.data.index import TokenIndex, read_index, stored_type
 from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, default_workers, plan_digest, prepare
-from elastictrain.data.progress import progress
 from elastictrain.data.sources import FORMATS, discover, format_of
 from elastictrain.data.tar_index import make_index
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, tokenizer_of
-from elastictrain.entry_point import run_command
+from elastictrain.entry_point import progress, run_command
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -84,7 +83,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--field must go with jsonl, parquet or arrow files, but {sources[0].url} is plain text")
     encoder = Encoder(tokenizer, kind=kind, field="" if kind == "text" else parsed.field or "text")
     store = open_store(parsed.out)
-    with progress("preparing", sum(source.size_bytes for source in sources)) as on_bytes:
+    with progress("preparing", sum(source.size_bytes for source in sources), lines=True) as on_bytes:
         index, complete = prepare(
             sources,
             plan=plan_digest(sources, encoder=encoder, shard_tokens=parsed.shard_tokens),
@@ -111,7 +110,7 @@ def _index(parsed: argparse.Namespace) -> int:
     sources = discover(parsed.input, patterns=("*.tar",))
     workers = min(os.cpu_count() or 1, len(sources)) if parsed.workers is None else parsed.workers
     store = open_store(parsed.out)
-    with progress("indexing", sum(source.size_bytes for source in sources)) as on_bytes:
+    with progress("indexing", sum(source.size_bytes for source in sources), lines=True) as on_bytes:
         index = make_index(sources, store, workers=0 if workers == 1 else workers, on_bytes=on_bytes)
     print(f"{store.url}: {index.num_samples:,} samples in {len(index.shards):,} tar files")  # noqa: T201
     return EXIT_OK
@@ -127,7 +126,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
         text = _sample_text(store, index, sample=parsed.sample, seq_len=parsed.seq_len)
         print(f"  sample {parsed.sample} ({parsed.seq_len} tokens and the one after):\n{text}")  # noqa: T201
     if parsed.verify:
-        with progress("verifying", sum(file.size_bytes for file in index.files)) as on_bytes:
+        with progress("verifying", sum(file.size_bytes for file in index.files), lines=True) as on_bytes:
             found = [read_shard(store, file, take=lambda piece: on_bytes(len(piece))) for file in index.files]
         problems = [problem for problem in found if problem]
         for problem in problems:

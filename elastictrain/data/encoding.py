@@ -1,10 +1,8 @@
 """Pieces of text to tokens, in this process or in several."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,9 +18,9 @@ from elastictrain.data.index import TokenType, stored_type
 from elastictrain.data.sources import SourceFile
 from elastictrain.data.tokenizer import Tokenizer
 from elastictrain.errors import ElasticTrainError
+from elastictrain.processes import follow_parent
 
 _PER_WORKER = 2
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +103,7 @@ _encoder: list[Encoder] = []  # of a worker process
 
 def _begin(encoder: Encoder, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before prctl was called.
-    if os.getppid() != parent:
+    if not follow_parent(parent, with_signal=signal.SIGKILL):
         os._exit(1)
     # Each process is one of several: the library's own threads would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -15,11 +15,10 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from elastictrain.data.sources import SourceFile, http_file, is_http, stat_source
+from elastictrain.data.sources import SourceFile, StoredFile, http_file, is_http, stat_source
 from elastictrain.errors import DataError
 from elastictrain.storage.local import local_path
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.store import Store
 
 PIECE_BYTES = 2**20
 _PIECE_ROWS = 256
@@ -56,32 +55,6 @@ class RefusedTextError(Exception):
         self.trouble = trouble
 
 
-class _StoreFile(io.RawIOBase):
-    """A remote object as a file."""
-
-    def __init__(self, store: Store, key: str, *, size_bytes: int) -> None:
-        self._store = store
-        self._key = key
-        self._size_bytes = size_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._at)]
-        count = self._store.read_into(self._key, view, start=self._at) if len(view) else 0
-        self._at += count
-        return count
-
-
 @contextmanager
 def _opened(source: SourceFile) -> Iterator[BinaryIO]:
     if is_http(source.url):
@@ -94,8 +67,7 @@ def _opened(source: SourceFile) -> Iterator[BinaryIO]:
             raise DataError(f"input {source.url} must be a readable file, but is not: {error.strerror}") from None
     else:
         folder, _, key = source.url.rpartition("/")
-        raw = _StoreFile(open_store(folder), key, size_bytes=source.size_bytes)
-        file = io.BufferedReader(raw, _READ_BYTES)
+        file = io.BufferedReader(StoredFile(open_store(folder), key, size_bytes=source.size_bytes), _READ_BYTES)
     with file:
         yield cast(BinaryIO, file)
 

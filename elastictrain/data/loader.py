@@ -9,13 +9,11 @@ seconds. Here both wake the waiting thread at once.
 """
 
 import atexit
-import ctypes
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -38,11 +36,11 @@ from elastictrain.data.assignment import Pass
 from elastictrain.data.dataset import Batch, map_tensors
 from elastictrain.data.samples import SampleReader
 from elastictrain.errors import ElasticTrainError
+from elastictrain.processes import follow_parent
 
 _logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
 _RELEASE_TIMEOUT_S = 1.0  # a reader that takes longer is not waited for: the processes are started anew
-_PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # One in work and one waiting: few enough that neither side ever blocks on a full pipe.
 _PER_WORKER = 2
@@ -53,6 +51,13 @@ class MicroBatch(Pass):
     """What one rank reads in one pass."""
 
     batch: Batch  # its first dimension follows `sample_ids`
+
+    @classmethod
+    def read(cls, reader: SampleReader, planned: Pass) -> Self:
+        """Raises: as `SampleReader.read`."""
+        return cls(
+            planned.step, planned.portion, planned.sample_ids, reader.read(planned.sample_ids, first=planned.portion.first)
+        )
 
 
 class Loader:
@@ -304,10 +309,7 @@ def _serve(reader: SampleReader, connection: Connection, parent: int) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before prctl was called.
-    if os.getppid() != parent:
+    if not follow_parent(parent, with_signal=signal.SIGKILL):
         return
     torch.set_num_threads(1)
     while True:

@@ -1,6 +1,7 @@
 """Which files `prepare` reads: files, folders and patterns, on a local disk or at any URL, all of one format."""
 
 import glob
+import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from elastictrain.errors import DataError, ObjectNotFoundError
 from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.local import local_path
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
 
 FORMATS = ("text", "jsonl", "parquet", "arrow")
 PATTERNS = ("*.txt", "*.jsonl", "*.ndjson", "*.parquet", "*.txt.gz", "*.jsonl.gz")  # what is taken from a folder
@@ -38,6 +40,30 @@ class SourceFile:
     name: str  # relative to the input that it was found by
     size_bytes: int  # 0 where a server does not say
     stamp: str  # another one when the file has changed
+
+
+class StoredFile(io.RawIOBase):
+    """An object as a file that is read and sought in."""
+
+    def __init__(self, store: Store, key: str, *, size_bytes: int) -> None:
+        self._store, self._key = store, key
+        self._size_bytes, self._at = size_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._at)]
+        count = self._store.read_into(self._key, view, start=self._at) if len(view) else 0
+        self._at += count
+        return count
 
 
 def is_http(url: str) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
-from elastictrain.data.sources import SourceFile
+from elastictrain.data.sources import SourceFile, StoredFile
 from elastictrain.errors import DataError, ObjectNotFoundError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.opening import absolute_url, open_store
@@ -52,31 +52,6 @@ class TarIndex:
         return sum(shard.num_samples for shard in self.shards)
 
 
-class _StoredFile(io.RawIOBase):
-    """An object as a file that is read and sought in."""
-
-    def __init__(self, url: str, *, size_bytes: int) -> None:
-        folder, _, self._key = url.rpartition("/")
-        self._store = open_store(folder or "/", follow_links=True)
-        self._size_bytes, self._place = size_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size_bytes}[whence]
-        return self._place
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = min(len(buffer), max(0, self._size_bytes - self._place))
-        count = self._store.read_into(self._key, memoryview(buffer)[:count], start=self._place) if count else 0
-        self._place += count
-        return count
-
-
 def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """(key, extension, member) of the files that belong to a sample; extensions are in lower case."""
     for member in tar:
@@ -94,9 +69,11 @@ def scan(source: SourceFile) -> list[tuple[int, int]]:
     """The bytes [begin, end) of each sample of a tar file: consecutive files with one key. Raises: DataError; StorageError."""
     found: list[tuple[int, int]] = []
     last, extensions = None, set[str]()
+    folder, _, name = source.url.rpartition("/")
+    stored = StoredFile(open_store(folder or "/", follow_links=True), name, size_bytes=source.size_bytes)
     try:
         with (
-            io.BufferedReader(_StoredFile(source.url, size_bytes=source.size_bytes), _READ_AHEAD_BYTES) as file,
+            io.BufferedReader(stored, _READ_AHEAD_BYTES) as file,
             tarfile.open(fileobj=file, mode="r:") as tar,
         ):
             for key, extension, member in members(tar):

@@ -13,17 +13,15 @@ agent counts restarts on its own. So the ranks agree through the store itself, u
 No living rank acknowledges the nonce of a stale hello; the new rank overwrites that hello when it starts.
 """
 
-import base64
 import math
 import time
 import uuid
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
-from elastictrain.distributed.store import PIECE_BYTES, BoundedStore, store_host
+from elastictrain.distributed.store import BoundedStore, get_pieces, put_pieces, store_host
 from elastictrain.errors import ConfigError, Problem, TransportError
 from elastictrain.identity import Identity
 
@@ -103,12 +101,6 @@ class _NameProposal:
     name: str
     nonces: tuple[str, ...]
     ranks: tuple[Introduction, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Heading:
-    name: str
-    pieces: int
 
 
 def check_alike(generation: AgreedGeneration) -> None:
@@ -212,16 +204,6 @@ def _waiting_sign(store: BoundedStore) -> bytes:
     return store.get(_WAITING) if store.check([_WAITING]) else b""
 
 
-def pack(text: str) -> list[str]:
-    """Compress a text into small pieces for a store that takes texts."""
-    packed = base64.b64encode(zlib.compress(text.encode())).decode()
-    return [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
-
-
-def unpack(pieces: Iterable[bytes]) -> str:
-    return zlib.decompress(base64.b64decode(b"".join(pieces))).decode()
-
-
 class _Participant:
     def __init__(self, store: BoundedStore, identity: Identity, nonce: str, number: int) -> None:
         self._store = store
@@ -244,7 +226,7 @@ class _Participant:
         if proposal is not None:
             pending = [rank for rank in range(world_size) if rank not in self._acknowledged]
             self._acknowledged |= {rank for rank in pending if self._has(f"ack/{proposal.name}/{rank}")}
-            if self._heading().name != proposal.name:
+            if self._proposed() != proposal.name:
                 # A rank 0 that was replaced may have overwritten our message with its last one.
                 proposal = None
         decision = coordinate(
@@ -258,12 +240,9 @@ class _Participant:
             name, said = f"{self._number:06d}-{uuid.uuid4().hex[:8]}", [hellos[rank] for rank in range(world_size)]
             nonces, ranks = tuple(one.nonce for one in said), tuple(one.introduction for one in said)
             self._proposal, self._acknowledged = _NameProposal(name, nonces, ranks), set()
-            pieces = pack(encode_record(self._proposal).decode())
-            # Wait for each piece: this must pass even a network that drops large frames, for the preflight to find that fault.
-            for number, piece in enumerate(pieces):
-                self._set(f"proposal/{name}/{number}", piece)
-                self._has(f"proposal/{name}/{number}")
-            self._set("proposal", encode_record(_Heading(name, len(pieces))).decode())
+            # In pieces: this must pass even a network that drops large frames, for the preflight to find that fault.
+            put_pieces(self._store, f"{_ROOT}/proposal/{name}", encode_record(self._proposal))
+            self._set("proposal", name)
         elif decision == "go" and proposal is not None:
             self._set(f"go/{proposal.name}", "")
 
@@ -271,10 +250,10 @@ class _Participant:
         """Acknowledge a proposal that names this rank; returns the agreed generation after the go."""
         # Check for the go before another proposal: one that comes after the go does not concern this group.
         if not self._may_go() and self._has("proposal"):
-            heading, rank = self._heading(), self._identity.rank
-            if self._joined is None or self._joined.name != heading.name:
-                pieces = [self._get(f"proposal/{heading.name}/{number}") for number in range(heading.pieces)]
-                proposal = parse_record(unpack(pieces), _NameProposal, limits=DOCUMENT)
+            name, rank = self._proposed(), self._identity.rank
+            if self._joined is None or self._joined.name != name:
+                found = get_pieces(self._store, f"{_ROOT}/proposal/{name}")
+                proposal = parse_record(found, _NameProposal, limits=DOCUMENT)
                 if len(proposal.nonces) == self._identity.world_size and proposal.nonces[rank] == self._nonce:
                     self._joined = AgreedGeneration(proposal.name, proposal.ranks)
                     self._set(f"ack/{proposal.name}/{rank}", "")
@@ -298,8 +277,8 @@ class _Participant:
     def _may_go(self) -> bool:
         return self._joined is not None and self._has(f"go/{self._joined.name}")
 
-    def _heading(self) -> _Heading:
-        return parse_record(self._get("proposal"), _Heading)
+    def _proposed(self) -> str:
+        return self._get("proposal").decode()
 
     def _get(self, key: str) -> bytes:
         return self._store.get(f"{_ROOT}/{key}")

@@ -126,21 +126,11 @@ class StoreExchange:
 
     def put(self, key: str, value: bytes) -> None:
         """Leave a message. Raises: TransportError if the store cannot be reached."""
-        self._bounded(lambda: self._put(key, value), limit_s=0.0)
+        self._bounded(lambda: put_pieces(self._store, key, value), limit_s=0.0)
 
     def get(self, key: str, *, limit_s: float) -> bytes | None:
         """Wait for a message; None if there is none in time. Raises: TransportError if the store cannot be reached."""
         return self._bounded(lambda: self._get(key, limit_s), limit_s=max(0.0, limit_s))
-
-    def _put(self, key: str, value: bytes) -> None:
-        packed = zlib.compress(value)
-        pieces = [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
-        for number, piece in enumerate(pieces):
-            # The type stub of torch takes texts only; the store takes bytes.
-            self._store.set(f"{key}#{number}", piece)  # type: ignore[arg-type]
-            # Wait for the answer: the kernel must not put several messages into one large frame.
-            self._store.check([f"{key}#{number}"])
-        self._store.set(key, str(len(pieces)))
 
     def _get(self, key: str, limit_s: float) -> bytes | None:
         deadline, pause_s = self._clock() + limit_s, _FIRST_PAUSE_S
@@ -149,8 +139,7 @@ class StoreExchange:
                 return None
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        count = int(self._store.get(key))
-        return zlib.decompress(b"".join(bytes(self._store.get(f"{key}#{number}")) for number in range(count)))
+        return get_pieces(self._store, key)
 
     def _bounded(self, act: Callable[[], T], *, limit_s: float) -> T:
         deadline_s = self._clock() + limit_s + self._patience_s
@@ -168,6 +157,24 @@ class StoreExchange:
             except BaseException:
                 self._left.set()
                 raise
+
+
+def put_pieces(store: dist.Store | BoundedStore, key: str, value: bytes) -> None:
+    """Set `key` in small pieces: others find it when all are there."""
+    packed = zlib.compress(value)
+    pieces = [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
+    for number, piece in enumerate(pieces):
+        # The type stub of torch takes texts only; the store takes bytes.
+        store.set(f"{key}#{number}", piece)  # type: ignore[arg-type]
+        # Wait for the answer: the kernel must not put several messages into one large frame.
+        store.check([f"{key}#{number}"])
+    store.set(key, str(len(pieces)))
+
+
+def get_pieces(store: dist.Store | BoundedStore, key: str) -> bytes:
+    """What `put_pieces` has set."""
+    count = int(store.get(key))
+    return zlib.decompress(b"".join(bytes(store.get(f"{key}#{number}")) for number in range(count)))
 
 
 def store_host() -> str:

@@ -4,11 +4,8 @@ A killed worker may take seconds to release its device and its memory. Its progr
 but `wait()` returns only after the release. A long wait reports its reason, so that a user does not take it for a hang.
 """
 
-import ctypes
 import faulthandler
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.identity import Identity
+from elastictrain.processes import PROC, Stat, read_stat
 
-_PR_SET_PDEATHSIG = 1
 _LOCK_FREE_MARGIN_S = 1.0
-PROC = Path("/proc")
-_PF_EXITING = 0x4
 _PAUSE_S = 0.01
 
 FIRST_S = 5.0  # a shorter wait is not reported
@@ -42,17 +37,6 @@ def wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None] = 
     return wait_until_gone(processes, limit_s=PREVIOUS_EXIT_TIMEOUT_S, sleep=pause)
 
 
-def follow_parent(expected_parent: int, *, with_signal: int = signal.SIGTERM) -> bool:
-    """Ask the kernel for a signal when the parent dies; False if the parent has died already.
-
-    Source: prctl(2). The request is not retroactive, so the parent is checked after it. Linux only; elsewhere nothing happens.
-    """
-    if sys.platform != "linux":
-        return True
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0)
-    return os.getppid() == expected_parent
-
-
 def limit_the_end(grace_s: float, *, exit_code: int) -> None:
     """End this process with `exit_code` after `grace_s`, unless it has ended before."""
     limit = threading.Timer(grace_s, os._exit, args=(exit_code,))
@@ -61,31 +45,6 @@ def limit_the_end(grace_s: float, *, exit_code: int) -> None:
     # A call into a device's library may hang with the interpreter's lock held, and the timer with it. This limit needs no
     # lock; its exit code is 1.
     faulthandler.dump_traceback_later(grace_s + _LOCK_FREE_MARGIN_S, exit=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Stat:
-    """The `stat` file of a process or thread. Source: proc(5); PF_EXITING of linux/sched.h."""
-
-    name: str
-    state: str  # one letter; see proc(5)
-    parent: int
-    exiting: bool  # whether it has begun to exit: nothing of its program runs any more
-    num_threads: int
-    started: int  # start time in ticks of the kernel: distinguishes processes that have had the same pid
-    status: int  # as `os.wait` returns it; 0 also if it has not ended, or if this user may not see it
-
-
-def read_stat(folder: Path) -> Stat | None:
-    """By the folder of a process or thread in /proc; None if it does not exist."""
-    try:
-        head, _, tail = (folder / "stat").read_text(errors="replace").rpartition(")")
-        fields = tail.split()
-        exiting = fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
-        num_threads, started, status = int(fields[17]), int(fields[19]), int(fields[49])
-        return Stat(head.partition("(")[2], fields[0], int(fields[1]), exiting, num_threads, started, status)
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 @dataclass(frozen=True, slots=True)

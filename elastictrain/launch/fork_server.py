@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from elastictrain.bounded_json import encode_record
 from elastictrain.entry_point import split_program
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
-from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
+from elastictrain.fault.exits import Process, early_exit_code, identify
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
 from elastictrain.fault.reasons import NO_RANK, Reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import CHANNEL
 from elastictrain.liveness.progress import Phase
+from elastictrain.processes import follow_parent
 from elastictrain.torch_private import COMPILER
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from typing import Literal
 
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.events import Hang
-from elastictrain.fault.exits import PROC, read_stat
 from elastictrain.fault.reasons import Reason
 from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.progress_file import ProgressFileReader, RankProgress
 from elastictrain.liveness.stacks import take_stacks
+from elastictrain.processes import PROC, read_stat
 
 logger = logging.getLogger(__name__)
 

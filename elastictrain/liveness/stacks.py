@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from elastictrain.fault.exits import PROC, Stat, read_stat, read_threads
+from elastictrain.fault.exits import read_threads
+from elastictrain.processes import PROC, Stat, read_stat
 
 STACKS_SIGNAL = signal.SIGRTMIN + 5  # asks a worker for its stacks; torchrun, clusters and our libraries do not use it
 

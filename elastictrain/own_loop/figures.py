@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from elastictrain.errors import UsageError
 from elastictrain.events import Step
+from elastictrain.telemetry.progress import write_above
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Curves, Observer
 from elastictrain.train.replica_comparison import HostCopy
@@ -57,8 +58,7 @@ class CurveObserver(Observer):
             self._curves.log(step, metrics)
 
     def print_line(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        write_above(sys.stderr, text)
 
     def close(self) -> None:
         self._curves.close()

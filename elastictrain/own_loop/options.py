@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from elastictrain.config.command_line import parse_overrides, read_command_line
 from elastictrain.config.compose import Composed, compose, read_choices
 from elastictrain.config.composed import RunConfig
-from elastictrain.config.constraints import show
+from elastictrain.config.constraints import flatten, show
 from elastictrain.config.load import check_tree
 from elastictrain.config.validate import NOT_GIVEN
 from elastictrain.errors import ConfigError, Problem
@@ -100,11 +100,11 @@ def _contradictions(
     url: str, options: Mapping[str, object], tree: Mapping[str, object], line: CommandLineOptions
 ) -> Iterator[Problem]:
     """What is wrong with the command line, and where the program says something else."""
-    told, given = dict(_leaves(tree)), line.given()
+    told, given = dict(flatten(tree)), line.given()
     for key in sorted(given - {"run.dir"}):
         if key.partition(".")[0] not in (*_GROUPS, "launch") or key in (*_WITHOUT_EFFECT, "parallel", "launch.standbys"):
             yield Problem(key, "has no effect on a program with a loop of its own: leave it out")
-    for key, value in (("run.dir", url), *_leaves(options)):
+    for key, value in (("run.dir", url), *flatten(options)):
         of_line = told.get(key, value)
         if key == "run.dir":
             differs = absolute_url(str(of_line)) != absolute_url(str(value))
@@ -114,14 +114,6 @@ def _contradictions(
         if differs:
             message = f"must be {show(of_line)}, as the command line has it before `--`, but is {show(value)} in the program"
             yield Problem(key, f"{message}: give {key}={show(value)} before `--`, or leave it out of the program")
-
-
-def _leaves(values: object, path: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, values
 
 
 def _merged(before: object, values: object) -> object:

@@ -14,23 +14,25 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from elastictrain.checkpoint.signing import signing_key
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.samples import SampleReader
 from elastictrain.distributed.group import lone_group
 from elastictrain.distributed.reattach import detach
 from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_STOPPED, ConfigError, ElasticTrainError, Problem, StopRequestedError, UsageError
-from elastictrain.fault.exits import follow_parent, wait_for_previous_workers
+from elastictrain.fault.exits import wait_for_previous_workers
 from elastictrain.fault.launcher_channel import open_channel
 from elastictrain.fault.stop import StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Watchdog
 from elastictrain.own_loop.options import CommandLineOptions, own_config
+from elastictrain.processes import follow_parent
 from elastictrain.storage.opening import open_store
 from elastictrain.telemetry.log import LogPrefix, WorkerHandler
 from elastictrain.telemetry.loggers import make_loggers
-from elastictrain.train.checks import check_run_folder, choose_backend, set_determinism, signing_key
+from elastictrain.train.checks import check_run_folder, choose_backend, set_determinism
 from elastictrain.train.context import Samples, TrainContext
 from elastictrain.train.exit_report import Reported
 from elastictrain.train.parameters import seed_everything
@@ -174,15 +176,8 @@ def _begin(config: RunConfig, hook: _Hook, identity: Identity, *, recoverable: b
     if identity.launched and not follow_parent(parent):
         raise StopRequestedError("the process that has started this one has ended")
     part = Participant(config, identity, tracker, prefix, stop, parent, open_channel(identity, stop), stays=recoverable)
-    watchdog = Watchdog(
-        config.fault,
-        mark=lambda: tracker.mark,
-        stop=lambda: stop.request,
-        end=part.end,
-        others=part.others,
-        beat=part.beat,
-    )
-    signing_key(config)
+    watchdog = part.make_watchdog()
+    signing_key(config.checkpoint.key_env)
     make_loggers(config.telemetry.loggers)
     backend, store, no_task = choose_backend(config, identity), open_store(config.run.dir), cast(Task, None)
     if identity.local_rank == 0:

@@ -18,6 +18,7 @@ from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.own_loop.nest import UnknownValueError, put_together, take_apart
 from elastictrain.own_loop.per_rank import HasStateDict, PerRank
+from elastictrain.train.parameters import saved_tensors
 from elastictrain.train.state import JsonState
 
 JSON = "own.json"
@@ -191,7 +192,7 @@ class OwnState:
     def _parts(self) -> tuple[dict[str, Tensor], dict[str, JsonValue]]:
         named: dict[str, Tensor] = {}
         for key, model in self.models.items():
-            named |= _tensors_of(model, f"model{key}")
+            named |= {f"model{key}.{name}": tensor for name, tensor in saved_tensors(plain(model)).items()}
         optimizers: dict[str, JsonValue] = {}
         for key, optimizer in self.optimizers.items():
             groups: list[JsonValue] = []
@@ -208,7 +209,7 @@ class OwnState:
         extra: dict[str, JsonValue] = {}
         for key, value in self.extra.items():
             if isinstance(value, nn.Module):
-                named |= _tensors_of(value, f"extra.{key}")
+                named |= {f"extra.{key}.{name}": tensor for name, tensor in saved_tensors(plain(value)).items()}
             elif isinstance(value, Tensor):
                 named[f"extra.{key}"] = value
             elif isinstance(value, PerRank):
@@ -297,14 +298,6 @@ def _by_name(given: object, kind: type[T], argument: str) -> dict[str, T]:
 
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
     return [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-
-
-def _tensors_of(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Parameters, and the buffers that a state_dict has."""
-    module = plain(model)
-    persistent = set(module.state_dict())
-    found: dict[str, Tensor] = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
-    return found | {f"{name}.{key}": buffer for key, buffer in module.named_buffers() if key in persistent}
 
 
 def _apart(value: object, name: str, tensors: dict[str, Tensor], *, key: str) -> JsonValue:

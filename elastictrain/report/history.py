@@ -9,12 +9,12 @@ from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.report.records import (
     EventLine,
+    EventRow,
     GenerationEndedRow,
     GenerationRow,
     LauncherEndedRow,
     LauncherStartedRow,
     NoticeRow,
-    Row,
     launcher_of,
     parse_line,
 )
@@ -43,7 +43,7 @@ class GenerationEvents:
     """The rows of one generation, by kind."""
 
     number: int
-    rows: dict[type[object], list[Timed[Row]]] = field(default_factory=lambda: defaultdict(list))
+    rows: dict[type[object], list[Timed[EventRow]]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, kind: type[R]) -> list[Timed[R]]:
         """All of one kind, by time."""
@@ -62,7 +62,7 @@ class History:
     """The events of a run so far. The same lines make the same history, in whatever pieces they come."""
 
     generations: dict[int, GenerationEvents] = field(default_factory=dict)
-    launchers: dict[str, list[Timed[Row]]] = field(default_factory=lambda: defaultdict(list))
+    launchers: dict[str, list[Timed[EventRow]]] = field(default_factory=lambda: defaultdict(list))
     garbled: int = 0
     _seen: set[int] = field(default_factory=set)
     _unnamed: dict[str, str] = field(default_factory=dict)  # the launcher whose lines an object with several journals is at

@@ -7,7 +7,7 @@ absent.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from heapq import merge
 
@@ -15,13 +15,13 @@ from elastictrain.report.history import GenerationEvents, History, Timed
 from elastictrain.report.records import (
     CompiledRow,
     EvalRow,
+    EventRow,
     FailureRow,
     GenerationEndedRow,
     GenerationRow,
     LauncherEndedRow,
     LauncherStartedRow,
     ResumeRow,
-    Row,
     SavedRow,
     SnapshotRow,
     StartRow,
@@ -111,9 +111,7 @@ def spans(history: History) -> list[GenerationSpan]:
         following = min((later.begin for later in draft[index + 1 :]), default=newest)
         end = max(begin, min(one.end, following) if index + 1 < len(draft) else one.end)
         outcome = "ended" if one.outcome == "open" and index + 1 < len(draft) else one.outcome
-        found.append(
-            GenerationSpan(one.events, begin, end, one.workers, one.hosts, outcome, one.offset, one.launcher, one.reason)
-        )
+        found.append(replace(one, begin=begin, end=end, outcome=outcome))
     return found
 
 
@@ -245,7 +243,7 @@ def _host(launcher: str) -> str:
     return launcher.rpartition("-")[0]
 
 
-def _processes(rows: Iterable[Timed[Row]]) -> float:
+def _processes(rows: Iterable[Timed[EventRow]]) -> float:
     told = [float(one.row.processes) for one in rows if isinstance(one.row, LauncherStartedRow)]
     shares = [one.row.world_size / max(1, len(one.row.hosts)) for one in rows if isinstance(one.row, GenerationRow)]
     return next(iter((*told, *shares)), 0.0)

@@ -4,6 +4,10 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any, cast
+
+import msgspec
+from msgspec import structs
 
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.ledger import TimeCause
@@ -13,75 +17,29 @@ WIDTH = 80
 _BAR = 24
 _SHOWN_FAILURES, _SHOWN_PARTS = 20, 2
 _INDENT = "    "
+_FIGURES = (  # of a report, in its JSON
+    *("url", "begin", "end", "duration_s", "worker_s", "goodput", "goodput_present", "attributed", "seconds", "steps"),
+    *("new_steps", "repeated_steps", "step_s", "first_step_s", "samples", "tokens", "mfu", "mtbf_s"),
+)
+_OF_GENERATION = ("number", "begin", "end", "hosts", "workers", "outcome", "reason")
 
 
 def as_json(report: RunReport, *, price: Price | None) -> dict[str, object]:
     """All figures, for a script. Seconds are those of workers, except `recover_s`, `mtbf_s`, `duration_s`, `step_s` and
     `first_step_s`."""
-    rate = report.rate
-    found: dict[str, object] = {
-        "url": report.url,
-        "begin": report.begin,
-        "end": report.end,
-        "duration_s": report.duration_s,
-        "worker_s": report.worker_s,
-        "goodput": report.goodput,
-        "goodput_present": report.goodput_present,
-        "attributed": report.attributed,
-        "seconds": {str(cause): value for cause, value in report.seconds.items()},
-        "steps": report.steps,
-        "new_steps": report.new_steps,
-        "repeated_steps": report.repeated_steps,
-        "step_s": report.step_s,
-        "first_step_s": dict(report.first_step_s),
-        "samples": report.samples,
-        "tokens": report.tokens,
-        "rate": {"value": rate[0], "unit": rate[1]} if rate is not None else None,
-        "mfu": report.mfu,
-        "mtbf_s": report.mtbf_s,
-        "recoveries": {
-            rung: {"count": one.count, "median_s": one.median_s, "worst_s": one.worst_s} for rung, one in report.rungs.items()
-        },
-        "failures": [_failure(one) for one in report.failures],
-        "generations": [
-            {
-                "number": one.number,
-                "begin": one.begin,
-                "end": one.end,
-                "hosts": list(one.hosts),
-                "workers": one.workers,
-                "outcome": one.outcome,
-                "reason": one.reason,
-            }
-            for one in report.generations
+    found: dict[str, Any] = {name: getattr(report, name) for name in _FIGURES}
+    found |= {
+        "rate": None if report.rate is None else dict(zip(("value", "unit"), report.rate, strict=True)),
+        "recoveries": report.rungs,
+        "failures": [
+            {**asdict(one), "collective": one.collective and structs.asdict(one.collective)} for one in report.failures
         ],
+        "generations": [{name: getattr(one, name) for name in _OF_GENERATION} for one in report.generations],
         "garbled_lines": report.garbled,
     }
     if price is not None:
-        costs = report.costs(price)
-        found["cost"] = {
-            "price_per_hour": price,
-            "total": costs.total,
-            "wasted": costs.wasted,
-            "per_step": costs.per_step,
-            "per_billion_tokens": costs.per_billion_tokens,
-        }
-    return found
-
-
-def _failure(one: FailureRecord) -> dict[str, object]:
-    return {
-        "time": one.time,
-        "generation": one.generation,
-        "culprit": one.culprit,
-        "cause": one.cause,
-        "exit_code": one.exit_code,
-        "lost_steps": one.lost_steps,
-        "recover_s": one.recover_s,
-        "rung": one.rung,
-        "evidence": list(one.evidence),
-        "collective": asdict(one.collective) if one.collective is not None else None,
-    }
+        found["cost"] = {"price_per_hour": price, **asdict(report.costs(price))}
+    return cast(dict[str, object], msgspec.to_builtins(found))
 
 
 def summary_line(report: RunReport) -> str:

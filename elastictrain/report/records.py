@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, parse_json
 
@@ -10,42 +12,38 @@ _NAME = re.compile(r"(?:generation-)?(\d{1,9})(?:-\w+)?")
 _LAUNCHER = re.compile(r"launcher-(.+?)(?:\.part-\d+)?\.jsonl")
 
 
-@dataclass(frozen=True, slots=True)
-class StartRow:
+class EventRow(msgspec.Struct, frozen=True):
+    """What a report needs of an event; the tag of each kind is its name in the journal."""
+
+
+class StartRow(EventRow, frozen=True, tag="start"):
     world_size: int
     hosts: Sequence[str]
-    device: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRow:
+class ResumeRow(EventRow, frozen=True, tag="resume"):
     step: int
     tier: str
 
 
-@dataclass(frozen=True, slots=True)
-class FirstStepRow:
+class FirstStepRow(EventRow, frozen=True, tag="first_step"):
     seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryRow:
+class RecoveryRow(EventRow, frozen=True, tag="recovery"):
     rung: str
-    reason: str = ""
     lost: Sequence[str] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(EventRow, frozen=True, tag="step"):
     step: int
     loss: float | None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
     positions: tuple[int, int] = (0, 0)
-    waits: Mapping[str, float] = field(default_factory=dict)
+    waits: Mapping[str, float] = {}
 
     @property
     def samples(self) -> int:
@@ -59,34 +57,29 @@ class StepRow:
         return self.samples * self.tokens_per_s / self.samples_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class EvalRow:
+class EvalRow(EventRow, frozen=True, tag="eval"):
     step: int
     loss: float | None
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotRow:
+class SnapshotRow(EventRow, frozen=True, tag="snapshot"):
     step: int
     stall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledRow:
-    seconds: Mapping[str, float]
+class CompiledRow(EventRow, frozen=True, tag="compiled"):
+    """The first step was compiled."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedRow:
+class SavedRow(EventRow, frozen=True, tag="checkpoint_saved"):
     step: int
     reason: str
     bytes: int
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class PreflightRow:
+class PreflightRow(EventRow, frozen=True, tag="preflight"):
     stage: str
     level: str
     seconds: float
@@ -94,25 +87,20 @@ class PreflightRow:
     findings: Sequence[Mapping[str, object]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRow:
+class FailureRow(EventRow, frozen=True, tag="failure"):
     exit_code: int
     error: str
     phase: str
-    step: int
-    flight_recorder: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HangRow:
+class HangRow(EventRow, frozen=True, tag="hang"):
     guilty: Sequence[str]
     hosts: Sequence[str]
     reason: str
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveFaultRow:
+class CollectiveFaultRow(EventRow, frozen=True, tag="collective_fault"):
     kind: str
     group: str
     sequence: int
@@ -122,102 +110,44 @@ class CollectiveFaultRow:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class DivergedRow:
+class DivergedRow(EventRow, frozen=True, tag="replicas_diverged"):
     ranks: Sequence[int]
     hosts: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class StopRow:
-    step: int
+class StopRow(EventRow, frozen=True, tag="stop"):
     reason: str
     exit_code: int
-    saved: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherStartedRow:
+class LauncherStartedRow(EventRow, frozen=True, tag="launcher_started"):
     launcher: str
-    host: str
     processes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRow:
+class GenerationRow(EventRow, frozen=True, tag="generation"):
     hosts: Sequence[str]
     world_size: int
-    reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationEndedRow:
+class GenerationEndedRow(EventRow, frozen=True, tag="generation_ended"):
     kind: str
     exit_code: int
     phase: str = ""
-    step: int = 0
     reason: str = ""
     lost: str = ""
     died: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeRow:
-    reason: str
-    leave: bool = False
+class NoticeRow(EventRow, frozen=True, tag="notice"):
+    """Its launcher lives."""
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherEndedRow:
-    exit_code: int
-    reason: str = ""
+class LauncherEndedRow(EventRow, frozen=True, tag="launcher_ended"):
+    """Its launcher does not live any more."""
 
 
-Row = (
-    StartRow
-    | ResumeRow
-    | FirstStepRow
-    | RecoveryRow
-    | StepRow
-    | EvalRow
-    | SnapshotRow
-    | CompiledRow
-    | SavedRow
-    | PreflightRow
-    | FailureRow
-    | HangRow
-    | CollectiveFaultRow
-    | DivergedRow
-    | StopRow
-    | LauncherStartedRow
-    | GenerationRow
-    | GenerationEndedRow
-    | NoticeRow
-    | LauncherEndedRow
-)
-
-KINDS: Mapping[str, type[Row]] = {
-    "start": StartRow,
-    "resume": ResumeRow,
-    "first_step": FirstStepRow,
-    "recovery": RecoveryRow,
-    "step": StepRow,
-    "eval": EvalRow,
-    "snapshot": SnapshotRow,
-    "compiled": CompiledRow,
-    "checkpoint_saved": SavedRow,
-    "preflight": PreflightRow,
-    "failure": FailureRow,
-    "hang": HangRow,
-    "collective_fault": CollectiveFaultRow,
-    "replicas_diverged": DivergedRow,
-    "stop": StopRow,
-    "launcher_started": LauncherStartedRow,
-    "generation": GenerationRow,
-    "generation_ended": GenerationEndedRow,
-    "notice": NoticeRow,
-    "launcher_ended": LauncherEndedRow,
-}
+KINDS: Mapping[str, type[EventRow]] = {str(kind.__struct_config__.tag): kind for kind in EventRow.__subclasses__()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +165,7 @@ class EventLine:
     time: float
     generation: int
     rank: int  # -1: a launcher
-    row: Row
+    row: EventRow
 
 
 def parse_line(line: bytes) -> EventLine | None:

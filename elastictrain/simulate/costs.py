@@ -1,15 +1,18 @@
 """What parts of a run take, in seconds: figures of docs/benchmarks.md, or those of a run's own events."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
-from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.errors import UsageError
+from elastictrain.report.history import EventReader, GenerationEvents, History, Timed
+from elastictrain.report.records import GenerationEndedRow, GenerationRow, SavedRow, SnapshotRow, StartRow, StepRow
 from elastictrain.storage.opening import open_store
 
-Row = Mapping[str, Any]
+R = TypeVar("R")
 _STEPS = 10  # of a world, at least, whose median tells what its steps take
 
 
@@ -32,59 +35,43 @@ class RunCosts:
 def read_costs(url: str, costs: RunCosts) -> RunCosts:
     """`costs` with what the events of the run in the folder `url` tell. Raises: UsageError if it has no steps; StorageError."""
     store = open_store(url, follow_links=True)
-    logs = sorted(info.key for info in store.list("events/") if info.key.endswith(".jsonl"))
-    rows = [row for key in logs for row in _parsed(store.read(key))]
-    found = _measured(sorted(rows, key=lambda row: _number(row.get("time"))))
+    found = _measured(EventReader(store).update())
     if not found.get("step_s"):
         raise UsageError(f"--run must be the folder of a run that has done steps, but {store.url} has no two `step` events")
     return replace(costs, **found)
 
 
-def _parsed(data: bytes) -> Iterable[Row]:
-    for line in data.splitlines():
-        try:
-            row = parse_json(line)
-        except MalformedJsonError:
-            # The last line of a killed writer.
-            continue
-        if isinstance(row, dict):
-            yield row
-
-
-def _measured(rows: Sequence[Row]) -> dict[str, float]:
-    """Medians, of what there are figures of. `rows` of all ranks and launchers, in the order of time."""
+def _measured(history: History) -> dict[str, float]:
+    """Medians, of what there are figures of."""
     found: dict[str, list[float]] = {field.name: [] for field in fields(RunCosts)}
-    last: dict[str, Row] = {}  # of each kind
-    by_world: dict[int, list[float]] = {}  # durations of steps
-    begun_s, number = None, 0  # of a generation that has not done a step
-    for row in rows:
-        kind, time_s, seconds = str(row.get("event")), _number(row.get("time")), row.get("seconds")
-        before = last.get(kind)
-        if kind in ("step", "snapshot") and row.get("rank") != 0:
-            continue
-        if kind in ("step", "snapshot") and before is not None and before["incarnation"] == row["incarnation"]:
-            found["step_s" if kind == "step" else "snapshot_every_s"].append(time_s - _number(before["time"]))
-            if kind == "step" and (start := last.get("start")) and start["incarnation"] == row["incarnation"]:
-                by_world.setdefault(int(_number(start.get("world_size"))), []).append(time_s - _number(before["time"]))
-        if kind == "snapshot":
-            found["snapshot_stall_s"].append(_number(row.get("stall_s")))
-        elif kind == "step" and begun_s is not None:
-            found["recovery_s" if number > 1 else "restart_s"].append(time_s - begun_s)
-            begun_s = None
-        elif kind == "generation" and (before is None or before["incarnation"] != row["incarnation"]):
-            begun_s, number = time_s, number + 1
-        elif kind == "generation_ended" and row.get("kind") in ("grow", "leaving") and "step" in last:
-            if before is None or before["incarnation"] != row["incarnation"]:
-                found["stop_s"].append(time_s - _number(last["step"]["time"]))
-        elif kind == "checkpoint_saved" and row.get("reason") in ("interval", "time") and isinstance(seconds, dict):
-            found["save_s"].append(sum(map(_number, seconds.values())))
-        last[kind] = row
+    by_world: dict[int, list[float]] = defaultdict(list)  # durations of steps
+    begun = False
+    for _, generation in sorted(history.generations.items()):
+        steps, snapshots = _of_rank_0(generation, StepRow), _of_rank_0(generation, SnapshotRow)
+        steps_s = [later.time - one.time for one, later in pairwise(steps)]
+        found["step_s"] += steps_s
+        if (start := generation.first(StartRow)) is not None:
+            by_world[start.row.world_size] += steps_s
+        found["snapshot_every_s"] += [later.time - one.time for one, later in pairwise(snapshots)]
+        found["snapshot_stall_s"] += [one.row.stall_s for one in snapshots]
+        if (begin := generation.first(GenerationRow)) is not None:
+            if steps:
+                found["recovery_s" if begun else "restart_s"].append(steps[0].time - begin.time)
+            begun = True
+        if steps and (end := generation.first(GenerationEndedRow)) is not None and end.row.kind in ("grow", "leaving"):
+            found["stop_s"].append(end.time - steps[-1].time)
+        saved = [one.row for one in generation.of(SavedRow) if one.row.reason in ("interval", "time")]
+        found["save_s"] += [sum(row.seconds.values()) for row in saved]
     measured = {name: median(values) for name, values in found.items() if values}
     measured |= _steps_of_worlds({world: median(values) for world, values in by_world.items() if len(values) >= _STEPS})
     if found["save_s"]:
         # What steps took beside the usual.
         measured["save_stall_s"] = sum(one - measured["step_s"] for one in found["step_s"]) / len(found["save_s"])
     return {name: max(0.0, value) for name, value in measured.items()}
+
+
+def _of_rank_0(generation: GenerationEvents, kind: type[R]) -> list[Timed[R]]:
+    return [one for one in generation.of(kind) if one.writer == "rank 0"]
 
 
 def _steps_of_worlds(steps_s: Mapping[int, float]) -> dict[str, float]:
@@ -95,7 +82,3 @@ def _steps_of_worlds(steps_s: Mapping[int, float]) -> dict[str, float]:
     step_s = steps_s[largest]
     divided_s = (steps_s[smallest] - step_s) / (largest / smallest - 1)
     return {"step_s": step_s, "step_fixed_s": min(max(0.0, step_s - divided_s), step_s)}
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

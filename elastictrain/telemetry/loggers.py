@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -70,15 +70,6 @@ class MetricPoint:
     step: int
     time: float  # unix seconds
     values: Mapping[str, float]
-
-
-def flatten(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """The keys of groups of keys, with dots, and their values."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 class MetricLogger(Protocol):

@@ -2,7 +2,8 @@
 
 import os
 
-from elastictrain.telemetry.loggers import LoggedRun, MetricPoint, flatten
+from elastictrain.config.constraints import flatten
+from elastictrain.telemetry.loggers import LoggedRun, MetricPoint
 
 _TAG = "elastictrain.run_id"
 _MOST_PARAMS = 100  # in one request

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from elastictrain.config.constraints import flatten
 from elastictrain.events import AppendLog
 from elastictrain.storage.appendlog import open_append_log
-from elastictrain.telemetry.loggers import LoggedRun, MetricPoint, flatten
+from elastictrain.telemetry.loggers import LoggedRun, MetricPoint
 
 
 def encode_event(**fields: object) -> bytes:

@@ -42,7 +42,7 @@ class Attachment:
         self._last_save_s = self._last_finished_s = self.clock()
         options = self.context.config.checkpoint
         if options.every_steps == "auto" and self.context.identity.rank == 0:
-            self._tuner = SaveTuner(self.context.job.failures, max_lost_s=options.max_lost_s)
+            self._tuner = SaveTuner(self.context.job.memory.failures, max_lost_s=options.max_lost_s)
 
     def flags(self, step: int) -> StepFlags:
         """This rank's requests and the status of its saves when it begins a step."""

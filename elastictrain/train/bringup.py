@@ -6,12 +6,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from elastictrain.checkpoint.lineage import number_of
-from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
 from elastictrain.distributed.generation import Introduction, agree, check_alike, signal_waiting
 from elastictrain.distributed.group import connect, make_group
@@ -19,18 +19,18 @@ from elastictrain.distributed.store import BoundedStore, StoreExchange
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.exits import wait_for_previous_workers
-from elastictrain.identity import Identity
 from elastictrain.lease.chain import Chain, LeaseClaim, StartRecord, Starts
 from elastictrain.lease.holder import Lease, Waiting, take
 from elastictrain.liveness.heartbeats import HeartbeatStore
-from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.progress import Phase
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import process_name
-from elastictrain.train.checks import check_alone, check_memory
-from elastictrain.train.context import StopRequested, TrainContext
+from elastictrain.telemetry.progress import write_above
+from elastictrain.train.checks import check_memory
+from elastictrain.train.context import TrainContext
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.preflight import RunPreflight
@@ -40,23 +40,6 @@ logger = logging.getLogger(__name__)
 _DIGITS = 16
 _OWNER_KEY = "elastictrain/owner"
 _NAMING_S, _NAMING_SHARE = 10.0, 0.1  # of the time in which the store must answer: what is left to ask who is missing
-
-
-def meet_ranks(
-    config: RunConfig,
-    identity: Identity,
-    *,
-    tracker: ProgressTracker,
-    stop_request: StopRequested,
-    parent: int = 0,
-    on_lost: Callable[[str], None] = lambda _: None,
-) -> TrainContext:
-    """Check what a rank can check alone, then agree with the other ranks. Collective: yes. `parent` is the process that started
-    this one. A thread of rank 0 calls `on_lost` when another run has taken the lease."""
-    context = check_alone(config, identity, tracker=tracker, stop_request=stop_request)
-    claim_memory(context)
-    meet(context, parent=parent, on_lost=on_lost)
-    return context
 
 
 def claim_memory(context: TrainContext, *, parked: ParkedMemory | None = None) -> None:
@@ -153,7 +136,7 @@ def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Ca
         timeout_s=rendezvous.left_s - margin_s,
         poll=context.leave_if_asked,
         extend_deadline=lambda seconds: _extend_deadline(context, seconds + margin_s),
-        tell=_tell,
+        tell=partial(write_above, sys.stderr),
     )
     if identity.rank == 0:
         note_start(context.store, incarnation=generation.name, world_size=identity.world_size)
@@ -184,7 +167,9 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
 
     # Numbers keep rising even where the run folder was deleted during the job.
     used = max(map(number_of, context.job.read().incarnations), default=0)
-    waiting = Waiting(on_held=run.on_held, url=run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on)
+    waiting = Waiting(
+        on_held=run.on_held, url=run.dir, tell=lambda text: write_above(sys.stderr, f"elastictrain: {text}"), poll=wait_on
+    )
     # A torchrun stays the same owner when its workers restart; a world of one is a new owner with each process.
     identity = context.identity
     writers = tuple(filter(None, [process_name(parent) if identity.launched else "", process_name()]))
@@ -222,8 +207,3 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
             logger.info("events of earlier starts are merged by a later start: %s", error)
 
     threading.Thread(target=note, name="note-start", daemon=True).start()
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -1,25 +1,23 @@
 """Builds everything between a process group and a loop that is ready to run. Parts are put together only here."""
 
 import logging
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.checkpointer import Checkpointer, used_versions
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.manifest import StateCounters, counters_of
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.signing import proof_of
+from elastictrain.checkpoint.signing import proof_of, signing_key
 from elastictrain.config.digest import config_digest
-from elastictrain.data.assignment import Pass, Share, passes
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader, WorkerPool
 from elastictrain.distributed.group import limit_collectives
@@ -29,8 +27,9 @@ from elastictrain.errors import ConfigError, DataError, Problem
 from elastictrain.events import Resume, Start
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.appendlog import open_append_log
+from elastictrain.telemetry.progress import write_above
 from elastictrain.torch_private import follow_compilations
-from elastictrain.train.checks import signing_key, store_config
+from elastictrain.train.checks import store_config
 from elastictrain.train.compile_cache import begin_compile_cache
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
@@ -52,7 +51,6 @@ from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
 from elastictrain.train.straggler import StragglerFinder
 from elastictrain.train.task import BringsDatasets, CountsFlops, HasBlocks, UpdatesInTurn
 from elastictrain.train.weight_average import WeightAverage
-from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +131,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
         observer=observer,
         tokens_per_sample=tokens_per_sample,
         in_storage=in_storage,
-        skipped={step: tuple(_plan_passes(context, step - 1, step)) for step in identity.poisoned.skipped},
+        skipped={step: tuple(context.plan_passes(step - 1, step)) for step in identity.poisoned.skipped},
         compile_cache=compile_cache,
         history=EvaluationHistory.resume(context, step=state.step) if evaluator is not None else None,
     )
@@ -191,7 +189,7 @@ def _count(context: TrainContext, state: TrainState) -> tuple[int | None, float 
 def make_checkpointer(context: TrainContext) -> Checkpointer:
     """Collective: yes. Raises: ConfigError if some rank has no key, or a different one."""
     config, identity, incarnation = context.config, context.identity, context.generation.name
-    key = signing_key(config)
+    key = signing_key(config.checkpoint.key_env)
     if key is not None:
         proofs = gather_json(proof_of(key), group=context.group.control)
         others = [rank for rank, proof in enumerate(proofs) if proof != proofs[0]]
@@ -278,7 +276,7 @@ def record_start(context: TrainContext) -> None:
         backend=context.group.backend,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         config_digest=config_digest(context.config),
-        versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions=used_versions(),
         seconds={**context.times.seconds},
         pids=context.generation.pids,
     )
@@ -296,21 +294,18 @@ def build_state(context: TrainContext, before: BuiltState | None = None) -> tupl
         if before.parked is not None:
             before.parked.take()
         wrapped = reattach(wrapping, before.wrapped)
-        limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
-        counters = StateCounters(0, data_digest=context.samples.digest)
-        return wrapped, TrainState(before.state.model, before.state.optimizer, counters, average=before.state.average)
-    model = build_model(task, seed=config.run.seed, device=device)
-    if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
-        sys.stderr.write(f"elastictrain: {warning}\n")
-        sys.stderr.flush()
-    float8 = float8_layers(task, model) if config.train.precision == "fp8" else ()
-    wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else (), float8=float8)
-    fill(model, task, seed=config.run.seed, device=device)
-    wrapped = wrapping.finish(model)
+        model, optimizers, average = before.state.model, before.state.optimizer, before.state.average
+    else:
+        model = build_model(task, seed=config.run.seed, device=device)
+        if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
+            write_above(sys.stderr, f"elastictrain: {warning}")
+        float8 = float8_layers(task, model) if config.train.precision == "fp8" else ()
+        wrapping.wrap(model, task.blocks(model) if isinstance(task, HasBlocks) else (), float8=float8)
+        fill(model, task, seed=config.run.seed, device=device)
+        wrapped, optimizers = wrapping.finish(model), make_optimizers(model, config.optim, task)
+        average = WeightAverage.of(model, decay=config.train.ema) if config.train.ema is not None else None
     limit_collectives(wrapped.groups, backend=context.group.backend, timeout_s=config.fault.init_timeout_s)
-    counters = StateCounters(0, data_digest=context.samples.digest)
-    average = WeightAverage.of(model, decay=config.train.ema) if config.train.ema is not None else None
-    return wrapped, TrainState(model, make_optimizers(model, config.optim, task), counters, average=average)
+    return wrapped, TrainState(model, optimizers, StateCounters(0, data_digest=context.samples.digest), average=average)
 
 
 def too_slow(num_parameters: int, *, device: torch.device) -> str:
@@ -322,22 +317,8 @@ def too_slow(num_parameters: int, *, device: torch.device) -> str:
 
 def _make_loader(context: TrainContext, *, first_step: int, pool: WorkerPool | None) -> Loader:
     config, samples, skipped = context.config, context.samples.train, context.identity.poisoned.skipped
-    planned = (one for one in _plan_passes(context, first_step, config.train.steps) if one.step + 1 not in skipped)
+    planned = (one for one in context.plan_passes(first_step, config.train.steps) if one.step + 1 not in skipped)
     pin_memory = context.group.device.type == "cuda"
     return Loader(
         samples, planned, workers=config.data.workers, prefetch=config.data.prefetch, pin_memory=pin_memory, pool=pool
-    )
-
-
-def _plan_passes(context: TrainContext, first_step: int, last_step: int) -> Iterator[Pass]:
-    """What this rank reads in steps [first_step, last_step), counted from 0."""
-    config, identity = context.config, context.identity
-    return passes(
-        first_step,
-        last_step=last_step,
-        share=Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank),
-        num_samples=len(context.samples.train),
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        mixture=context.samples.mixture,
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastictrain.cgroup import memory_groups
 from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
-from elastictrain.checkpoint.signing import SigningKey, load_key
+from elastictrain.checkpoint.signing import signing_key
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.config.optim import OptimGroup
@@ -73,7 +73,7 @@ def check_alone(
     """Check what needs no other rank, and set torch's environment. `times` of the start, which go on here. Raises:
     ElasticTrainError."""
     times = times if times is not None else StartTimes()
-    signing_key(config)
+    signing_key(config.checkpoint.key_env)
     make_loggers(config.telemetry.loggers)
     times.end_part("loggers")
     backend = choose_backend(config, identity)
@@ -120,14 +120,6 @@ def set_determinism(config: RunConfig) -> None:
         # cuBLAS picks among algorithms at run time unless its workspace has a fixed size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-
-
-def signing_key(config: RunConfig) -> SigningKey | None:
-    """The key in the environment that signs checkpoints; None if none is configured. Raises: ConfigError if it is invalid."""
-    try:
-        return load_key(config.checkpoint.key_env)
-    except ValueError as error:
-        raise ConfigError([Problem("checkpoint.key_env", str(error))]) from error
 
 
 def open_samples(task: Task, config: RunConfig) -> Samples:

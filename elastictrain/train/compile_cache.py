@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from elastictrain.checkpoint.lineage import number_of
-from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.signing import SigningKey, signing_key
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import ElasticTrainError, ObjectExistsError, StorageError
 from elastictrain.events import Compiled, Event
@@ -27,7 +27,6 @@ from elastictrain.storage.opening import create_secret, why_others_may_write, wi
 from elastictrain.storage.private import make_private_folder, open_private_file, temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.torch_private import cache_attention_graphs
-from elastictrain.train.checks import signing_key
 from elastictrain.train.compile_archive import (
     FOLDER,
     MOST_BYTES,
@@ -95,7 +94,7 @@ def begin_compile_cache(context: TrainContext) -> "CompileCache | None":
     cache = CompileCache(
         folder,
         context.store,
-        signing=signing_key(config),
+        signing=signing_key(config.checkpoint.key_env),
         number=max(0, number_of(context.generation.name)),
         record=context.journal.record if identity.rank == 0 else None,
     )

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.composed import RunConfig
+from elastictrain.data.assignment import Pass, Share, passes
 from elastictrain.data.mixture import Mixture
 from elastictrain.data.samples import SampleReader
 from elastictrain.distributed.device import Backend
@@ -81,19 +82,27 @@ class TrainContext:
         """Whether this rank trains on a GPU."""
         return self.backend == "nccl" or self.config.parallel.device == "cuda"
 
+    @property
+    def share(self) -> Share:
+        """What this rank reads of each step."""
+        train = self.config.train
+        return Share(train.global_batch, train.micro_batch, self.identity.world_size, self.identity.rank)
+
+    def plan_passes(self, first_step: int, last_step: int) -> Iterator[Pass]:
+        """What this rank reads in steps [first_step, last_step), counted from 0."""
+        return passes(
+            first_step,
+            last_step=last_step,
+            share=self.share,
+            num_samples=len(self.samples.train),
+            seed=self.config.run.seed,
+            shuffle=self.config.data.shuffle,
+            mixture=self.samples.mixture,
+        )
+
     def for_next(self, identity: Identity) -> "TrainContext":
         """The state in which the next generation begins in this process: checked alone, with another rank perhaps."""
-        return TrainContext(
-            self.config,
-            identity,
-            self.tracker,
-            self.stop_request,
-            self.check_attached,
-            self.backend,
-            self.task,
-            self.samples,
-            self.store,
-        )
+        return replace(self, identity=identity, times=StartTimes())
 
     @contextmanager
     def timed(self, name: str, phase: Phase | None = None) -> Iterator[None]:

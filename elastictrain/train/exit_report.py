@@ -117,17 +117,10 @@ class ExitReport:
 
     def detached(self, error: Exception) -> Failure:
         """Tell the launcher that this process has left the generation; returns the record for `close_generation`."""
-        mark, what = self.tracker.mark, self.classify(error)
-        self._tell_launcher(replace(what, exit_code=EXIT_TRANSPORT), step=mark.step)
+        what = replace(self.classify(error), exit_code=EXIT_TRANSPORT)
+        self._tell_launcher(what, step=self.tracker.mark.step)
         self.hangs.close_monitor()
-        return Failure(
-            exit_code=EXIT_TRANSPORT,
-            error=what.sentence,
-            phase=str(mark.phase),
-            step=mark.step,
-            last_heard={},
-            flight_recorder=None,
-        )
+        return self._failure(what, {})
 
     def close_generation(self, context: TrainContext, failure: Failure) -> None:
         """Record the failure and close what the generation has opened, in a thread: storage is not waited for. `context` may be
@@ -186,24 +179,15 @@ class ExitReport:
             if self._is_reporter(what):
                 sentence = f"elastictrain: rank {self.identity.rank} on {self.identity.host}: {what.sentence}"
                 write_above(sys.stderr, f"{sentence}\n{stack}".rstrip("\n"))
-            mark = self.tracker.mark
             # The launcher waits for the saved step of a stop; a rank that reports the stop here has saved nothing.
-            step = 0 if what.exit_code == EXIT_STOPPED else mark.step
-            self._tell_launcher(what, step=step)
+            self._tell_launcher(what, step=0 if what.exit_code == EXIT_STOPPED else self.tracker.mark.step)
             context, limit_s = self.context, self.config.fault.shutdown_grace_s / 2
             if context is None:
                 return
             journal, store, trace = context.journal, context.store, self.hangs.trace
             expected = trace is not None if brief else self.config.fault.flight_recorder_entries > 0
             key = f"flight/{context.generation.name}-r{self.identity.rank:05d}.json"
-            failure = Failure(
-                exit_code=what.exit_code,
-                error=what.sentence,
-                phase=str(mark.phase),
-                step=mark.step,
-                last_heard=heard,
-                flight_recorder=key if expected else None,
-            )
+            failure = self._failure(what, heard, trace=key if expected else None)
 
             def record_last(end: Callable[[], None]) -> None:
                 journal.record(failure)
@@ -225,6 +209,12 @@ class ExitReport:
         """Limit the report: it uses stores and devices that may have failed, and must not keep a dead worker alive."""
         limit_the_end(self.config.fault.shutdown_grace_s, exit_code=exit_code)
         self.hangs.announce_ending()
+
+    def _failure(self, what: ExitClassification, heard: Mapping[str, str], *, trace: str | None = None) -> Failure:
+        phase, step = str(self.tracker.mark.phase), self.tracker.mark.step
+        return Failure(
+            exit_code=what.exit_code, error=what.sentence, phase=phase, step=step, last_heard=heard, flight_recorder=trace
+        )
 
     def _tell_launcher(self, what: ExitClassification, *, step: int) -> None:
         rank, phase = self.identity.rank, str(self.tracker.mark.phase)

@@ -16,7 +16,7 @@ from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import ConfigError, InvalidCheckpointError, ObjectNotFoundError, Problem, StorageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
-from elastictrain.train.parameters import keep_shard
+from elastictrain.train.parameters import keep_shard, saved_tensors
 from elastictrain.train.task import NamesInitialWeights, Task
 
 _KEY = "train.init_from"
@@ -50,10 +50,8 @@ def load_initial_weights(url: str, model: nn.Module, task: Task) -> int:
 
 def match_names(model: nn.Module, task: Task, shapes: Mapping[str, tuple[int, ...]], *, url: str) -> dict[str, Tensor]:
     """The live tensors of `model` by their names among the stored `shapes`. Raises: ConfigError."""
-    kept = model.state_dict().keys()
-    live = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in kept}
     names, found, wrong = frozenset(shapes), dict[str, Tensor](), list[str]()
-    for name, tensor in live.items():
+    for name, tensor in saved_tensors(model).items():
         theirs = task.initial_name(name, names) if isinstance(task, NamesInitialWeights) else name
         if theirs is None:
             continue

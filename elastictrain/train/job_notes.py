@@ -27,7 +27,7 @@ class JobNotes:
         self._identity = identity
         launcher = identity.launcher
         self._file = Path(launcher.folder) / JOB_NAME if launcher is not None else None
-        self._memory = JobMemory()
+        self.memory = JobMemory()  # of the generations before this one, and of this one as far as it has come
         self.evaluated: int | None = None  # the same on all ranks: `JobMemory.evaluated`; None if the job has just begun
 
     def read(self) -> JobMemory:
@@ -43,14 +43,14 @@ class JobNotes:
         """The notes of the host that knows most of the newest generation: rank 0 may be on one that has just come. Collective:
         yes."""
         own = self.read() if self._identity.local_rank == 0 else JobMemory()
-        self._memory = max(gather_records(own, group=group), key=_knowledge)
-        self.evaluated = self._memory.evaluated if self._memory.incarnations else None
-        return self._memory
+        self.memory = max(gather_records(own, group=group), key=_knowledge)
+        self.evaluated = self.memory.evaluated if self.memory.incarnations else None
+        return self.memory
 
     def begin(self, incarnation: str, *, step: int, tier: str) -> None:
         """Note that this generation resumes from `step`, which was in `tier`. Step 0 begins the run anew and deletes earlier
         notes."""
-        before = max(self.read(), self._memory, key=_knowledge) if step else JobMemory()
+        before = max(self.read(), self.memory, key=_knowledge) if step else JobMemory()
         names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
         # Earlier jobs may have evaluated.
         evaluated = before.evaluated if before.incarnations else step
@@ -58,40 +58,30 @@ class JobNotes:
         # torchrun starts workers again only after a failure; a launcher tells.
         if before.incarnations and (launcher is None or launcher.recovery is not None):
             failures = failures.failed(lost=tier == "storage")
-        self._memory = JobMemory(names, max(step, before.step), before.snapshot_interval, evaluated, failures)
+        self.memory = JobMemory(names, max(step, before.step), before.snapshot_interval, evaluated, failures)
         self._write()
-
-    @property
-    def failures(self) -> FailureCounts:
-        """Those of the job's generations before this one, and the one before which this one begins."""
-        return self._memory.failures
 
     def trained(self, failures: FailureCounts) -> None:
         """Note how long the job has trained by now."""
-        self._memory = replace(self._memory, failures=failures)
+        self.memory = replace(self.memory, failures=failures)
         self._write()
 
-    @property
-    def snapshot_interval(self) -> int:
-        """The learned steps between snapshots; 0 before any are learned."""
-        return self._memory.snapshot_interval
-
     def learned(self, snapshot_interval: int) -> None:
-        self._memory = replace(self._memory, snapshot_interval=snapshot_interval)
+        self.memory = replace(self.memory, snapshot_interval=snapshot_interval)
         self._write()
 
     def evaluation_done(self, step: int) -> None:
-        self._memory = replace(self._memory, evaluated=step)
+        self.memory = replace(self.memory, evaluated=step)
         self._write()
 
     def committed(self, step: int) -> None:
-        self._memory = replace(self._memory, step=max(self._memory.step, step))
+        self.memory = replace(self.memory, step=max(self.memory.step, step))
         self._write()
 
     def _write(self) -> None:
         if not self._identity.launched:
             return
-        text = encode_record(self._memory).decode()
+        text = encode_record(self.memory).decode()
         if self._identity.rank == 0:
             within(_LIMIT_S, lambda: self._store.set(_KEY, text))
         if self._file is not None and self._identity.local_rank == 0:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice, tee
 
-from elastictrain.data.assignment import Pass, Share
+from elastictrain.data.assignment import Pass
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
@@ -59,10 +59,7 @@ class Loop:
     _reported: SlowRank | None = field(default=None, init=False)  # of this host; the launcher has been told of it
 
     def __post_init__(self) -> None:
-        config = self.context.config
-        identity = self.context.identity
-        share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
-        self._passes = share.passes_per_step
+        self._passes = self.context.share.passes_per_step
         self.attachment = Attachment(self.context, self.state, self.saving, self.comparison, self.observer, self.clock)
         self.waits = StepWaits(self.context.group.device.type != "cpu", self.clock)
         self._last_finished_s = self.clock()

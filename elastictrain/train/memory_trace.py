@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.data.assignment import Share, passes
 from elastictrain.data.dataset import map_tensors
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.group import lone_group
@@ -188,11 +187,12 @@ def trace_step(config: RunConfig, task: Task, identity: Identity, *, samples: Sa
         stack.callback(torch.compiler.reset)
         stack.enter_context(torch.compiler.set_stance("default", force_backend=sizing_backend(log.hold)))
         stepper = _build(context, fake, log)
-        micro_batches = _micro_batches(context)
+        first = MicroBatch.read(samples.train, next(context.plan_passes(0, 1)))
         stack.enter_context(log.following_resizes())
         stack.enter_context(fake)
         stack.enter_context(log)
-        batches = [replace(one, batch=map_tensors(one.batch, torch.empty_like)) for one in micro_batches]
+        number = min(context.share.passes_per_step, _PASSES)
+        batches = [replace(first, batch=map_tensors(first.batch, torch.empty_like)) for _ in range(number)]
         tracker.follow(lambda mark: log.enter(mark.phase))
         stepper.run(1, iter(batches), passes=len(batches), rate=0.0, flags=StepFlags())
     return log.peak()
@@ -227,12 +227,3 @@ def _build(context: TrainContext, fake: FakeTensorMode, log: MemoryLog) -> Stepp
                 parameter.grad = torch.zeros_like(parameter)
                 log.use_for(Use.GRADIENTS, [parameter.grad])
     return Stepper(context, wrapped, optimizers, average=average)
-
-
-def _micro_batches(context: TrainContext) -> list[MicroBatch]:
-    train, identity, samples = context.config.train, context.identity, context.samples.train
-    share = Share(train.global_batch, train.micro_batch, identity.world_size, identity.rank)
-    planned = passes(0, last_step=1, share=share, num_samples=len(samples), seed=0, shuffle=False)
-    first = next(iter(planned))
-    batch = samples.read(first.sample_ids, first=first.portion.first)
-    return [MicroBatch(first.step, first.portion, first.sample_ids, batch)] * min(share.passes_per_step, _PASSES)

@@ -112,6 +112,12 @@ def keep_shard(parameter: Tensor, whole: Tensor) -> None:
     local(parameter).copy_(local(whole))
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The live parameters of a model, and the buffers that a state_dict has, by name."""
+    persistent = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in persistent}
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,7 +18,7 @@ from elastictrain.fault.launcher_channel import Attached, Detached, Introduced, 
 from elastictrain.fault.stop import StopListener
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.liveness.watchdog import Others, Overdue
+from elastictrain.liveness.watchdog import Overdue, Watchdog
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.telemetry.log import LogPrefix
 from elastictrain.train.bringup import form_group, meet
@@ -77,13 +77,17 @@ class Participant:
         elif now_s - self._ending_s > _FREE_S and not self._left.is_set():
             self.report.overdue(overdue)
 
-    def others(self) -> Others:
-        """What is known of the other ranks of the present generation."""
-        return self.report.hangs.others()
-
-    def beat(self) -> None:
-        """Show that threads of this process can run."""
-        self.report.hangs.beat()
+    def make_watchdog(self) -> Watchdog:
+        """It judges this process once it is started."""
+        return Watchdog(
+            self.config.fault,
+            mark=lambda: self.tracker.mark,
+            stop=lambda: self.stop.request,
+            end=self.end,
+            # Each generation has a report of its own.
+            others=lambda: self.report.hangs.others(),  # noqa: PLW0108
+            beat=lambda: self.report.hangs.beat(),  # noqa: PLW0108
+        )
 
     @property
     def keeps_process(self) -> bool:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from elastictrain.bounded_json import as_record
+from elastictrain.checkpoint.checkpointer import used_versions
 from elastictrain.checkpoint.copier import Arena, Copier, free_indices, slot_indices
 from elastictrain.checkpoint.exchange import from_first, gather_json, gather_records
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
@@ -32,7 +31,7 @@ from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import SaverRoster, WorkerHello
 from elastictrain.checkpoint.saver.process import SaverConfig
-from elastictrain.checkpoint.signing import proof_of
+from elastictrain.checkpoint.signing import proof_of, signing_key
 from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.checkpoint.tensor_bytes import dtype_name, own_items
 from elastictrain.config.digest import config_digest
@@ -43,12 +42,10 @@ from elastictrain.net.interfaces import own_address
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import absolute_url
 from elastictrain.surroundings import Surroundings
-from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_saving import Saving, SnapshotSaving
 from elastictrain.train.state import SavedState
-from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +87,7 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
         save_timeout_s=config.fault.save_timeout_s,
         flush_s=config.telemetry.flush_s,
         grace_s=config.fault.shutdown_grace_s,
-        versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        versions=used_versions(),
         manifest_bytes=int(options.manifest_mb * 2**20),
         key_env=options.key_env,
     )
@@ -101,7 +98,7 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
         incarnation=context.generation.name,
         agent=agent,
         address=_address(identity),
-        key=proof_of(signing_key(config)),
+        key=proof_of(signing_key(config.checkpoint.key_env)),
     )
     link = SaverLink(folder, saver, hello, starts=identity.local_rank == 0, record=context.journal.record)
     link.start()

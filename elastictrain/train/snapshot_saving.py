@@ -62,7 +62,8 @@ class SnapshotSaving:
         every_steps = self._options.snapshot_every_steps
         self._cadence: Cadence | None = None
         if every_steps == "auto":
-            self._cadence = Cadence(len(snapshots.steps), first=self._context.job.snapshot_interval or FIRST, pause_s=pause_s)
+            learned = self._context.job.memory.snapshot_interval
+            self._cadence = Cadence(len(snapshots.steps), first=learned or FIRST, pause_s=pause_s)
         self._interval = FIRST if every_steps == "auto" else every_steps  # steps between snapshots, as the ranks agree
         self._newest_begun: int | None = None  # step of the newest snapshot, or the one that this generation resumed from
         self._failed_saves = 0  # in a row, as the ranks agree

@@ -11,7 +11,6 @@ from itertools import islice
 import psutil
 import torch
 
-from elastictrain.data.assignment import Share, passes
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.group import lone_group
@@ -110,20 +109,6 @@ def _build(context: TrainContext) -> BuiltState:
 
 def _run_step(context: TrainContext, stepper: Stepper) -> None:
     """The first passes of a step and its update: what a rank compiles, at little cost to training beside it."""
-    config, identity, samples = context.config, context.identity, context.samples.train
-    share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
-    planned = passes(
-        0,
-        last_step=1,
-        share=share,
-        num_samples=len(samples),
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        mixture=context.samples.mixture,
-    )
-    number = min(share.passes_per_step, _PASSES)
-    micro_batches = (
-        MicroBatch(one.step, one.portion, one.sample_ids, samples.read(one.sample_ids, first=one.portion.first))
-        for one in islice(planned, number)
-    )
+    number = min(context.share.passes_per_step, _PASSES)
+    micro_batches = (MicroBatch.read(context.samples.train, one) for one in islice(context.plan_passes(0, 1), number))
     stepper.run(1, micro_batches, passes=number, rate=0.0, flags=StepFlags()).result()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from elastictrain.checkpoint.manifest import JsonValue, StateCounters
 from elastictrain.train.optimizer import Optimizers
+from elastictrain.train.parameters import saved_tensors
 from elastictrain.train.weight_average import WeightAverage
 
 JsonState = Mapping[str, JsonValue]
@@ -54,14 +55,8 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Live tensors by their name in a checkpoint; loading into them restores the state."""
-        parameters = dict(self.model.named_parameters())
-        named: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in parameters.items()}
-        persistent = set(self.model.state_dict())
-        for name, buffer in self.model.named_buffers():
-            if name in persistent:
-                named[f"model.{name}"] = buffer
-        for name, tensor in self.optimizer.tensors(parameters.items()):
-            named[f"optim.{name}"] = tensor
+        named = {f"model.{name}": tensor for name, tensor in saved_tensors(self.model).items()}
+        named |= {f"optim.{name}": tensor for name, tensor in self.optimizer.tensors(self.model.named_parameters())}
         if self.average is not None:
             named |= {f"ema.{name}": tensor for name, tensor in self.average.averages.items()}
         return named

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.user_code import calling, describe_value, refuse
-from elastictrain.data.assignment import Share, sample_at
+from elastictrain.data.assignment import sample_at
 from elastictrain.data.dataset import Batch, Sample, leaves, map_tensors
 from elastictrain.data.samples import SampleReader
 from elastictrain.errors import TaskError
@@ -40,7 +40,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 def try_task(context: TrainContext) -> None:
     """Raises: TaskError for the first thing that the task or its data do wrong."""
     config, task = context.config, context.task
-    share = Share(config.train.global_batch, config.train.micro_batch, context.identity.world_size, 0)
+    share = context.share
     # The last chunk of a step may be smaller than the others.
     sizes = {share.chunk_size, share.global_batch % share.chunk_size or share.chunk_size}
     _check_signatures(task)

@@ -9,12 +9,11 @@ import torch
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.reattach import forget_step
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, StopRequestedError
-from elastictrain.fault.exits import follow_parent
 from elastictrain.fault.launcher_channel import EXACT, open_channel
 from elastictrain.fault.stop import StopListener
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.liveness.watchdog import Watchdog
+from elastictrain.processes import follow_parent
 from elastictrain.start_times import StartTimes
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import claim_memory
@@ -48,14 +47,7 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, standby: s
         return EXIT_STOPPED
     part = Participant(config, identity, tracker, prefix, stop, parent, open_channel(identity, stop))
     worker = Worker(part, times)
-    watchdog = Watchdog(
-        config.fault,
-        mark=lambda: tracker.mark,
-        stop=lambda: stop.request,
-        end=part.end,
-        others=part.others,
-        beat=part.beat,
-    )
+    watchdog = part.make_watchdog()
     watchdog.start()
     code = EXIT_BUG
     try:

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.commands.output import plural, progress, result, result_json, table
+from elastictrain.checkpoint.commands.output import plural, result, result_json, table
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, TensorRecord
 from elastictrain.checkpoint.tensor_bytes import read_box
 from elastictrain.checkpoint.verified_read import CheckpointFolder
+from elastictrain.entry_point import progress
 from elastictrain.errors import EXIT_OK
 
 EXIT_DIFFERENT = 1
@@ -134,7 +135,7 @@ def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: C
     # An upper bound: equal chunks of B are not read.
     total = sum(chunk.size_bytes for pair in pairs.values() for record in pair for chunk in record.chunks)
     with (
-        progress("comparing", total=total, unit="B") as advance,
+        progress("comparing", total) as advance,
         ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool,
     ):
 

@@ -20,12 +20,13 @@ from elastictrain.checkpoint.commands.export_formats import (
     write_safetensors,
     write_torch,
 )
-from elastictrain.checkpoint.commands.output import note, progress
+from elastictrain.checkpoint.commands.output import note
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.folders import Reject
 from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.checkpoint.verified_read import DamagedFileError
 from elastictrain.config.task_signature import TARGET, find_task, make_task
+from elastictrain.entry_point import progress
 from elastictrain.errors import EXIT_OK, ConfigError, UsageError
 from elastictrain.storage.store import Store
 
@@ -96,7 +97,7 @@ def export_checkpoint(
         names = [name for name in found.manifest.tensors if to != "hf" or name.startswith(MODEL)]
         note(f"exporting {found.url} ({len(names)} tensors) to {target.url}")
         try:
-            with progress("exporting", total=len(names), unit="tensor", lines=True) as advance:
+            with progress("exporting", len(names), unit="tensor", lines=True) as advance:
                 write(ExportSource(found, element, advance), target)
         except DamagedFileError as error:
             target.clear()

@@ -1,13 +1,8 @@
-"""Output of the commands: results on stdout, notes and progress on stderr, figures and tables as text."""
+"""Output of the commands: results on stdout, notes on stderr, figures and tables as text."""
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from threading import Lock
-from typing import Literal
-
-Advance = Callable[[int], None]  # reports so many more units as done; any thread may call it
+from collections.abc import Collection, Mapping, Sequence
 
 
 def result(text: str) -> None:
@@ -31,26 +26,6 @@ def ask(question: str) -> bool:
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-@contextmanager
-def progress(what: str, *, total: int, unit: Literal["B", "tensor", "folder"], lines: bool = False) -> Iterator[Advance]:
-    """A bar on a terminal; elsewhere nothing or, with `lines`, a line per tenth."""
-    from tqdm import tqdm
-
-    lock, done = Lock(), 0
-    # `disable=None` draws the bar on a terminal alone.
-    with tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", leave=False, disable=None) as bar:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            with lock:
-                bar.update(count)
-                before, done = done, done + count
-                if bar.disable and lines and 10 * before // total != 10 * done // total:
-                    note(f"{done}/{total} {unit}s")
-
-        yield advance
 
 
 def size_text(size_bytes: float) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.commands.output import ask, can_ask, note, plural, progress, result, size_text, table
+from elastictrain.checkpoint.commands.output import ask, can_ask, note, plural, result, size_text, table
 from elastictrain.checkpoint.commands.survey import CheckpointState, RunLocation, Surveyed, locate, survey
 from elastictrain.checkpoint.commands.verify import read_and_judge
 from elastictrain.checkpoint.evaluations import read_evaluations
@@ -10,6 +10,7 @@ from elastictrain.checkpoint.folders import list_checkpoints
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.retention import Deletion, delete_folder, plan_retention
 from elastictrain.checkpoint.verified_read import READ_THREADS
+from elastictrain.entry_point import progress
 from elastictrain.errors import EXIT_OK, InvalidCheckpointError, NoValidCheckpointError, UsageError
 
 _STATES_LEFT_ALONE = (CheckpointState.UNKNOWN, CheckpointState.UNTRUSTED)
@@ -63,7 +64,7 @@ def prune_checkpoints(
     if newest is None or newest.state is not CheckpointState.VALID:
         raise InvalidCheckpointError(_refusal(plan.newest, "deleted or damaged meanwhile"))
     count = size_bytes = 0
-    with progress("deleting", total=len(shown), unit="folder") as advance:
+    with progress("deleting", len(shown), unit="folder") as advance:
         for deletion in again.deletions:
             if deletion.folder in shown and delete_folder(location.run, deletion):
                 count += 1
@@ -106,7 +107,7 @@ def _refusal(newest: Surveyed, why: str) -> str:
 def _verify_newest(newest: Surveyed) -> None:
     size_bytes = newest.shard_bytes
     note(f"reading {newest.name} ({size_text(size_bytes)}): older ones go only if every byte of it has its digest")
-    with progress("verifying", total=size_bytes, unit="B") as advance:
+    with progress("verifying", size_bytes) as advance:
         (verdict,) = read_and_judge([newest], threads=READ_THREADS, advance=advance)
     if verdict.gone:
         raise InvalidCheckpointError(_refusal(newest, "deleted meanwhile"))

@@ -1,7 +1,7 @@
 """`verify` and `sign`: read every byte of checkpoints, report damaged files, and sign manifests."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from elastictrain import errors
-from elastictrain.checkpoint.commands.output import Advance, note, plural, progress, result, result_json, size_text
+from elastictrain.checkpoint.commands.output import note, plural, result, result_json, size_text
 from elastictrain.checkpoint.commands.survey import CheckpointState, Surveyed, locate, note_unchecked, survey
 from elastictrain.checkpoint.folders import ROOT, FolderFacts, is_there, key_of, list_checkpoints
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
@@ -27,6 +27,7 @@ from elastictrain.checkpoint.verified_read import (
     read_parts,
     wrong_chunks,
 )
+from elastictrain.entry_point import progress
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
     for one in chosen:
         if one.manifest is not None:
             note_unchecked(one.manifest, name=one.name, signing=location.signing)
-    with progress("verifying", total=sum(one.shard_bytes for one in chosen), unit="B") as advance:
+    with progress("verifying", sum(one.shard_bytes for one in chosen)) as advance:
         verdicts = read_and_judge(chosen, threads=threads, advance=advance)
     judged = [verdict for verdict in verdicts if not verdict.gone]
     for verdict in verdicts:
@@ -84,7 +85,7 @@ def choose_folders(
     return tuple(considered[:1] or wanted[:1])
 
 
-def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[Surveyed]:
+def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Callable[[int], None]) -> list[Surveyed]:
     """Read all files of `chosen`, `threads` at once, each in the memory of a span or chunk. Raises: StorageError."""
     stopped = Event()
     jobs: list[tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]] = []
@@ -133,7 +134,7 @@ def _with_parts(one: Surveyed) -> Surveyed:
 
 
 def check_file(
-    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
+    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Callable[[int], None], stopped: Event
 ) -> tuple[str, ...]:
     """What is wrong with a file, if two reads show it. `placed` is in the order of the bytes. Raises: StorageError."""
     first = _problems(store, key, file=file, placed=placed, advance=advance, stopped=stopped)
@@ -149,7 +150,7 @@ def check_file(
 
 
 def _problems(
-    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
+    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Callable[[int], None], stopped: Event
 ) -> tuple[str, ...]:
     spans = coalesced_reads(one.chunk for one in placed if one.chunk.size_bytes)
     names = {one.chunk: one.name for one in placed}
@@ -222,7 +223,7 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
     chosen = survey(replace(location, signing=None), folders)
     if not chosen:
         raise errors.NoValidCheckpointError(f"{location.url} must hold a checkpoint to sign, but does not")
-    with progress("signing", total=2 * sum(one.shard_bytes for one in chosen), unit="B") as advance:
+    with progress("signing", 2 * sum(one.shard_bytes for one in chosen)) as advance:
         verdicts = read_and_judge(chosen, threads=READ_THREADS, advance=advance)
         signed = 0
         for one in verdicts:

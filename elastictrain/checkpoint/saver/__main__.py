@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from elastictrain.checkpoint.saver.process import LOCK_NAME, clear_if_abandoned, load_config
 from elastictrain.checkpoint.saver.service import SaverService
-from elastictrain.checkpoint.signing import load_key
-from elastictrain.errors import EXIT_BUG, EXIT_OK, ConfigError, ElasticTrainError, Problem
+from elastictrain.checkpoint.signing import signing_key
+from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.private import clear_folder, sweep_folders
 
@@ -35,11 +35,7 @@ def main(folder: str) -> int:
     try:
         config = load_config(folder)
         sweep_folders(os.path.dirname(folder), clear=clear_if_abandoned)  # noqa: PTH120
-        try:
-            signing = load_key(config.key_env)
-        except ValueError as error:
-            raise ConfigError([Problem("checkpoint.key_env", str(error))]) from error
-        SaverService(folder, config, open_store(config.run_dir), signing=signing).run()
+        SaverService(folder, config, open_store(config.run_dir), signing=signing_key(config.key_env)).run()
     except ElasticTrainError as error:
         logger.error("%s", error)
         return error.exit_code

@@ -13,10 +13,9 @@ from elastictrain.bounded_json import JsonLines, MalformedJsonError
 from elastictrain.checkpoint.saver.messages import ToSaver, ToWorker, WorkerRefused, encode
 from elastictrain.checkpoint.saver.process import SOCKET_NAME, peer_pid, through_folder
 from elastictrain.net.server import PendingConnections, PendingLimits
+from elastictrain.processes import PROC, read_stat
 
 logger = logging.getLogger(__name__)
-
-_PF_EXITING = 0x4
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +95,8 @@ class WorkerConnections:
             self._selector.register(descriptor, selectors.EVENT_READ, ended)
         if descriptor < 0:
             then()
-        elif is_exiting(pid):
+        elif (stat := read_stat(PROC / str(pid))) is None or stat.exiting:
+            # It is irreversibly exiting, but releasing its GPU memory can take it long after that.
             ended()
 
     def turn(self, timeout_s: float) -> None:
@@ -176,14 +176,3 @@ class WorkerConnections:
             one.socket.close()
             if one.rank >= 0:
                 self._on_gone(one)
-
-
-def is_exiting(pid: int) -> bool:
-    """Whether a process is irreversibly exiting: releasing its GPU memory can take it long after that.
-    Source: proc(5), the field `flags` of stat, PF_EXITING of linux/sched.h."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            fields = file.read().rpartition(b")")[2].split()
-        return bool(int(fields[6]) & _PF_EXITING)
-    except (OSError, ValueError, IndexError):
-        return True

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from elastictrain.errors import ConfigError, ObjectNotFoundError, StorageError
-from elastictrain.fault.exits import follow_parent
+from elastictrain.processes import follow_parent
 from elastictrain.storage.failures import RetryOptions, errno_of, fault_of
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable, open_store, without_sync

@@ -211,7 +211,7 @@ def test_under_a_launcher_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
     notes = JobNotes(dist.HashStore(), orderly)
     notes.begin("000001-aa", step=0, tier="none")
     notes.begin("000002-bb", step=30, tier="storage")
-    assert notes.failures == FailureCounts()
+    assert notes.memory.failures == FailureCounts()
     after = JobNotes(dist.HashStore(), failed)
     after.begin("000003-cc", step=30, tier="storage")
     assert after.failures == FailureCounts().failed(lost=True)

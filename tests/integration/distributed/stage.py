@@ -106,9 +106,9 @@ class Stage:
         self._now_s += seconds / max(1, sum(actor.alive for actor in self.actors))
         self._pause()
 
-    def set(self, key: str, value: str, /) -> None:
+    def set(self, key: str, value: str | bytes, /) -> None:
         self._pause()
-        self.data[key] = value.encode()
+        self.data[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str, /) -> bytes:
         self._pause()

@@ -15,10 +15,9 @@ from elastictrain.distributed.generation import (
     agree,
     check_alike,
     coordinate,
-    pack,
     signal_waiting,
-    unpack,
 )
+from elastictrain.distributed.store import get_pieces, put_pieces
 from elastictrain.errors import ConfigError, StopRequestedError, TransportError
 from elastictrain.identity import Identity
 from tests.integration.distributed.stage import Actor, Stage, introduction_of
@@ -227,10 +226,8 @@ def test_a_proposal_that_comes_after_the_go_is_not_joined() -> None:
 
     def propose(name: str) -> None:
         proposal = {"name": name, "nonces": ["of rank 0", nonce], "ranks": [asdict(HERE)] * 2}
-        pieces = pack(json.dumps(proposal))
-        for number, piece in enumerate(pieces):
-            store.set(f"elastictrain/proposal/{name}/{number}", piece)
-        store.set("elastictrain/proposal", json.dumps({"name": name, "pieces": len(pieces)}))
+        put_pieces(store, f"elastictrain/proposal/{name}", json.dumps(proposal).encode())
+        store.set("elastictrain/proposal", name)
 
     def rank_0(seconds: float) -> None:
         nonlocal nonce
@@ -302,16 +299,12 @@ def test_rank_0_waits_then_publishes_then_waits_then_goes(
         assert decision == "go"
 
 
-@given(st.text(max_size=5000))
-def test_what_is_published_in_pieces_comes_back_whole(text: str) -> None:
-    pieces = pack(text)
-    assert unpack(piece.encode() for piece in pieces) == text
-    assert all(len(piece) <= 1000 for piece in pieces)
-
-
-def test_a_large_group_meets_in_small_pieces() -> None:
-    pieces = pack(json.dumps([{"nonce": f"{rank:032x}", "host": f"host{rank}", "digest": "d" * 64} for rank in range(512)]))
-    assert 2 <= len(pieces) < 40
+def test_a_large_group_meets_in_few_pieces() -> None:
+    store = dist.HashStore()
+    ranks = [{"nonce": f"{rank:032x}", "host": f"host{rank}", "digest": "d" * 64} for rank in range(512)]
+    put_pieces(store, "proposal", json.dumps(ranks).encode())
+    assert 2 <= int(store.get("proposal")) < 40
+    assert json.loads(get_pieces(store, "proposal")) == ranks
 
 
 def test_whoever_is_waited_for_is_told_once_before_the_wait_is_over() -> None:

@@ -21,15 +21,14 @@ from elastictrain.fault.exits import (
     describe_process,
     early_exit_code,
     encode,
-    follow_parent,
     identify,
     is_there,
-    read_stat,
     runs,
     wait_for_previous_workers,
     wait_until_gone,
 )
 from elastictrain.identity import Identity, Launcher
+from elastictrain.processes import follow_parent, read_stat
 from tests.unit.fault.fake_proc import EXITING, RUNNING, make_process
 
 KILLED = int(signal.SIGKILL)
@@ -45,6 +44,27 @@ def test_this_process_runs_and_is_there() -> None:
     assert stat is not None
     assert (stat.parent, stat.exiting, stat.status) == (os.getppid(), False, 0)
     assert stat.num_threads == len([*Path("/proc/self/task").iterdir()])
+
+
+@pytest.mark.parametrize(
+    ("stat", "exiting"),
+    [
+        ("7 (a) b) S 1 7 7 0 -1 4194560", False),
+        ("7 (a) b) S 1 7 7 0 -1 4194564", True),
+        ("7 (a) b) Z 1 7 7 0 -1 4228100", True),
+    ],
+)
+def test_a_process_past_the_point_of_return_is_known_by_its_flags(stat: str, exiting: bool, tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text(stat + 43 * " 1")
+    found = read_stat(tmp_path)
+    assert found is not None
+    assert found.exiting is exiting
+
+
+@pytest.mark.parametrize("stat", ["", "7 (a"])
+def test_what_is_no_stat_is_no_process(stat: str, tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text(stat)
+    assert read_stat(tmp_path) is None
 
 
 def test_one_that_was_killed_tells_how_it_ends_while_nobody_has_asked_for_it() -> None:

@@ -328,29 +328,6 @@ def test_a_save_that_takes_long_is_told_once_with_what_storage_complains_of(
     assert cast(float, told["seconds"]) >= 0.3
 
 
-def test_a_process_that_lives_is_not_exiting_and_one_that_is_gone_counts_as_it() -> None:
-    assert not connections.is_exiting(os.getpid())
-    assert connections.is_exiting(1 << 22)
-
-
-@pytest.mark.parametrize(
-    ("stat", "exiting"),
-    [
-        ("7 (a) b) S 1 7 7 0 -1 4194560 1 2", False),
-        ("7 (a) b) S 1 7 7 0 -1 4194564 1 2", True),
-        ("7 (a) b) Z 1 7 7 0 -1 4228100 1 2", True),
-        ("7 (a", True),
-        ("", True),
-    ],
-)
-def test_a_process_past_the_point_of_return_is_known_by_its_flags(
-    stat: str, exiting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "stat").write_text(stat)
-    monkeypatch.setattr(connections, "open", lambda path, mode: (tmp_path / Path(path).name).open(mode), raising=False)
-    assert connections.is_exiting(7) is exiting
-
-
 def test_a_step_that_some_ranks_lack_is_told_once(memory: Path, run: Path) -> None:
     with keeping(memory, run):
         ranks = (0, 1, 2)

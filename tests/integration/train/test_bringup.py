@@ -17,7 +17,8 @@ from elastictrain.fault.exits import encode, identify
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.train.bringup import form_group, meet_ranks
+from elastictrain.train.bringup import claim_memory, form_group, meet
+from elastictrain.train.checks import check_alone
 from elastictrain.train.context import TrainContext
 from tests.unit.train.parts import Points, Squares
 from tests.unit.train.test_loop import config
@@ -65,8 +66,11 @@ class Life:
         self.context: TrainContext | None = None
 
     def meet(self) -> TrainContext:
-        self.context = meet_ranks(self._config, self._identity, tracker=self.tracker, stop_request=lambda: self._stop)
-        return self.context
+        context = check_alone(self._config, self._identity, tracker=self.tracker, stop_request=lambda: self._stop)
+        claim_memory(context)
+        meet(context)
+        self.context = context
+        return context
 
     def begin(self) -> TrainContext:
         context = self.meet()

@@ -91,7 +91,7 @@ def test_wrong_arguments_are_named(arguments: list[str], code: int, named: str, 
 
 def log(path: Path, *rows: Mapping[str, object]) -> None:
     path.parent.mkdir(exist_ok=True)
-    lines = [json.dumps({"rank": 0, "incarnation": "1-a", **row}) for row in rows]
+    lines = [json.dumps({"rank": 0, "incarnation": "1-a", "step": 1, "loss": 1.0, **row}) for row in rows]
     path.write_text("\n".join([*lines, '{"time": 12, "event": "st']))
 
 
@@ -100,10 +100,17 @@ def test_what_things_take_is_read_from_the_events_of_a_run(tmp_path: Path) -> No
     snapshots = [{"event": "snapshot", "time": time_s, "stall_s": 0.25} for time_s in (11.0, 14.0)]
     after = [{"event": "step", "time": time_s, "incarnation": "2-b"} for time_s in (17.0, 18.0)]
     log(tmp_path / "events" / "1-a-r00000.jsonl", *steps, *snapshots, *after)
-    saved = {"event": "checkpoint_saved", "time": 13.0, "reason": "interval", "seconds": {"write": 2.0, "commit": 0.5}}
+    saved = {
+        "event": "checkpoint_saved",
+        "time": 13.0,
+        "reason": "interval",
+        "bytes": 1,
+        "seconds": {"write": 2.0, "commit": 0.5},
+    }
     log(tmp_path / "events" / "1-a-k00000.jsonl", saved)
-    begins = [{"event": "generation", "time": time_s, "incarnation": f"generation-{n}"} for n, time_s in ((1, 3.0), (2, 16.0))]
-    ends = [{"event": "generation_ended", "time": 15.0, "incarnation": "generation-1", "kind": "grow"}]
+    group = {"event": "generation", "hosts": ["a"], "world_size": 1}
+    begins = [{**group, "time": time_s, "incarnation": f"generation-{n}"} for n, time_s in ((1, 3.0), (2, 16.0))]
+    ends = [{"event": "generation_ended", "time": 15.0, "incarnation": "generation-1", "kind": "grow", "exit_code": 0}]
     log(tmp_path / "events" / "launcher-a.jsonl", *begins, *ends)
     found = read_costs(str(tmp_path), RunCosts())
     assert found == RunCosts(
@@ -122,7 +129,7 @@ def test_what_things_take_is_read_from_the_events_of_a_run(tmp_path: Path) -> No
 def test_the_part_of_a_step_that_takes_as_long_on_fewer_hosts(slow_s: float, fixed_s: float, tmp_path: Path) -> None:
     """Three workers take a second; two take `slow_s`, 1.5 s if the whole step is divided among them."""
     for name, world, took_s in (("1-a", 3, 1.0), ("2-b", 2, slow_s)):
-        rows = [{"event": "start", "time": 100.0 * world, "world_size": world}]
+        rows = [{"event": "start", "time": 100.0 * world, "world_size": world, "hosts": ["a"]}]
         rows += [{"event": "step", "time": 100.0 * world + took_s * step} for step in range(1, 20)]
         log(tmp_path / "events" / f"{name}-r00000.jsonl", *({**row, "incarnation": name} for row in rows))
     found = read_costs(str(tmp_path), RunCosts())

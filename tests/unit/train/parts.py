@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.assignment import Portion
 from elastictrain.data.dataset import Batch
@@ -44,6 +45,13 @@ class FakeComparison:
             raise ReplicasDivergedError(f"replicas differ after step {step}")
 
 
+class PartOfContext(SimpleNamespace):
+    """A context with some of its attributes."""
+
+    share = TrainContext.share
+    plan_passes = TrainContext.plan_passes
+
+
 def context_of(**parts: object) -> TrainContext:
     """What a test needs of a context, and nothing else of it: alone, without a control group, and nothing to write to."""
     usual: dict[str, object] = {
@@ -54,7 +62,7 @@ def context_of(**parts: object) -> TrainContext:
         "journal": SimpleNamespace(record=lambda event: None, flush=lambda: None),
         "job": SimpleNamespace(
             committed=lambda step: None,
-            snapshot_interval=0,
+            memory=JobMemory(),
             learned=lambda interval: None,
             evaluated=None,
             evaluation_done=lambda step: None,
@@ -63,7 +71,7 @@ def context_of(**parts: object) -> TrainContext:
         "stop_request": lambda: None,
         "check_attached": lambda: None,
     }
-    return cast(TrainContext, SimpleNamespace(**{**usual, **parts}))
+    return cast(TrainContext, PartOfContext(**{**usual, **parts}))
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.memory.folder import SlotName
 from elastictrain.checkpoint.saver.link import News, SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
@@ -218,7 +219,9 @@ def stage(
         journal=SimpleNamespace(record=events.append, flush=lambda: None),
         left_s=lambda: left[0],
         stop_request=lambda: request,
-        job=SimpleNamespace(committed=lambda step: None, snapshot_interval=learned_interval, learned=learned.append),
+        job=SimpleNamespace(
+            committed=lambda step: None, memory=JobMemory(snapshot_interval=learned_interval), learned=learned.append
+        ),
     )
     synchronous = SynchronousSaving(
         context,
