@@ -91,8 +91,7 @@ class WorkersOfGeneration:
             if not (own_counts and reason.rank in reasons):
                 reasons[reason.rank] = reason
         step, codes = max((one.newest_step for one in monitors), default=0), self.codes
-        code = _EXIT_FAILED if codes else code
-        return WorkersEnd(code, codes, step, self.begun, tuple(reasons[rank] for rank in sorted(reasons)))
+        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step, self.begun, tuple(reasons[rank] for rank in sorted(reasons)))
 
 
 class WorkerGroup:
@@ -127,7 +126,7 @@ class WorkerGroup:
         """Start the fork server, unless it runs already."""
         if self._server is None or not self._server.lives:
             self._drop_server()
-            self._server = ForkServerLink(self._program)
+            self._server = ForkServerLink(self._program, now_s=self._clock())
 
     def start(self, environments: Sequence[Mapping[str, str]], *, store_port: int) -> WorkersOfGeneration:
         """Fill the ranks of a generation with waiting workers that fit, with standbys and with new workers. Before new ones
@@ -209,7 +208,12 @@ class WorkerGroup:
         if run is None or server is None or run.killed_s is not None:
             return
         self._receive()
-        if not run.started:
+        if server.take_back(now_s=self._clock()):
+            # The server is well, and serves the next generation: on a slow host a new one would not be ready sooner.
+            run.started = True
+            for one in self._workers:
+                one.killed, one.code = True, -signal.SIGKILL
+        elif not run.started:
             # A stopped server starts no worker between this look and its end.
             server.process.send_signal(signal.SIGSTOP)
             with suppress(psutil.Error):
@@ -280,11 +284,8 @@ class WorkerGroup:
         self._order += 1
         pairs = [socket.socketpair() for _ in environments]
         ordered = {ORDERED: str(time.clock_gettime(time.CLOCK_BOOTTIME))}
-        told = [{**one, **ordered} for one in environments]
-        message = {"order": self._order, "environments": told, "store_port": store_port}
-        self._server.order(message, [theirs.fileno() for _, theirs in pairs])
-        for _, theirs in pairs:
-            theirs.close()
+        message = {"order": self._order, "environments": [{**one, **ordered} for one in environments], "store_port": store_port}
+        self._server.order(message, [theirs for _, theirs in pairs])
         both = zip(pairs, environments, strict=True)
         started = [WorkerProcess(self._order, index, ours, one) for index, ((ours, _), one) in enumerate(both)]
         self._workers += started
