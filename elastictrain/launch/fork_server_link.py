@@ -24,6 +24,7 @@ READY: Mapping[str, Any] = {"ready": True}
 """The first report of a fork server."""
 _IMPORTS_WITHIN_S = 300.0
 
+
 class ForkServerLink:
     """`ready`: whether the server has imported what workers need. Orders wait here until then, so they can be taken back."""
 
@@ -80,7 +81,7 @@ class ForkServerLink:
             while data := self.channel.recv(1 << 16, socket.MSG_DONTWAIT):
                 reports += self._lines.feed(data)
         if READY in reports:
-            reports.remove(READY)
+            reports = [one for one in reports if one != READY]
             self.ready = True
             self._send_held()
         return reports

@@ -91,7 +91,9 @@ class WorkersOfGeneration:
             if not (own_counts and reason.rank in reasons):
                 reasons[reason.rank] = reason
         step, codes = max((one.newest_step for one in monitors), default=0), self.codes
-        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step, self.begun, tuple(reasons[rank] for rank in sorted(reasons)))
+        return WorkersEnd(
+            _EXIT_FAILED if codes else code, codes, step, self.begun, tuple(reasons[rank] for rank in sorted(reasons))
+        )
 
 
 class WorkerGroup:

@@ -6,6 +6,7 @@ from functools import partial
 from math import inf
 from random import Random
 
+from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import EndKind, GenerationOutcome, HostState
 from elastictrain.lease.chain import BEAT_S
@@ -17,7 +18,6 @@ from elastictrain.simulate.scenario import Scenario
 from elastictrain.simulate.state import TrainedState
 from elastictrain.simulate.training import Totals, Training
 
-_BREAKS = 0.5  # share of outages in which connections break before launchers notice
 _GOES_ON_S = 30.0  # within which the largest connected set trains again, beside what a start takes
 _MOST_TOLD = 5
 
@@ -107,6 +107,10 @@ class Simulation:
             case FaultKind.WORKER:
                 for machine in there:
                     fleet.worker_dies(machine)
+            case FaultKind.LAUNCHER:
+                self._kill_launchers(there, back_s=now_s + fault.lasts_s)
+            case FaultKind.HANG:
+                self._hang(there)
             case FaultKind.HOST:
                 for machine in there:
                     self._take_away(machine, back_s=now_s + fault.lasts_s)
@@ -117,14 +121,31 @@ class Simulation:
                     told = fleet.on_machine[machine]
                     self.queue.at(gone_s, partial(self._take_away, machine, back_s=gone_s + fault.lasts_s, told=told))
             case FaultKind.COME:
-                for machine in fault.machines:
-                    self._come(machine)
+                self._come(*fault.machines)
             case FaultKind.NETWORK | FaultKind.ONE_WAY:
                 self._part(fault, frozenset(fault.machines))
             case FaultKind.STORAGE:
                 for machine in there:
                     fleet.cut(machine, cut=True)
                 self.queue.at(now_s + fault.lasts_s, lambda: self._reach_storage(there))
+
+    def _hang(self, machines: Sequence[int]) -> None:
+        """Nobody trains until the workers that hang are killed for that."""
+        ends_s = self.queue.now_s + self.scenario.costs.hang_s
+        self.training.stall(until_s=ends_s)
+        for machine in machines:
+            self.queue.at(ends_s, partial(self.fleet.worker_dies, machine, exit_code=EXIT_TRANSPORT))
+
+    def _kill_launchers(self, machines: Sequence[int], *, back_s: float) -> None:
+        """Connections to them break at once."""
+        lost = {self.fleet.on_machine[machine].record.host for machine in machines}
+        for group in list(self.training.groups.values()):
+            if not group.over and not lost.isdisjoint(group.at_work):
+                for host in [host for host in group.hosts if host not in lost]:
+                    self.fleet.worker_dies(self.network.machine[host], exit_code=EXIT_TRANSPORT)
+        for machine in machines:
+            self.fleet.lose(machine)
+            self.queue.at(back_s, partial(self.fleet.start, machine, follows=True))
 
     def _reach_storage(self, machines: Sequence[int]) -> None:
         self._hosts_change()
@@ -140,9 +161,10 @@ class Simulation:
         if back_s < inf:
             self.queue.at(back_s, lambda: self._come(machine))
 
-    def _come(self, machine: int) -> None:
+    def _come(self, *machines: int) -> None:
         self._hosts_change()
-        self.fleet.start(machine)
+        for machine in machines:
+            self.fleet.start(machine)
 
     def _part(self, fault: FleetFault, inside: frozenset[int]) -> None:
         outage = Outage(inside, self.queue.now_s, fault.kind is FaultKind.ONE_WAY)
@@ -151,7 +173,7 @@ class Simulation:
         self.training.update()
         self.fleet.look_later()
         self.queue.at(self.queue.now_s + fault.lasts_s, lambda: self._heal(outage))
-        if self._random.random() < _BREAKS:
+        if self._random.random() < self.scenario.breaks:
             self.queue.at(self.queue.now_s + self._random.uniform(0.5, self.scenario.launch.lost_s), self._break_connections)
 
     def _break_connections(self) -> None:
@@ -159,7 +181,7 @@ class Simulation:
         for group in list(self.training.groups.values()):
             if group.begun and not group.over and not self.network.connected(group.at_work):
                 for host in group.hosts:
-                    self.fleet.worker_dies(self.network.machine[host], exit_code=71)
+                    self.fleet.worker_dies(self.network.machine[host], exit_code=EXIT_TRANSPORT)
 
     def _heal(self, outage: Outage) -> None:
         self.network.outages.remove(outage)

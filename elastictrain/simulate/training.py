@@ -139,6 +139,12 @@ class Training:
                 totals.repeated_s += (group.step - before - new) / rate
                 totals.steps = max(totals.steps, group.step)
 
+    def stall(self, *, until_s: float) -> None:
+        """No group does a step until then."""
+        self.count()
+        for group in self.groups.values():
+            group.stalled_until_s = until_s
+
     def _rate(self, group: GenerationGroup) -> float:
         """Steps a second, with the share of time that snapshots take."""
         costs = self.costs

@@ -108,8 +108,8 @@ def test_what_things_take_is_read_from_the_events_of_a_run(tmp_path: Path) -> No
     found = read_costs(str(tmp_path), RunCosts())
     assert found == RunCosts(
         step_s=1.0,
-        restart_s=7.0,
-        recovery_s=1.0,
+        restart_s=6.0,  # each to its first step, less that step
+        recovery_s=0.0,
         stop_s=0.5,
         save_s=2.5,
         save_stall_s=0.5,
