@@ -206,7 +206,7 @@ class Training:
                 self.overtaken.append(group.generation.number)
             return
         if (save := state.begin_save(group.generation.number, group.hosts, step=int(group.step))) is not None:
-            group.stalled_until_s = self.queue.now_s + self.costs.save_stall_s
+            group.stalled_until_s = max(group.stalled_until_s, self.queue.now_s + self.costs.save_stall_s)
             self._saving.append(save)
             self.queue.at(self.queue.now_s + state.save_s, lambda: self._commit(save))
 
