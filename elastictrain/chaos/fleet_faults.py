@@ -17,7 +17,6 @@ _OF_ONE_HOST: Mapping[ChaosKind, tuple[FaultKind, ...]] = {
     ChaosKind.HANG: (FaultKind.HANG,),
     ChaosKind.KILL_LAUNCHER: (FaultKind.LAUNCHER,),
     ChaosKind.FLIP_REPLICA: (FaultKind.LAUNCHER,),
-    ChaosKind.WRONG_VERSION: (FaultKind.LAUNCHER,),
     ChaosKind.HOST_LOST: (FaultKind.HOST,),
     ChaosKind.LEAVE: (FaultKind.NOTICE,),
     ChaosKind.FREEZE: (FaultKind.NETWORK, FaultKind.STORAGE),
@@ -53,6 +52,11 @@ def fleet_faults(fault: PlannedFault, *, at_s: float, hosts: Sequence[str]) -> I
             yield FleetFault(at_s, FaultKind.NETWORK, inside, lasts_s)
         case ChaosKind.BLIP:
             yield from (FleetFault(at_s, FaultKind.NETWORK, (machine,), lasts_s) for machine in everyone[1:])
+        case ChaosKind.WRONG_VERSION:
+            # It takes the place of the right launcher, which comes again.
+            yield FleetFault(at_s, FaultKind.UNFIT, (first,), lasts_s)
+            for killed_s in (at_s, at_s + lasts_s):
+                yield FleetFault(killed_s, FaultKind.LAUNCHER, (first,), 0.0)
         case ChaosKind.FLIP_SHARD:
             yield FleetFault(at_s, FaultKind.LAUNCHER, everyone, lasts_s)
         case _:

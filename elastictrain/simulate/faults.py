@@ -19,6 +19,7 @@ class FaultKind(StrEnum):
     WORKER = "worker"  # a worker is killed
     HANG = "hang"  # a worker makes no call any more, until it is killed for that
     LAUNCHER = "launcher"  # all processes of a host are killed, and the kernel says so; another launcher follows on the host
+    UNFIT = "unfit"  # no generation passes its checks with a host
     HOST = "host"  # a host vanishes without a word
     NOTICE = "notice"  # a host is taken away, and is told before
     NETWORK = "network"  # hosts and the rest of the fleet do not reach each other; both reach storage

@@ -63,6 +63,7 @@ class Simulation:
         self.network = Network(self.queue, launch.lost_s)
         self.training = Training(self.queue, self.network, scenario, state=state)
         self.fleet = Fleet(self.queue, self.training, launch, turn_s=turn_s, polled=polled, decide_by=decide_by, create=create)
+        self.training.checks_fail = lambda host: self.fleet.worker_dies(self.network.machine[host], exit_code=EXIT_TRANSPORT)
         self.broken: list[str] = []
         self.given_up_s: float | None = None
         self._faults, self._random = faults, Random(scenario.seed)
@@ -111,6 +112,9 @@ class Simulation:
                 self._kill_launchers(there, back_s=now_s + fault.lasts_s)
             case FaultKind.HANG:
                 self._hang(there)
+            case FaultKind.UNFIT:
+                self.training.unfit.update(there)
+                self.queue.at(now_s + fault.lasts_s, lambda: self.training.unfit.difference_update(there))
             case FaultKind.HOST:
                 for machine in there:
                     self._take_away(machine, back_s=now_s + fault.lasts_s)
@@ -125,9 +129,8 @@ class Simulation:
             case FaultKind.NETWORK | FaultKind.ONE_WAY:
                 self._part(fault, frozenset(fault.machines))
             case FaultKind.STORAGE:
-                for machine in there:
-                    fleet.cut(machine, cut=True)
-                self.queue.at(now_s + fault.lasts_s, lambda: self._reach_storage(there))
+                self._reach_storage(there, reach=False)
+                self.queue.at(now_s + fault.lasts_s, lambda: self._reach_storage(there, reach=True))
 
     def _hang(self, machines: Sequence[int]) -> None:
         """Nobody trains until the workers that hang are killed for that."""
@@ -147,10 +150,10 @@ class Simulation:
             self.fleet.lose(machine)
             self.queue.at(back_s, partial(self.fleet.start, machine, follows=True))
 
-    def _reach_storage(self, machines: Sequence[int]) -> None:
+    def _reach_storage(self, machines: Sequence[int], *, reach: bool) -> None:
         self._hosts_change()
         for machine in machines:
-            self.fleet.cut(machine, cut=False)
+            self.fleet.cut(machine, cut=not reach)
 
     def _take_away(self, machine: int, *, back_s: float, told: Host | None = None) -> None:
         """`told`: the host that has had a notice; a later one on the same machine stays."""

@@ -20,7 +20,7 @@ COSTS = RunCosts(step_s=1.0, recovery_s=1.0, restart_s=2.0, restore_s=1.0, hang_
 
 def simulated(*faults: FleetFault) -> tuple[Simulation, list[float]]:
     """Three hosts for 200 s; also when generations were made."""
-    launch = LaunchGroup(wait_s=0.0, max_hosts=3, lost_s=LOST_S, grow_after_s=1.0, grow_every_s=2.0)
+    launch = LaunchGroup(wait_s=0.0, max_hosts=3, lost_s=LOST_S, grow_after_s=1.0, grow_every_s=2.0, max_failures=9)
     simulation = Simulation(Scenario(hosts=3, days=200 / 86_400, launch=launch, costs=COSTS, every_s=20.0), iter(faults))
     assert simulation.run().broken == []
     return simulation, simulation.fleet.created_s
@@ -48,6 +48,14 @@ def test_a_hang_costs_the_time_until_it_is_noticed() -> None:
     # A save meanwhile does not end it.
     trained_s = [one.training.totals.progress_s + one.training.totals.repeated_s for one in (killed, hung)]
     assert trained_s[0] >= trained_s[1] + COSTS.hang_s
+
+
+def test_no_generation_trains_with_a_host_that_fails_its_checks() -> None:
+    faults = (FleetFault(100.0, FaultKind.UNFIT, (1,), 20.0), FleetFault(100.0, FaultKind.LAUNCHER, (1,), 0.0))
+    simulation, created_s = simulated(*faults)
+    assert len([one for one in created_s if 100.0 < one < 120.0]) > 1
+    trained_s = simulation.training.totals.progress_s + simulation.training.totals.repeated_s
+    assert 200.0 - 35.0 < trained_s < 200.0 - 20.0
 
 
 def test_a_history_is_read_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
