@@ -155,7 +155,7 @@ def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
             _compare(plan, (outcome, seconds), (other, other_seconds), price=parsed.price)
         if parsed.keep is not None and not alone:
             report = outcome.report
-            history = fault_history(outcome.struck, hosts=plan.hosts, begin_s=report.begin, end_s=report.end)
+            history = fault_history(outcome.struck, outcome.failures, hosts=plan.hosts, begin_s=report.begin, end_s=report.end)
             _write(folder / "history.json", write_history(history), "--keep")
     return _conclude(trial, plan, outcome, file=file, parsed=parsed)
 

@@ -1,10 +1,12 @@
 """What faults do to hosts and the network between them, as the simulator of fleets knows it. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from elastictrain.chaos.blame import Struck
 from elastictrain.chaos.plan import ChaosKind, PlannedFault
+from elastictrain.report.failures import FailureRecord
 from elastictrain.simulate.faults import FaultHistory, FaultKind, FleetFault
 
 LAUNCHER_BACK_S = 1.0  # until whoever watches over launchers starts one again
@@ -29,9 +31,17 @@ _LASTS_S = {
 }
 
 
-def fault_history(struck: Sequence[Struck], *, hosts: Sequence[str], begin_s: float, end_s: float) -> FaultHistory:
-    """What has happened to a run that began and ended then. Faults of storage and of clocks stop nobody."""
-    found = [one for fault in struck for one in fleet_faults(fault.fault, at_s=fault.time_s - begin_s, hosts=hosts)]
+def fault_history(
+    struck: Sequence[Struck], failures: Mapping[int, FailureRecord], *, hosts: Sequence[str], begin_s: float, end_s: float
+) -> FaultHistory:
+    """What has happened to a run that began and ended then. Faults of storage and of clocks stop nobody. `failures`: what the
+    nth fault was followed by."""
+    found = list[FleetFault]()
+    for number, one in enumerate(struck):
+        fault, failure = one.fault, failures.get(number)
+        if fault.kind is ChaosKind.HANG and failure is not None:
+            fault = replace(fault, lasts_s=failure.time - one.time_s)
+        found += fleet_faults(fault, at_s=one.time_s - begin_s, hosts=hosts)
     return FaultHistory(len(hosts), end_s - begin_s, tuple(sorted(found, key=lambda one: one.at_s)))
 
 

@@ -52,7 +52,6 @@ _COSTS = RunCosts(
     save_stall_s=0.1,
     snapshot_every_s=5.0,
     snapshot_stall_s=0.0,
-    hang_s=10.0,
     stop_s=1.0,
 )
 # Impatient launchers, so that much happens in little time.
@@ -60,7 +59,7 @@ _LAUNCH = LaunchGroup(wait_s=0.0, join_s=5.0, grow_after_s=3.0, grow_every_s=10.
 _KILLED_AT = ("list", "open", "close", "write", "create", "read", "delete")
 
 
-_LAUNCHER_BACK_S = 2.0
+_LASTS_S = {ChaosKind.KILL_LAUNCHER: 2.0, ChaosKind.HANG: 10.0}
 _OF_ONE_HOST = {
     ChaosKind.KILL_WORKER: (FaultKind.WORKER,),
     ChaosKind.HANG: (FaultKind.HANG,),
@@ -235,7 +234,7 @@ class _History:
         everyone = tuple(self._machines.values())
         if fault.kind in _OF_ONE_HOST:
             for kind in _OF_ONE_HOST[fault.kind]:
-                yield FleetFault(now_s, kind, (first,), lasts_s or _LAUNCHER_BACK_S)
+                yield FleetFault(now_s, kind, (first,), lasts_s or _LASTS_S.get(fault.kind, 0.0))
         elif fault.kind is ChaosKind.PARTITION:
             inside = tuple((first + number) % len(everyone) for number in range(int(fault.amount)))
             if _is_long(fault):

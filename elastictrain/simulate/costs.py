@@ -27,7 +27,6 @@ class RunCosts:
     save_stall_s: float = 0.4  # for which training stands still at a checkpoint
     snapshot_every_s: float = 8.6  # between snapshots in host memory
     snapshot_stall_s: float = 0.1  # for which training stands still at a snapshot
-    hang_s: float = 15.0  # from the last step before a worker hangs until it is killed for that
     stop_s: float = 2.0  # for an orderly end of a host's workers, with a snapshot of the last step
 
 
@@ -78,10 +77,7 @@ def _durations(rows: Sequence[Row]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {field.name: [] for field in fields(RunCosts)}
     last: dict[str, Row] = {}  # of each kind
     begun_s, anew = None, False  # of a generation that has not done a step; whether all of its launchers are new
-    came, hung = (
-        set[str](),
-        "",
-    )  # hosts whose launchers came since a generation began; the last generation that a hang has ended
+    came = set[str]()  # hosts whose launchers came since a generation began
     for row in rows:
         kind, time_s = str(row.get("event")), _number(row.get("time"))
         before = last.get(kind)
@@ -105,13 +101,8 @@ def _durations(rows: Sequence[Row]) -> dict[str, list[float]]:
             hosts = row.get("hosts")
             anew = before is None or (isinstance(hosts, list) and came.issuperset(hosts))
             begun_s, came = time_s, set()
-        elif kind == "generation_ended" and "step" in last:
-            stood_s = time_s - _number(last["step"]["time"])
-            if (hang := last.get("hang")) is not None and hang["incarnation"] != hung:
-                hung = hang["incarnation"]
-                found["hang_s"].append(stood_s)
-            elif row.get("kind") in ("grow", "leaving") and first:
-                found["stop_s"].append(stood_s)
+        elif kind == "generation_ended" and row.get("kind") in ("grow", "leaving") and "step" in last and first:
+            found["stop_s"].append(time_s - _number(last["step"]["time"]))
         elif _is_interval_save(row):
             found["save_s"].append(_took_s(row))
         last[kind] = row

@@ -17,7 +17,7 @@ _HOUR_S = 3600.0
 
 class FaultKind(StrEnum):
     WORKER = "worker"  # a worker is killed
-    HANG = "hang"  # a worker makes no call any more, until it is killed for that
+    HANG = "hang"  # a worker makes no call any more, until it is killed for that when it has lasted
     LAUNCHER = "launcher"  # all processes of a host are killed, and the kernel says so; another launcher follows on the host
     UNFIT = "unfit"  # no generation passes its checks with a host
     HOST = "host"  # a host vanishes without a word

@@ -111,7 +111,7 @@ class Simulation:
             case FaultKind.LAUNCHER:
                 self._kill_launchers(there, back_s=now_s + fault.lasts_s)
             case FaultKind.HANG:
-                self._hang(there)
+                self._hang(there, until_s=now_s + fault.lasts_s)
             case FaultKind.UNFIT:
                 self.training.unfit.update(there)
                 self.queue.at(now_s + fault.lasts_s, lambda: self.training.unfit.difference_update(there))
@@ -132,12 +132,11 @@ class Simulation:
                 self._reach_storage(there, reach=False)
                 self.queue.at(now_s + fault.lasts_s, lambda: self._reach_storage(there, reach=True))
 
-    def _hang(self, machines: Sequence[int]) -> None:
+    def _hang(self, machines: Sequence[int], *, until_s: float) -> None:
         """Nobody trains until the workers that hang are killed for that."""
-        ends_s = self.queue.now_s + self.scenario.costs.hang_s
-        self.training.stall(until_s=ends_s)
+        self.training.stall(until_s=until_s)
         for machine in machines:
-            self.queue.at(ends_s, partial(self.fleet.worker_dies, machine, exit_code=EXIT_TRANSPORT))
+            self.queue.at(until_s, partial(self.fleet.worker_dies, machine, exit_code=EXIT_TRANSPORT))
 
     def _kill_launchers(self, machines: Sequence[int], *, back_s: float) -> None:
         """Connections to them break at once."""

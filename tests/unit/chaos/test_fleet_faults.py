@@ -20,7 +20,7 @@ def test_the_times_of_a_history_are_those_at_which_faults_struck() -> None:
     kill = PlannedFault(ChaosKind.KILL_WORKER, at_s=2.0, host="c")
     slow = PlannedFault(ChaosKind.STORE_SLOW, at_s=3.0, lasts_s=4.0, amount=1.0)
     struck = [Struck(one, 1, -1, 5.0, time_s) for one, time_s in ((leave, 1010.0), (kill, 1012.0), (slow, 1015.0))]
-    assert fault_history(struck, hosts=HOSTS, begin_s=1000.0, end_s=1100.0) == FaultHistory(
+    assert fault_history(struck, {}, hosts=HOSTS, begin_s=1000.0, end_s=1100.0) == FaultHistory(
         3,
         100.0,
         (
