@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from elastictrain.chaos.arena import ChaosArena, temporary_folder
+from elastictrain.chaos.fleet_faults import fault_history
 from elastictrain.chaos.injectors import left_out
 from elastictrain.chaos.invariants import Invariant, Violation, check
 from elastictrain.chaos.network.namespaces import unavailable
@@ -28,7 +29,7 @@ from elastictrain.errors import EXIT_BUG, EXIT_OK, UsageError
 from elastictrain.report.__main__ import parse_price
 from elastictrain.report.output import as_text
 from elastictrain.report.page import page
-from elastictrain.simulate.faults import read_trace
+from elastictrain.simulate.faults import read_trace, write_history
 
 ATTRIBUTED = 0.995
 _SIMULATED = frozenset(("simulated", "seed", "faults", "kinds", "plan"))  # options that a simulated plan has
@@ -152,6 +153,10 @@ def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
         if parsed.against is not None:
             other, other_seconds = trial.carry_out(plan, folder / "torchrun", plain=True)
             _compare(plan, (outcome, seconds), (other, other_seconds), price=parsed.price)
+        if parsed.keep is not None and not alone:
+            report = outcome.report
+            history = fault_history(outcome.struck, outcome.failures, hosts=plan.hosts, begin_s=report.begin, end_s=report.end)
+            _write(folder / "history.json", write_history(history), "--keep")
     return _conclude(trial, plan, outcome, file=file, parsed=parsed)
 
 

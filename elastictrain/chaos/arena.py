@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -158,7 +159,12 @@ def _small_disk(folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        # What was on it stays for whoever keeps the folder.
+        kept = folder.with_name(f"{folder.name}-kept")
+        shutil.copytree(folder, kept, symlinks=True)
         run_tool("umount", "--lazy", str(folder))
+        folder.rmdir()
+        kept.rename(folder)
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:

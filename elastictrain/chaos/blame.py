@@ -10,13 +10,14 @@ from elastictrain.report.failures import FailureRecord
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that has happened, while which generation was the newest, and to which rank (-1: none). `recovered_s`: from then
-    until all hosts trained again; None if nobody waited for that."""
+    """A fault that has happened at `time_s` (Unix), while which generation was the newest, and to which rank (-1: none).
+    `recovered_s`: from then until all hosts trained again; None if nobody waited for that."""
 
     fault: PlannedFault
     generation: int
     rank: int
     recovered_s: float | None = None
+    time_s: float = 0.0
 
 
 def followed_by(

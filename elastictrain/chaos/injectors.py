@@ -11,6 +11,7 @@ import psutil
 
 from elastictrain.chaos.damage import flip_in_memory, flip_in_storage, replica_ranks
 from elastictrain.chaos.fleet import FleetHost, LauncherFleet, processes_on, workers
+from elastictrain.chaos.fleet_faults import LAUNCHER_BACK_S, OTHER_CODE_S
 from elastictrain.chaos.in_process import HostControl, StorageFault
 from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
 from elastictrain.chaos.network.links import lose, lose_nothing
@@ -20,7 +21,6 @@ from elastictrain.errors import ElasticTrainError
 
 K = ChaosKind
 _DIGESTED_WITHIN_S = 10.0
-_BACK_S = 1.0  # until whoever watches over launchers starts one again
 
 NEEDS_HOSTS = frozenset((K.CABLE, K.ONE_WAY, K.FULL_DISK, K.FLIP_REPLICA, K.PARTITION, K.BLIP, K.WRONG_VERSION))
 """Kinds that need hosts of their own, or a disk of their own."""
@@ -99,7 +99,7 @@ class Injectors:
 
     def _kill_launcher(self, fault: PlannedFault) -> Strike:
         send_signal(self._launcher(fault.host), signal.SIGKILL)
-        return Strike(self._restart(fault.host), _BACK_S, absent=(fault.host,))
+        return Strike(self._restart(fault.host), LAUNCHER_BACK_S, absent=(fault.host,))
 
     def _kill_saver(self, fault: PlannedFault) -> Strike:
         found = savers(self.hosts[fault.host].memory)
@@ -241,7 +241,7 @@ class Injectors:
         # It is read where no host has anything in memory.
         for host in self.hosts.values():
             host.lose()
-        return Strike(self._restart(*self.hosts), _BACK_S, absent=tuple(self.hosts))
+        return Strike(self._restart(*self.hosts), LAUNCHER_BACK_S, absent=tuple(self.hosts))
 
     def _flip_gradient(self, fault: PlannedFault) -> Strike:
         worker, rank = self._worker(fault)
@@ -262,7 +262,7 @@ class Injectors:
             self.hosts[fault.host].kill()
             self.start(fault.host)
 
-        return Strike(right, max(fault.lasts_s, 10 * _BACK_S), absent=(fault.host,))
+        return Strike(right, max(fault.lasts_s, OTHER_CODE_S), absent=(fault.host,))
 
 
 def left_out(kinds: Sequence[ChaosKind], *, hosts: int, workers: int, alone: str) -> dict[ChaosKind, str]:

@@ -135,7 +135,7 @@ class ChaosRun:
         return time.monotonic() - self._begins_s > self.ends_s
 
     def _act(self, fault: PlannedFault) -> None:
-        fleet, began_s = self.injectors.fleet, time.monotonic()
+        fleet, began_s, time_s = self.injectors.fleet, time.monotonic(), time.time()
         generation = self._generation()
         try:
             strike = self.injectors.strike(fault)
@@ -160,7 +160,7 @@ class ChaosRun:
             self._wait(lambda: self._whole() and fleet.last_step() >= known + _SETTLED_STEPS, f"training after {fault}")
             recovered_s = time.monotonic() - began_s
             self._sample()
-        self.struck.append(Struck(fault, generation, strike.rank, recovered_s))
+        self.struck.append(Struck(fault, generation, strike.rank, recovered_s, time_s))
         on = f" {fault.host}" if fault.host else ""
         went_on = f"went on after {recovered_s:5.1f} s, " if recovered_s is not None else ""
         self.tell(f"{len(self.struck):4d} {fault.kind:14}{on}: {went_on}step {fleet.last_step()}")

@@ -39,7 +39,6 @@ FAULTS_OF_A_HISTORY = 50
 EVERY_S = (2.0, 25.0)
 _QUIET_S = 200.0
 _TOLD_EVERY = 20  # histories
-_HANG_S = 10.0
 _LAST = 999_999  # generation of the last start
 _LONGER = 3.0  # times as long, so that others take over meanwhile
 KINDS = tuple(kind for kind in ChaosKind if kind is not ChaosKind.FLIP_GRADIENT)
@@ -60,9 +59,10 @@ _LAUNCH = LaunchGroup(wait_s=0.0, join_s=5.0, grow_after_s=3.0, grow_every_s=10.
 _KILLED_AT = ("list", "open", "close", "write", "create", "read", "delete")
 
 
-_LAUNCHER_BACK_S = 2.0
+_LASTS_S = {ChaosKind.KILL_LAUNCHER: 2.0, ChaosKind.HANG: 10.0}
 _OF_ONE_HOST = {
     ChaosKind.KILL_WORKER: (FaultKind.WORKER,),
+    ChaosKind.HANG: (FaultKind.HANG,),
     ChaosKind.KILL_LAUNCHER: (FaultKind.HOST,),
     ChaosKind.HOST_LOST: (FaultKind.HOST,),
     ChaosKind.LEAVE: (FaultKind.NOTICE,),
@@ -234,7 +234,7 @@ class _History:
         everyone = tuple(self._machines.values())
         if fault.kind in _OF_ONE_HOST:
             for kind in _OF_ONE_HOST[fault.kind]:
-                yield FleetFault(now_s, kind, (first,), lasts_s or _LAUNCHER_BACK_S)
+                yield FleetFault(now_s, kind, (first,), lasts_s or _LASTS_S.get(fault.kind, 0.0))
         elif fault.kind is ChaosKind.PARTITION:
             inside = tuple((first + number) % len(everyone) for number in range(int(fault.amount)))
             if _is_long(fault):
@@ -262,8 +262,6 @@ class _History:
         for one in self._of_fleet(fault):
             self.simulation.strike(one)
         match fault.kind:
-            case ChaosKind.HANG:
-                self._hang(machine)
             case ChaosKind.KILL_SAVER:
                 faults.kill_at = self._chance.choice(_KILLED_AT)
                 state.kill_saver(machine)
@@ -295,15 +293,6 @@ class _History:
                 self._meanwhile(state, "slower_s", 10 * fault.amount, ends_s)
             case _:
                 pass
-
-    def _hang(self, machine: int) -> None:
-        """Nobody trains until the rank monitor of the host ends the worker."""
-        queue, training = self.simulation.queue, self.simulation.training
-        training.count()
-        for group in training.groups.values():
-            group.stalled_until_s = queue.now_s + _HANG_S
-        worker = FleetFault(queue.now_s + _HANG_S, FaultKind.WORKER, (machine,))
-        queue.at(worker.at_s, lambda: self.simulation.strike(worker))
 
     def _meanwhile(self, of: CheckedState | SimulatedFaults, name: str, value: object, ends_s: float) -> None:
         """Until then; of two at once the first that ends is the end of both."""

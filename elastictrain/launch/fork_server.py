@@ -31,6 +31,7 @@ from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
 from elastictrain.fault.reasons import NO_RANK, Reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import CHANNEL
+from elastictrain.launch.fork_server_link import READY
 from elastictrain.liveness.progress import Phase
 from elastictrain.processes import follow_parent
 from elastictrain.torch_private import COMPILER
@@ -53,7 +54,7 @@ _EXIT_FAILED = 1
 _LOOK_EVERY_S = 0.02
 _LONGEST = 400
 _LOOPBACK = "127.0.0.1"
-_READY = b"ready"
+_ANSWERS = b"ready"
 _MOST_WORKERS = 253  # descriptors that one message can carry. Source: SCM_MAX_FD of the kernel's net/scm.h
 STORE_LIMIT_S = 60.0  # a store opens within milliseconds
 
@@ -83,7 +84,7 @@ class ForkServer:
     def serve(self) -> int:
         """Serve until the launcher closes the socket; returns the exit code. Running workers end with this process."""
         received, channels = b"", list[int]()
-        self._tell({"ready": True})
+        self._tell(READY)
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
             if (
@@ -174,7 +175,7 @@ class ForkServer:
             if not select.select([answers], [], [], STORE_LIMIT_S)[0]:
                 os.kill(pid, signal.SIGKILL)
             answer = answers.readline()
-        if answer == _READY:
+        if answer == _ANSWERS:
             self._store_pid = pid
             return ""
         os.waitpid(pid, 0)
@@ -261,7 +262,7 @@ def _become_store(port: int, writer: int) -> NoReturn:
     except Exception as error:  # noqa: BLE001  # reported to the launcher
         os.write(writer, _summary(error).encode())
         os._exit(_EXIT_FAILED)
-    os.write(writer, _READY)
+    os.write(writer, _ANSWERS)
     os.close(writer)
     while store:
         signal.pause()

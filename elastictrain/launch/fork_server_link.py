@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,9 +28,18 @@ _DEFAULTS = {
 }
 
 
+READY: Mapping[str, Any] = {"ready": True}
+"""The first report of a fork server."""
+_IMPORTS_WITHIN_S = 300.0
+
+
 class ForkServerLink:
-    def __init__(self, program: Sequence[str]) -> None:
+    """`ready`: whether the server has imported what workers need. Orders wait here until then, so they can be taken back."""
+
+    def __init__(self, program: Sequence[str], *, now_s: float) -> None:
         """Start the process."""
+        self.began_s, self.ready = now_s, False
+        self._held: list[tuple[bytes, Sequence[socket.socket]]] = []
         self.channel, theirs = socket.socketpair()
         # A reason may name a file whose name is no UTF-8.
         self._lines = JsonLines(dict[str, Any], limits=DOCUMENT, lenient=True)
@@ -46,12 +56,31 @@ class ForkServerLink:
     def lives(self) -> bool:
         return self.process.poll() is None
 
-    def order(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Send an order, and with it the workers' ends of their channels. The end of the process is noticed by `lives`."""
-        data = encode_record(message) + b"\n"
-        with suppress(OSError):
-            sent = socket.send_fds(self.channel, [data], descriptors)
-            self.channel.sendall(data[sent:])
+    def order(self, message: Mapping[str, Any], channels: Sequence[socket.socket]) -> None:
+        """Send an order, and with it the workers' ends of their `channels`, once the server is ready. The end of the process is
+        noticed by `lives`."""
+        self._held.append((encode_record(message) + b"\n", channels))
+        if self.ready:
+            self._send_held()
+
+    def take_back(self, *, now_s: float) -> bool:
+        """Forget all orders if the server has received none because it still imports; not if that takes suspiciously long."""
+        early = not self.ready and now_s < self.began_s + _IMPORTS_WITHIN_S
+        if early:
+            self._drop_held()
+        return early
+
+    def _drop_held(self) -> None:
+        for channel in (one for _, channels in self._held for one in channels):
+            channel.close()
+        self._held.clear()
+
+    def _send_held(self) -> None:
+        for data, channels in self._held:
+            with suppress(OSError):
+                sent = socket.send_fds(self.channel, [data], [one.fileno() for one in channels])
+                self.channel.sendall(data[sent:])
+        self._drop_held()
 
     def receive(self) -> list[dict[str, Any]]:
         """The reports that have come since the last call."""
@@ -59,10 +88,15 @@ class ForkServerLink:
         with suppress(OSError):
             while data := self.channel.recv(1 << 16, socket.MSG_DONTWAIT):
                 reports += self._lines.feed(data)
+        if READY in reports:
+            reports = [one for one in reports if one != READY]
+            self.ready = True
+            self._send_held()
         return reports
 
     def close(self, limit_s: float) -> None:
         """End the process; without workers it holds nothing that is needed."""
+        self._drop_held()
         self.channel.close()
         self.process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -76,4 +110,4 @@ def start_ahead(arguments: Sequence[str]) -> ForkServerLink | None:
         return None
     # While a parent ignores the ends of its children, they leave no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    return ForkServerLink([*SERVER, *arguments])
+    return ForkServerLink([*SERVER, *arguments], now_s=time.monotonic())

@@ -25,8 +25,7 @@ from elastictrain.start_times import ORDERED
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_WITHIN_S = 5.0
-_PAUSE_S = 0.02
+_CLOSE_WITHIN_S, _PAUSE_S = 5.0, 0.02
 _EXIT_FAILED = 1
 
 
@@ -87,8 +86,8 @@ class WorkersOfGeneration:
             if not (own_counts and reason.rank in reasons):
                 reasons[reason.rank] = reason
         step, codes = max((one.newest_step for one in monitors), default=0), self.codes
-        code = _EXIT_FAILED if codes else code
-        return WorkersEnd(code, codes, step, self.begun, tuple(reasons[rank] for rank in sorted(reasons)))
+        in_order = tuple(reasons[rank] for rank in sorted(reasons))
+        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step, self.begun, in_order)
 
 
 class WorkerGroup:
@@ -106,7 +105,6 @@ class WorkerGroup:
         self._program = [*program, *arguments]
         self._clock = clock
         self._server = server
-        self.ready = False  # whether the fork server has imported what workers need
         self._order = 0  # number of the newest order
         self.run: WorkersOfGeneration | None = None
         self._workers: list[WorkerProcess] = []  # all that have been started and are not known to have ended
@@ -121,11 +119,16 @@ class WorkerGroup:
         """Workers that have left the last generation, and wait for a rank."""
         return [one for one in self._workers if one.waiting is not None and not one.standby and one.lives]
 
+    @property
+    def ready(self) -> bool:
+        """Whether the fork server has imported what workers need."""
+        return self._server is not None and self._server.ready
+
     def prepare(self) -> None:
         """Start the fork server, unless it runs already."""
         if self._server is None or not self._server.lives:
             self._drop_server()
-            self._server, self.ready = ForkServerLink(self._program), False
+            self._server = ForkServerLink(self._program, now_s=self._clock())
 
     def start(self, environments: Sequence[Mapping[str, str]], *, store_port: int) -> WorkersOfGeneration:
         """Fill the ranks of a generation with waiting workers that fit, with standbys and with new workers. Before new ones
@@ -207,7 +210,12 @@ class WorkerGroup:
         if run is None or server is None or run.killed_s is not None:
             return
         self._receive()
-        if not run.started:
+        if server.take_back(now_s=self._clock()):
+            # The server is well, and serves the next generation: on a slow host a new one would not be ready sooner.
+            run.started = True
+            for one in self._workers:
+                one.killed, one.code = True, -signal.SIGKILL
+        elif not run.started:
             # A stopped server starts no worker between this look and its end.
             server.process.send_signal(signal.SIGSTOP)
             run.unknown = children_once_stopped(server.process.pid)
@@ -277,11 +285,8 @@ class WorkerGroup:
         self._order += 1
         pairs = [socket.socketpair() for _ in environments]
         ordered = {ORDERED: str(time.clock_gettime(time.CLOCK_BOOTTIME))}
-        told = [{**one, **ordered} for one in environments]
-        message = {"order": self._order, "environments": told, "store_port": store_port}
-        self._server.order(message, [theirs.fileno() for _, theirs in pairs])
-        for _, theirs in pairs:
-            theirs.close()
+        message = {"order": self._order, "environments": [{**one, **ordered} for one in environments], "store_port": store_port}
+        self._server.order(message, [theirs for _, theirs in pairs])
         both = zip(pairs, environments, strict=True)
         started = [WorkerProcess(self._order, index, ours, one) for index, ((ours, _), one) in enumerate(both)]
         self._workers += started
@@ -297,7 +302,6 @@ class WorkerGroup:
     def _note(
         self,
         *,
-        ready: bool = False,
         order: int = 0,
         pids: Sequence[int] | None = None,
         store_pid: int = 0,
@@ -306,7 +310,6 @@ class WorkerGroup:
         reason: Mapping[str, object] | None = None,
     ) -> None:
         """Take note of a report of the fork server. `reason`: why it ends itself."""
-        self.ready = self.ready or ready
         run, of_order = self.run, {one.index: one for one in self._workers if one.order == order}
         if run is not None and reason is not None:
             run.reason = as_record(reason, Reason)
@@ -332,8 +335,7 @@ class WorkerGroup:
         if run is not None:
             # Later failures may be effects of the first.
             run.failed = run.failed or failed
-        ended = [one for one in self._workers if one.code is not None and (run is None or one not in run.workers)]
-        for one in ended:
+        for one in [one for one in self._workers if one.code is not None and (run is None or one not in run.workers)]:
             one.close()
             self._workers.remove(one)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from heapq import merge
+from math import inf
 
 from elastictrain.report.history import GenerationEvents, History, Timed
 from elastictrain.report.records import (
@@ -62,7 +63,8 @@ _PHASES = {
 _WAITS = {"data": TimeCause.DATA, "save": TimeCause.SAVE, "straggler": TimeCause.STRAGGLER}
 _ENDS = {
     **dict.fromkeys(("done", "leaving", "grow"), TimeCause.DRAIN),
-    **dict.fromkeys(("failed", "lost"), TimeCause.FAILURE),
+    # After one that ended without a word another one was made.
+    **dict.fromkeys(("failed", "lost", "ended"), TimeCause.FAILURE),
 }
 USUAL_STEPS = 2  # after the first: how long that one would have taken without warm-up is the least of their durations
 
@@ -111,8 +113,21 @@ def spans(history: History) -> list[GenerationSpan]:
         following = min((later.begin for later in draft[index + 1 :]), default=newest)
         end = max(begin, min(one.end, following) if index + 1 < len(draft) else one.end)
         outcome = "ended" if one.outcome == "open" and index + 1 < len(draft) else one.outcome
+        if outcome == "ended":
+            end = max(begin, _last_row(one.events) + one.offset, min(end, _replaced(one, history, offsets)))
         found.append(replace(one, begin=begin, end=end, outcome=outcome))
     return found
+
+
+def _replaced(span: GenerationSpan, history: History, offsets: Mapping[str, float]) -> float:
+    """When the first of the launchers came that took the place of one of a generation's, which has said nothing of an end."""
+    starts = (
+        (one.time + offsets.get(name, 0.0), _host(name))
+        for name, rows in history.launchers.items()
+        for one in rows
+        if isinstance(one.row, LauncherStartedRow)
+    )
+    return min((time for time, host in starts if time > span.begin and host in span.hosts), default=inf)
 
 
 def last_time(history: History, offsets: Mapping[str, float]) -> float:

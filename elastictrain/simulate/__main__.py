@@ -13,13 +13,23 @@ from elastictrain.config.validate import check_dataclass
 from elastictrain.entry_point import run_command
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ConfigError, UsageError
 from elastictrain.simulate.costs import RunCosts, read_costs
-from elastictrain.simulate.faults import FleetFault, Rates, read_trace, replay, seeded
+from elastictrain.simulate.faults import FleetFault, Rates, read_history, read_trace, replay, seeded
 from elastictrain.simulate.run import Result, Simulation
 from elastictrain.simulate.scenario import Scenario
 from elastictrain.simulate.sweep import parse_sweep, plot, table, with_setting
 
 _DAY_S = 86_400
-_LEAST = {"hosts": 1, "days": 0, "every_s": 0, "replicas": 0, "standbys": 0, "processes": 1, "keep_last": 1, "notice_s": 0}
+_LEAST = {
+    "hosts": 1,
+    "days": 0,
+    "every_s": 0,
+    "replicas": 0,
+    "standbys": 0,
+    "processes": 1,
+    "keep_last": 1,
+    "notice_s": 0,
+    "breaks": 0,
+}
 _POSITIVE = ("days", "every_s", "step_s", "snapshot_every_s")
 T = TypeVar("T", RunCosts, Rates)
 
@@ -45,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=defaults.seed, metavar="N", help="of the faults (1)")
     add("--price", default="0", metavar="USD", help="of a host and hour; or a file with lines `seconds,USD`")
     add("--trace", type=Path, metavar="FILE", help="hosts that are there over time, instead of lost ones at a rate")
+    add("--history", type=Path, metavar="FILE", help="the hosts, the time and the faults of a run that chaos has disturbed")
     add("--noticed", type=float, default=0.0, metavar="SHARE", help="of the hosts that a trace takes away: told before (0)")
     add("--run", metavar="URL", help="folder of a run whose events tell what things take")
     for title, cls in (("hours of one host between two faults of a kind; 0: none", Rates), ("what things take", RunCosts)):
@@ -86,6 +97,9 @@ def _simulate(parsed: argparse.Namespace) -> int:
 def _scenario(parsed: argparse.Namespace) -> Scenario:
     costs = RunCosts() if parsed.run is None else read_costs(parsed.run, RunCosts())
     options = {name: getattr(parsed, name) for name in _LEAST}
+    if parsed.history is not None:
+        history = read_history(parsed.history)
+        options |= {"hosts": history.hosts, "days": history.seconds / _DAY_S}
     return Scenario(
         **options, launch=_launch(parsed.launch), costs=_given(parsed, costs), prices=_prices(parsed.price), seed=parsed.seed
     )
@@ -140,6 +154,8 @@ def _prices(text: str) -> list[tuple[float, float]]:
 
 def _faults(parsed: argparse.Namespace, scenario: Scenario, rates: Rates) -> Iterator[FleetFault]:
     until_s = scenario.days * _DAY_S
+    if parsed.history is not None:
+        return iter(read_history(parsed.history).faults)
     if parsed.trace is None:
         return seeded(rates, machines=scenario.hosts, until_s=until_s, seed=scenario.seed)
     counts = read_trace(parsed.trace)

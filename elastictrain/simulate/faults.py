@@ -2,14 +2,14 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from random import Random
 
-from elastictrain.bounded_json import MalformedJsonError, parse_json
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_json, parse_record
 from elastictrain.errors import UsageError
 
 _HOUR_S = 3600.0
@@ -17,6 +17,9 @@ _HOUR_S = 3600.0
 
 class FaultKind(StrEnum):
     WORKER = "worker"  # a worker is killed
+    HANG = "hang"  # a worker makes no call any more, until it is killed for that when it has lasted
+    LAUNCHER = "launcher"  # all processes of a host are killed, and the kernel says so; another launcher follows on the host
+    UNFIT = "unfit"  # no generation passes its checks with a host
     HOST = "host"  # a host vanishes without a word
     NOTICE = "notice"  # a host is taken away, and is told before
     NETWORK = "network"  # hosts and the rest of the fleet do not reach each other; both reach storage
@@ -31,6 +34,33 @@ class FleetFault:
     kind: FaultKind
     machines: tuple[int, ...]
     lasts_s: float = inf  # until the hosts are back, or reached again
+
+
+@dataclass(frozen=True, slots=True)
+class FaultHistory:
+    """What has happened to a real run, from its first start on: the command `chaos` writes it."""
+
+    hosts: int
+    seconds: float
+    faults: tuple[FleetFault, ...]
+
+
+def write_history(history: FaultHistory) -> str:
+    """JSON, a line for each fault; hosts that do not come back have no `lasts_s`."""
+    rows = [{key: value for key, value in asdict(one).items() if value != inf} for one in history.faults]
+    head = encode_record({"hosts": history.hosts, "seconds": history.seconds}).decode()
+    return f'{head[:-1]},"faults":[\n ' + ",\n ".join(encode_record(row).decode() for row in rows) + "\n]}\n"
+
+
+def read_history(path: Path) -> FaultHistory:
+    """Raises: UsageError."""
+    try:
+        history = parse_record(path.read_text(encoding="utf-8"), FaultHistory)
+    except (OSError, MalformedJsonError) as error:
+        raise UsageError(f"--history must be a file that the chaos command wrote, but {path} is not: {error}") from None
+    if any(machine not in range(history.hosts) for fault in history.faults for machine in fault.machines):
+        raise UsageError(f"{path} must have machines from 0 to {history.hosts - 1}, but has others")
+    return history
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,8 +101,9 @@ class Fleet:
 
     # What happens to hosts.
 
-    def start(self, machine: int) -> None:
-        """A launcher starts, unless the machine has one; the others see it with its second beat."""
+    def start(self, machine: int, *, follows: bool = False) -> None:
+        """A launcher starts, unless the machine has one; the others see it with its second beat. `follows`: it finds that it
+        follows another one on this machine, and tells that that one is gone."""
         if machine in self.on_machine:
             return
         self._starts += 1
@@ -118,10 +119,16 @@ class Fleet:
         def show() -> None:
             if self.on_machine.get(machine) is host:
                 self.hosts[record.host] = host
+                for before in self.network.on_machine[machine][:-1] if follows else ():
+                    self._tell_gone(before)
                 self.network.change(delayed=False)
                 self._publish(host, host.record)
 
         self.queue.at(now_s + self.options.poll_s, show)
+
+    def _tell_gone(self, host: str) -> None:
+        if (seen := self.known.observed.get(host)) is not None:
+            self.known.observed[host] = replace(seen, record=replace(seen.record, state=HostState.GONE))
 
     def lose(self, machine: int) -> None:
         """A machine vanishes without a word."""

@@ -6,6 +6,7 @@ from functools import partial
 from math import inf
 from random import Random
 
+from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import EndKind, GenerationOutcome, HostState
 from elastictrain.lease.chain import BEAT_S
@@ -17,7 +18,6 @@ from elastictrain.simulate.scenario import Scenario
 from elastictrain.simulate.state import TrainedState
 from elastictrain.simulate.training import Totals, Training
 
-_BREAKS = 0.5  # share of outages in which connections break before launchers notice
 _GOES_ON_S = 30.0  # within which the largest connected set trains again, beside what a start takes
 _MOST_TOLD = 5
 
@@ -63,6 +63,7 @@ class Simulation:
         self.network = Network(self.queue, launch.lost_s)
         self.training = Training(self.queue, self.network, scenario, state=state)
         self.fleet = Fleet(self.queue, self.training, launch, turn_s=turn_s, polled=polled, decide_by=decide_by, create=create)
+        self.training.checks_fail = lambda host: self.fleet.worker_dies(self.network.machine[host], exit_code=EXIT_TRANSPORT)
         self.broken: list[str] = []
         self.given_up_s: float | None = None
         self._faults, self._random = faults, Random(scenario.seed)
@@ -107,6 +108,13 @@ class Simulation:
             case FaultKind.WORKER:
                 for machine in there:
                     fleet.worker_dies(machine)
+            case FaultKind.LAUNCHER:
+                self._kill_launchers(there, back_s=now_s + fault.lasts_s)
+            case FaultKind.HANG:
+                self._hang(there, until_s=now_s + fault.lasts_s)
+            case FaultKind.UNFIT:
+                self.training.unfit.update(there)
+                self.queue.at(now_s + fault.lasts_s, lambda: self.training.unfit.difference_update(there))
             case FaultKind.HOST:
                 for machine in there:
                     self._take_away(machine, back_s=now_s + fault.lasts_s)
@@ -117,19 +125,34 @@ class Simulation:
                     told = fleet.on_machine[machine]
                     self.queue.at(gone_s, partial(self._take_away, machine, back_s=gone_s + fault.lasts_s, told=told))
             case FaultKind.COME:
-                for machine in fault.machines:
-                    self._come(machine)
+                self._come(*fault.machines)
             case FaultKind.NETWORK | FaultKind.ONE_WAY:
                 self._part(fault, frozenset(fault.machines))
             case FaultKind.STORAGE:
-                for machine in there:
-                    fleet.cut(machine, cut=True)
-                self.queue.at(now_s + fault.lasts_s, lambda: self._reach_storage(there))
+                self._reach_storage(there, reach=False)
+                self.queue.at(now_s + fault.lasts_s, lambda: self._reach_storage(there, reach=True))
 
-    def _reach_storage(self, machines: Sequence[int]) -> None:
+    def _hang(self, machines: Sequence[int], *, until_s: float) -> None:
+        """Nobody trains until the workers that hang are killed for that."""
+        self.training.stall(until_s=until_s)
+        for machine in machines:
+            self.queue.at(until_s, partial(self.fleet.worker_dies, machine, exit_code=EXIT_TRANSPORT))
+
+    def _kill_launchers(self, machines: Sequence[int], *, back_s: float) -> None:
+        """Connections to them break at once."""
+        lost = {self.fleet.on_machine[machine].record.host for machine in machines}
+        for group in list(self.training.groups.values()):
+            if not group.over and not lost.isdisjoint(group.at_work):
+                for host in [host for host in group.hosts if host not in lost]:
+                    self.fleet.worker_dies(self.network.machine[host], exit_code=EXIT_TRANSPORT)
+        for machine in machines:
+            self.fleet.lose(machine)
+            self.queue.at(back_s, partial(self.fleet.start, machine, follows=True))
+
+    def _reach_storage(self, machines: Sequence[int], *, reach: bool) -> None:
         self._hosts_change()
         for machine in machines:
-            self.fleet.cut(machine, cut=False)
+            self.fleet.cut(machine, cut=not reach)
 
     def _take_away(self, machine: int, *, back_s: float, told: Host | None = None) -> None:
         """`told`: the host that has had a notice; a later one on the same machine stays."""
@@ -140,9 +163,10 @@ class Simulation:
         if back_s < inf:
             self.queue.at(back_s, lambda: self._come(machine))
 
-    def _come(self, machine: int) -> None:
+    def _come(self, *machines: int) -> None:
         self._hosts_change()
-        self.fleet.start(machine)
+        for machine in machines:
+            self.fleet.start(machine)
 
     def _part(self, fault: FleetFault, inside: frozenset[int]) -> None:
         outage = Outage(inside, self.queue.now_s, fault.kind is FaultKind.ONE_WAY)
@@ -151,7 +175,7 @@ class Simulation:
         self.training.update()
         self.fleet.look_later()
         self.queue.at(self.queue.now_s + fault.lasts_s, lambda: self._heal(outage))
-        if self._random.random() < _BREAKS:
+        if self._random.random() < self.scenario.breaks:
             self.queue.at(self.queue.now_s + self._random.uniform(0.5, self.scenario.launch.lost_s), self._break_connections)
 
     def _break_connections(self) -> None:
@@ -159,7 +183,7 @@ class Simulation:
         for group in list(self.training.groups.values()):
             if group.begun and not group.over and not self.network.connected(group.at_work):
                 for host in group.hosts:
-                    self.fleet.worker_dies(self.network.machine[host], exit_code=71)
+                    self.fleet.worker_dies(self.network.machine[host], exit_code=EXIT_TRANSPORT)
 
     def _heal(self, outage: Outage) -> None:
         self.network.outages.remove(outage)

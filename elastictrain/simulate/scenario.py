@@ -10,7 +10,8 @@ from elastictrain.simulate.costs import RunCosts
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """`every_s`: between checkpoints. `replicas`: hosts that keep a copy of each host's snapshots. `notice_s`: from a notice
-    until the host is gone. `prices`: from when on a host costs how much an hour."""
+    until the host is gone. `breaks`: the share of outages in which connections break before launchers notice. `prices`: from
+    when on a host costs how much an hour."""
 
     hosts: int = 64
     days: float = 30.0
@@ -22,6 +23,7 @@ class Scenario:
     processes: int = 8
     keep_last: int = 3
     notice_s: float = 30.0
+    breaks: float = 0.5
     prices: Sequence[tuple[float, float]] = ((0.0, 0.0),)
     seed: int = 1
 

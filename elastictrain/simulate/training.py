@@ -1,7 +1,7 @@
 """What simulated groups train: steps, snapshots in host memory, checkpoints in storage, and what a failure costs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,6 +72,8 @@ class Training:
         self.groups: dict[int, GenerationGroup] = {}
         self.totals = Totals()
         self.overtaken: list[int] = []  # generations that trained on, and saved, after a newer one had begun
+        self.unfit: set[int] = set()  # machines with which no generation passes its checks
+        self.checks_fail: Callable[[str], None] = lambda host: None  # what a failed check does to a host
         self._cut: set[str] = set()  # hosts that do not reach storage
         self._reached_s = 0.0  # when hosts last reached it again
         self.waited_s = -math.inf  # when a restore found last that storage does not answer
@@ -108,6 +110,9 @@ class Training:
     def _begin(self, group: GenerationGroup, *, from_memory: bool) -> None:
         if group.over or not group.whole:
             return
+        if unfit := [host for host in group.hosts if self.network.machine[host] in self.unfit]:
+            self.checks_fail(unfit[0])
+            return
         totals, newest = self.totals, max(self.groups)
         group.begun, self._newest_begun = True, max(self._newest_begun, group.generation.number)
         totals.starts += 1
@@ -138,6 +143,12 @@ class Training:
                 totals.progress_s += new / rate
                 totals.repeated_s += (group.step - before - new) / rate
                 totals.steps = max(totals.steps, group.step)
+
+    def stall(self, *, until_s: float) -> None:
+        """No group does a step until then."""
+        self.count()
+        for group in self.groups.values():
+            group.stalled_until_s = until_s
 
     def _rate(self, group: GenerationGroup) -> float:
         """Steps a second, with the share of time that snapshots take."""
@@ -200,7 +211,7 @@ class Training:
                 self.overtaken.append(group.generation.number)
             return
         if (save := state.begin_save(group.generation.number, group.hosts, step=int(group.step))) is not None:
-            group.stalled_until_s = self.queue.now_s + self.costs.save_stall_s
+            group.stalled_until_s = max(group.stalled_until_s, self.queue.now_s + self.costs.save_stall_s)
             self._saving.append(save)
             self.queue.at(self.queue.now_s + state.save_s, lambda: self._commit(save))
 

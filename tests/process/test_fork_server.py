@@ -101,6 +101,7 @@ class Server:
         """When all of them are what they are to be."""
 
         def named() -> list[psutil.Process]:
+            self.group.wait(0.0)
             return [one for one in server.children() if one.name().startswith("rank ")]
 
         wait_until(lambda: len(named()) == count, timeout_s=30, what="the workers")

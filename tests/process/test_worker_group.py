@@ -31,6 +31,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PTRACE_SEIZE, WALL = 0x4206, 0x40000000
 
 SLEEPS = "import time; time.sleep(600)"
+TELLS = r"""import os; os.write(0, b'{"ready": true}\n'); """
+"""Of a fork server: that it has imported all."""
 SAVES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPS
 STARTS_ONE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPS!r}]); " + SAVES
 LEAVES_ONLY_A_THREAD = """
@@ -97,6 +99,7 @@ def stands_in(*workers: Sequence[str], then: str = "time.sleep(600)") -> str:
     """A fork server of which only the processes count; `then` may `tell` of their ends."""
     program = f"""
         import json, os, subprocess, sys, time
+        {TELLS}
         order = json.loads(sys.stdin.readline())["order"]
         def tell(**message):
             os.write(0, json.dumps({{"order": order, **message}}).encode() + b"\\n")
@@ -142,6 +145,7 @@ class Host:
         """Wait until there are so many, and until the launcher knows the workers."""
 
         def all_there() -> bool:
+            self.group.wait(0.0)
             self.family = self.server.children(recursive=True)
             return len(self.family) == number
 
@@ -157,7 +161,12 @@ class Host:
         self.wait_for_server()
 
     def wait_for_server(self) -> None:
-        wait_until(lambda: not lives(self.server), timeout_s=20, what="the end of the fork server")
+
+        def ended() -> bool:
+            self.group.wait(0.0)
+            return not lives(self.server)
+
+        wait_until(ended, timeout_s=20, what="the end of the fork server")
 
     def end(self, *, timeout_s: float = 10) -> WorkersEnd:
         """What `poll` says in the end; it never takes long to say that there is no answer yet."""
@@ -243,7 +252,7 @@ def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: lis
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
     leaver = leave_one_behind(host)
     told = tmp_path / "told"
-    program = f"import json, os, sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.exit(1)"
+    program = TELLS + f"import json, os, sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.exit(1)"
     host.become(program)
     host.group.start(({"A": "b"}, {"A": "c"}), store_port=7)
     assert host.end() == WorkersEnd(1, {})
@@ -289,7 +298,7 @@ def test_nobody_waits_for_ever_to_be_asked_how_he_ended(hosts: list[Host]) -> No
 def test_who_is_left_of_two_starts_ago_is_not_forgotten(hosts: list[Host]) -> None:
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
     leaver = leave_one_behind(host)
-    host.become("import sys; sys.stdin.readline(); sys.exit(1)")
+    host.become(TELLS + "import sys; sys.stdin.readline(); sys.exit(1)")
     host.group.start(({},), store_port=0)
     assert host.end() == WorkersEnd(1, {})
     assert_waits_for(leaver, host)
@@ -418,12 +427,13 @@ def test_whoever_is_started_while_workers_are_being_killed_is_killed_too(hosts: 
     hosts.append(host := Host())
     host.group.close()
     starts = "[(subprocess.Popen(['sleep', '600.25']), time.sleep(0.002)) for _ in range(300)]"
-    program = f"import subprocess, sys, time; sys.stdin.readline(); {starts}"
+    program = TELLS + f"import subprocess, sys, time; sys.stdin.readline(); {starts}"
     host.group = WorkerGroup(program=[sys.executable, "-c", program], clock=host.clock)
     others = set(psutil.Process().children())
     host.group.start(({},), store_port=0)
     # Not by its command line, which the kernel shows a moment later.
     (host.server,) = set(psutil.Process().children()) - others
+    host.group.wait(20.0)
     wait_until(lambda: len(host.server.children()) > 5, timeout_s=20, what="the first of them")
     host.group.kill()
     assert host.end() == KILLED
@@ -490,6 +500,7 @@ def test_a_fork_server_that_does_not_die_is_given_up_too(
     host.group = WorkerGroup(program=[sys.executable, "-c", SLEEPS], clock=host.clock)
     others = set(psutil.Process().children())
     host.group.start(({},), store_port=0)
+    host.clock.ahead_s += 301  # it is no longer taken for one that imports
     (host.server,) = set(psutil.Process().children()) - others
     with monkeypatch.context() as unkillable:
         unkillable.setattr(subprocess.Popen, "kill", lambda self: None)

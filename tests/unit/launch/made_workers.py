@@ -16,6 +16,7 @@ import pytest
 from elastictrain.bounded_json import JsonLines
 from elastictrain.fault.launcher_channel import Attached, Detached, FromWorker, Introduced, ToWorker, encode_line
 from elastictrain.launch import fork_server_link, worker_group, worker_process
+from elastictrain.launch.fork_server_link import READY
 from elastictrain.launch.worker_group import WorkerGroup
 
 FIRST_PID = 10_000_000  # greater than any pid of the kernel
@@ -83,6 +84,8 @@ class FakeServer:
         self.connection.setblocking(False)
         self.code: int | None = None
         self.orders: list[dict[str, Any]] = []
+        if not world.imports:
+            self.tell(**READY)
 
     def tell(self, **message: object) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -130,6 +133,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
+        self.imports = False  # whether servers have yet to import what workers need
         self.pids = count(FIRST_PID)
         self.processes: dict[int, FakeProcess] = {}
         self.workers: list[FakeWorker] = []

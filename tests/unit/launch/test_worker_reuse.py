@@ -508,6 +508,52 @@ class TestStandby:
         assert (standby.heard(), standby.was_killed) == ([], False)
 
 
+class TestServerThatImports:
+    """A host may be so slow that a generation fails while its fork server still imports."""
+
+    def start(self, world: World, *, after_s: float) -> None:
+        """A generation that ends before its workers are there."""
+        world.imports = True
+        world.group.start(world.places(2), store_port=7)
+        world.now_s += after_s
+        assert world.group.poll() is None
+        world.group.kill()
+        assert world.group.poll() == KILLED
+
+    def test_serves_the_next_generation(self, world: World) -> None:
+        self.start(world, after_s=299.0)
+        world.group.start(world.places(2), store_port=8)
+        assert world.group.poll() is None
+        world.server.tell(ready=True)
+        assert world.group.poll() is None
+        workers = world.server.start_workers()
+        assert len(world.servers) == 1
+        assert [one["store_port"] for one in world.server.orders] == [8]
+        world.train(workers)
+        # From now on it holds workers that would be lost.
+        world.group.kill()
+        assert all(one.was_killed for one in workers)
+
+    def test_is_replaced_if_it_takes_minutes(self, world: World) -> None:
+        self.start(world, after_s=301.0)
+        assert world.server.code == -9
+        world.imports = False
+        world.begin(2)
+        assert len(world.servers) == 2
+
+    def test_starts_no_standby_of_a_generation_that_is_over(self, world: World) -> None:
+        world.imports = True
+        world.group.start(world.places(1), store_port=7)
+        world.group.keep_standbys(world.places(1), bound=())
+        world.group.kill()
+        assert world.group.poll() == KILLED
+        world.server.tell(ready=True)
+        (worker,) = world.begin(1)
+        assert worker.environment["RANK"] == "0"
+        world.train([worker])
+        assert world.group.waiting == []
+
+
 class TestReleasing:
     def test_leaves_those_that_take_part(self, world: World) -> None:
         workers = world.begin(2)

@@ -114,6 +114,24 @@ def test_an_open_end_is_unknown_and_nothing_hides_it() -> None:
     assert report.attributed == pytest.approx(0.2)
 
 
+def test_a_generation_whose_hosts_vanish_all_at_once_has_failed_until_the_first_of_them_is_back() -> None:
+    run = Written()
+    for second, name in ((0.0, "a-1"), (0.0, "b-2"), (10.0, "a-3"), (12.0, "b-4")):
+        run.launcher(second, name, 0, "launcher_started", launcher=name, host=name[0], processes=1)
+    for second, number, names in ((0.0, 1, ("a-1", "b-2")), (13.0, 2, ("a-3", "b-4"))):
+        for name in names:
+            run.begin(second, name, number, 2, ("a", "b"))
+        run.start(second, number, 2, ("a", "b"))
+        run.rank(second, number, "resume", step=0, tier="none")
+        run.step(second + 1.0, number, 1)
+        run.step(second + 2.0, number, 2)
+    found = seconds_of(run)
+    assert found[TimeCause.FAILURE] == 2 * (10.0 - 2.0)
+    assert (found[TimeCause.WAITING], found[TimeCause.ABSENT]) == (3.0 + 1.0, 2.0)
+    assert TimeCause.UNKNOWN not in found
+    assert sum(found.values()) == 2 * 15.0
+
+
 def test_a_straggler_and_a_snapshot_take_their_part_of_a_step() -> None:
     run = undisturbed()
     run.rank(20.5, 1, "snapshot", step=4, stall_s=0.125)

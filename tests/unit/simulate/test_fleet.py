@@ -30,6 +30,7 @@ def history(seed: int, *, polled: bool) -> Simulation:
         grow_after_s=5.0,
         grow_every_s=chance.choice((10.0, 40.0)),
         retry_unfit_s=60.0,
+        max_failures=99,  # while a host is unfit, generations fail one after the other
     )
     scenario = Scenario(hosts=5, days=(at_s + 100) / 86_400, launch=launch, every_s=15.0, seed=seed)
     simulation = Simulation(scenario, iter(faults), turn_s=launch.poll_s, polled=polled)
