@@ -46,6 +46,7 @@ def ranks(world: World) -> list[str]:
 
 
 def test_a_fork_server_that_was_started_ahead_is_taken_over_and_tells_when_it_is_ready(world: World) -> None:
+    world.imports = True
     for asks in ("--help", "-h", "--cfg=job", "--dry-run"):
         assert start_ahead(["recipe=x", asks, "8x80"]) is None
     ahead = start_ahead(["--config-dir", "mine", "recipe=x", "--", "program.py", "--help"])

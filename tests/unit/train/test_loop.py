@@ -235,7 +235,7 @@ class World:
                 evaluated=self.known_evaluation,
                 evaluation_done=self.noted.append,
                 committed=lambda step: None,
-                failures=self.failures,
+                memory=SimpleNamespace(failures=self.failures),
                 trained=self.trained.append,
             ),
             backend="gloo",
