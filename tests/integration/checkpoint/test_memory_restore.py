@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint import memory_restore, reader
+from elastictrain.checkpoint import memory_restore, reader, verified_read
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
-from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
+from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, JsonValue, Manifest
 from elastictrain.checkpoint.memory.folder import Held, SlotName, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout, RankPart
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests, store_layout
@@ -334,11 +334,21 @@ def test_slots_that_this_process_has_mapped_are_read_in_place(
         copied.append(len(buffer))
         really_read(slot, buffer, start=start)
 
+    checked: list[str] = []
+    really_check = verified_read.wrong_chunks
+
+    def check(span: verified_read.Span, data: memoryview) -> list[ChunkRecord]:
+        checked.append(span.file)
+        return really_check(span, data)
+
     monkeypatch.setattr(Slot, "read_into", read_into)
+    monkeypatch.setattr(verified_read, "wrong_chunks", check)
     assert restored(bench, recall_of(tmp_path, arena=arena)) == (400, "memory")
+    assert len(checked) == 1
     # Found there, too.
     flip(tmp_path, "own-r00000-s1", at=HEADER_BYTES + 1000)
     assert restored(bench, recall_of(tmp_path, arena=arena)) == (300, "memory")
+    assert len(checked) == 2 + digests, "what the restore itself has digested is not digested again"
     assert max(copied) < ROWS * 64 * 4, "only headers are copied"
     arena.close()
     assert restored(bench, recall_of(tmp_path, arena=arena)) == (300, "memory")
