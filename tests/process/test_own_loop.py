@@ -107,9 +107,7 @@ def test_a_notice_is_obeyed_and_another_world_goes_on(program: Path, tmp_path: P
         run.wait(60)
     (stop,) = events(folder, "stop")
     assert (stop["exit_code"], stop["saved"], stop["saved_step"]) == (75, "storage", stop["step"])
-    with started(
-        [sys.executable, str(program), str(folder), str(stop["step"] + 5)], log=tmp_path / "alone.txt", warm=False
-    ) as run:
+    with started(command_of(program, folder, stop["step"] + 5), log=tmp_path / "alone.txt") as run:
         assert run.wait(120) == 0, run.output()[-4000:]
     assert events(folder, "resume")[-1]["step"] == stop["step"]
     assert last_step(folder) == stop["step"] + 5
@@ -117,8 +115,8 @@ def test_a_notice_is_obeyed_and_another_world_goes_on(program: Path, tmp_path: P
 
 
 def test_a_state_that_only_memory_has_is_saved_under_its_step_where_no_slot_can_be_had(program: Path, tmp_path: Path) -> None:
-    folder, command = tmp_path / "run", [sys.executable, str(program), str(tmp_path / "run"), "1000"]
-    with started(command, log=tmp_path / "log.txt", warm=False) as run:
+    folder, command = tmp_path / "run", command_of(program, tmp_path / "run", 1000)
+    with started(command, log=tmp_path / "log.txt") as run:
         wait_until(lambda: last_step(folder) >= 10, timeout_s=60, what="step 10")
         # It would write to storage what it has.
         for process in (psutil.Process(run.process.pid), *savers(tmp_path)):
@@ -127,7 +125,7 @@ def test_a_state_that_only_memory_has_is_saved_under_its_step_where_no_slot_can_
     before = elastictrain_steps(folder)
     patch = "from elastictrain.train import snapshot_memory\nsnapshot_memory._choose_slots = lambda *_, **__: ()\n"
     program.write_text(patch + program.read_text().replace("run.restore() + 1", "run.restore() + 1; os._exit(0)"))
-    with started(command, log=tmp_path / "log.txt", warm=False) as run:
+    with started(command, log=tmp_path / "log.txt") as run:
         assert run.wait(60) == 0, run.output()
     resumed = events(folder, "resume")[-1]
     assert resumed["tier"] == "memory"

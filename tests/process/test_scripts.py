@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
 import pytest
-from torchruns import REPOSITORY, environment
+from torchruns import REPOSITORY, Run, environment
+from warm import warm_host
 
 from elastictrain.config.load import load
 
@@ -47,9 +49,18 @@ def run(
 
 
 def python(script: str, *arguments: str, folder: Path, world_size: int = 0, **variables: str) -> str:
-    """What a script prints, under torchrun if there is a world."""
+    """What a script prints, under torchrun if there is a world; it, and what it starts of ours, are forks that have torch."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)] if world_size else []
-    return run([sys.executable, *launcher, SCRIPTS / script, *arguments], folder=folder, extra_environment=variables).stdout
+    log, errors = folder / f"{time.monotonic_ns()}.out", folder / "errors"
+    variables = environment({"TMPDIR": str(folder), **variables})
+    command = [*launcher, str(SCRIPTS / script), *arguments]
+    fork = Run(warm_host().start(command, environment=variables, log=log, cwd=folder, errors_log=errors), log)
+    try:
+        code = fork.wait(LIMIT_S)
+    finally:
+        fork.kill_tree()
+    assert code == 0, f"{fork.output()[-3000:]}\n{errors.read_text()[-6000:]}"
+    return fork.output()
 
 
 def bench_step(folder: Path) -> None:
@@ -142,8 +153,8 @@ def bench_save_interval(folder: Path) -> None:
 
 
 def fuzz_run_folder(folder: Path) -> None:
-    summary = json.loads(python("fuzz_run_folder.py", "--cases", "6", "--jobs", "1", folder=folder).splitlines()[-1])
-    assert (summary["cases"], summary["failed"]) == (6, 0)
+    summary = json.loads(python("fuzz_run_folder.py", "--cases", "3", "--jobs", "1", folder=folder).splitlines()[-1])
+    assert (summary["cases"], summary["failed"]) == (3, 0)
 
 
 def gpu_preflight(folder: Path) -> None:
@@ -224,10 +235,13 @@ def check_and_test(folder: Path) -> None:
 def demo(folder: Path) -> None:
     variables = environment_of(folder)
     overrides = [*(one for one in SMALL if one != "train=default"), "train.steps=3", f"checkpoint.memory_dir={folder}"]
-    for run_dir in (f"run.dir={folder}/run", f"run.dir={folder}/run"):
-        said = run(["bash", SCRIPTS / "demo.sh", run_dir, *overrides], folder=folder, extra_environment=variables).stdout
+    for again in (False, True):
+        command = ["bash", SCRIPTS / "demo.sh", f"run.dir={folder}/run", *overrides]
+        said = run(command, folder=folder, extra_environment=variables).stdout
         assert "What happened" in said
-    assert "the run in" in said
+        assert ("the run in" in said) == again
+        # What is complete needs no second worker.
+        stand_in(folder / "venv" / "bin", "torchrun", f'exec {sys.executable} "${{@:6}}"')
     twice = run(
         ["bash", SCRIPTS / "demo.sh", "train.steps=3", "train.steps=4"], folder=folder, extra_environment=variables, code=64
     )
@@ -253,7 +267,8 @@ def gpu_shells(folder: Path) -> None:
 
 
 def first_step(folder: Path) -> None:
-    said = python("first_step.py", "--turns", "1", "--ways", "run", "--", "recipe=llama_tiny", *SMALL, folder=folder)
+    command = [sys.executable, SCRIPTS / "first_step.py", "--turns", "1", "--ways", "run", "--", "recipe=llama_tiny", *SMALL]
+    said = run(command, folder=folder).stdout
     kinds = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert [one.pop("kind") for one in kinds] == ["run, cold", "run, warm"]
     for one in kinds:

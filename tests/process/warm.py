@@ -40,10 +40,12 @@ class WarmHost:
         environment: Mapping[str, str],
         log: Path,
         cwd: Path,
+        errors_log: Path | None = None,
         errors: Sequence[str] = (),
         namespaces: Sequence[str] = (),
     ) -> "WarmProcess":
-        """`python ARGUMENTS`, where they begin with `-m` or the path of a script; what it prints is appended to `log`.
+        """`python ARGUMENTS`, where they begin with `-m` or the path of a script; what it prints is appended to `log`, or its
+        errors to `errors_log`.
 
         `errors` are warnings that raise, `namespaces` the files of those that it enters first.
         """
@@ -52,6 +54,7 @@ class WarmHost:
             "environment": dict(environment),
             "log": str(log),
             "cwd": str(cwd),
+            "errors_log": str(errors_log) if errors_log is not None else "",
             "errors": list(errors),
             "namespaces": list(namespaces),
         }

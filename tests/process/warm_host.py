@@ -34,6 +34,7 @@ from tests.composed import composed_once
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
+POPEN = subprocess.Popen
 REPLACED: list[object] = []
 """Modules that were imported anew; what they hold open must not be closed."""
 
@@ -57,22 +58,31 @@ def become(order: dict[str, Any]) -> None:
         opened = os.open(path, flags, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
-    os.dup2(1, 2)
+    if order["errors_log"]:
+        sys.stderr.flush()
+        opened = os.open(order["errors_log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(opened, 2)
+        os.close(opened)
+    else:
+        os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["cwd"])
     for category in order["errors"]:
         warnings.simplefilter("error", getattr(builtins, category))
-    if "torch.distributed.run" in order["arguments"][:2]:
-        subprocess_handler.Popen = Forked  # type: ignore[misc]
-    if "elastictrain.launch" in order["arguments"][:2]:
-        subprocess.Popen = ForkedServer  # type: ignore[misc]
     start_program(order["arguments"])
 
 
 def start_program(arguments: list[str]) -> None:
     """`python ARGUMENTS`."""
     first, *rest = arguments
+    subprocess.Popen = POPEN  # type: ignore[misc]
+    if "torch.distributed.run" in arguments[:2]:
+        subprocess_handler.Popen = Forked  # type: ignore[misc]
+    elif "elastictrain.launch" in arguments[:2]:
+        subprocess.Popen = ForkedServer  # type: ignore[misc]
+    elif "scripts" in Path(first).parts:
+        subprocess.Popen = ForkedProgram  # type: ignore[misc]
     sys.orig_argv = [sys.executable, *arguments]
     show_command_line(sys.orig_argv)
     tempfile.tempdir = None  # TMPDIR may be another one
@@ -128,10 +138,13 @@ class Forked(subprocess.Popen[bytes]):
 
     def _execute_child(self, *given: Any) -> None:
         # args, executable, preexec_fn, close_fds, pass_fds, cwd, env, ..., and the ends of pipes.
-        command, environment, stdin, stdout, stderr, new_session = (given[place] for place in (0, 6, 10, 13, 15, 21))
+        command, cwd, environment, stdin, stdout, stderr, new_session = (given[place] for place in (0, 5, 6, 10, 13, 15, 21))
+        environment = {**os.environ} if environment is None else environment
         self.pid = os.fork()
         if self.pid:
             self._child_created = True
+            # Who reads what the child prints must not hold the other end.
+            self._close_pipe_fds(*given[10:16])  # type: ignore[attr-defined]
             return
         code = 1
         try:
@@ -152,6 +165,8 @@ class Forked(subprocess.Popen[bytes]):
                 Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
             os.environ.clear()
             os.environ.update(environment)
+            if cwd is not None:
+                os.chdir(cwd)
             start_program([one for one in command[1:] if one != "-u"])
             code = 0
         except SystemExit as end:
@@ -168,11 +183,21 @@ class Forked(subprocess.Popen[bytes]):
 class ForkedServer(Forked):
     """The fork server of a launcher; every other program is started."""
 
+    def _forks(self, command: Any) -> bool:
+        return "elastictrain.launch.fork_server" in command
+
     def _execute_child(self, *given: Any) -> None:
-        if "elastictrain.launch.fork_server" in given[0]:
+        if self._forks(given[0]):
             super()._execute_child(*given)
         else:
             super(Forked, self)._execute_child(*given)
+
+
+class ForkedProgram(ForkedServer):
+    """Launchers, workers and torchruns that a script of ours starts."""
+
+    def _forks(self, command: Any) -> bool:
+        return list(command[:2]) == [sys.executable, "-m"] and command[2].startswith(("elastictrain.", "torch.distributed.run"))
 
 
 def serve() -> dict[str, Any] | None:

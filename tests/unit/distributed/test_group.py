@@ -40,11 +40,14 @@ def test_a_store_that_is_not_there_yet_costs_little_time(monkeypatch: pytest.Mon
     def make() -> None:
         stores.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
 
-    threading.Timer(0.3, make).start()
+    maker = threading.Timer(0.3, make)
+    maker.start()
     began = time.monotonic()
     identity = Identity(1, 2, 0, 1, "here", launched=True, launcher=Launcher(1, 1, restarted=False, folder="/tmp/x"))
     connect(identity, timeout_s=20.0).set("key", "value")
     assert time.monotonic() - began < 0.9
+    # It answers before its constructor has returned.
+    maker.join(10)
     assert stores[0].get("key") == b"value"
 
 
