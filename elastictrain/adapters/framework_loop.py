@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -99,3 +99,16 @@ class FrameworkLoop:
         if session is None:
             raise UsageError(f"the callback must be entered before it is used: `with {self._callback}(...) as elastic:`")
         return session
+
+
+class EntersRun:
+    """A callback in whose `with` block the run goes on."""
+
+    _loop: FrameworkLoop
+
+    def __enter__(self) -> Self:
+        self._loop.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._loop.close(kind, error, trace)

@@ -4,10 +4,9 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import ceil
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from elastictrain.adapters.framework_loop import FrameworkLoop
+from elastictrain.adapters.framework_loop import EntersRun, FrameworkLoop
 from elastictrain.errors import ConfigError, Problem, UsageError
 
 try:
@@ -31,7 +30,7 @@ _COUNTERS = (
 )
 
 
-class ElasticTrainerCallback(TrainerCallback):
+class ElasticTrainerCallback(EntersRun, TrainerCallback):
     """Ties a Trainer to the run in the folder `url`. Enter it before `TrainingArguments` are made, which use its process group:
 
         with ElasticTrainerCallback("runs/mine") as elastic:
@@ -45,13 +44,6 @@ class ElasticTrainerCallback(TrainerCallback):
         self._loop = FrameworkLoop(self, url, extra, options)
         self._trainer: Any = None
         self._resumed = 0  # the step that this process has begun with
-
-    def __enter__(self) -> Self:
-        self._loop.open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._loop.close(kind, error, trace)
 
     def train(self, trainer: Trainer) -> Any:
         """In the place of `trainer.train()`, and returns the same. Once per process. Collective: yes. Raises: ConfigError; as

@@ -3,15 +3,14 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from elastictrain.adapters.framework_loop import FrameworkLoop
+from elastictrain.adapters.framework_loop import EntersRun, FrameworkLoop
 from elastictrain.errors import ConfigError, Problem
 
 try:
@@ -22,7 +21,7 @@ except ImportError as missing:
     raise ModuleNotFoundError(message) from None
 
 
-class ElasticLightningCallback(Callback):
+class ElasticLightningCallback(EntersRun, Callback):
     """Ties `Trainer.fit` to the run in the folder `url`. Enter it before the Trainer is made, which uses its process group:
 
         with ElasticLightningCallback("runs/mine") as elastic:
@@ -35,13 +34,6 @@ class ElasticLightningCallback(Callback):
     def __init__(self, url: str, *, extra: Mapping[str, object] | None = None, **options: Mapping[str, Any]) -> None:
         self._loop = FrameworkLoop(self, url, extra, options)
         self._position: _FitPosition | None = None
-
-    def __enter__(self) -> Self:
-        self._loop.open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._loop.close(kind, error, trace)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises: ConfigError; as `elastictrain.attach`."""

@@ -24,6 +24,7 @@ import xxhash
 from elastictrain.data.index import DocumentStarts, Shard, TokenIndex
 from elastictrain.errors import DataError, HostUnfitError, ObjectNotFoundError, Problem
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.private import try_lock
 from elastictrain.storage.store import Store
 
 _logger = logging.getLogger(__name__)
@@ -145,11 +146,7 @@ def _entry(folder: Path) -> CachedFolder:
         with suppress(FileNotFoundError):  # the process that fills the entry renames files meanwhile
             present += path.stat().st_size
     with (folder / "use.lock").open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            in_use = False
-        except BlockingIOError:
-            in_use = True
+        in_use = not try_lock(lock.fileno())
         return CachedFolder(folder.name, max(declared, present), os.fstat(lock.fileno()).st_mtime, in_use)
 
 

@@ -17,7 +17,7 @@ from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_r
 from elastictrain.checkpoint.memory.folder import run_name
 from elastictrain.errors import EXIT_OK, HostUnfitError, UsageError
 from elastictrain.storage.failures import reason_of
-from elastictrain.storage.private import NameTakenError, open_private_file
+from elastictrain.storage.private import NameTakenError, open_private_file, try_lock
 
 _LAUNCHER_COMES_S = 120.0
 _TURN_S = 0.2
@@ -29,13 +29,10 @@ def acquire_task_lock(job: str, *, print_line: Callable[[str], None]) -> int:
     descriptor = _open_job_lock(job)
     quiet_until = time.monotonic() + _QUIET_S
     while time.monotonic() < quiet_until:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # Waiting tasks probe this lock with short shared locks.
-            time.sleep(_TURN_S / 4)
-        else:
+        if try_lock(descriptor):
             return descriptor
+        # Waiting tasks probe this lock with short shared locks.
+        time.sleep(_TURN_S / 4)
     print_line("waiting for another launcher of this job to end on this host")
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
@@ -49,13 +46,11 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
     descriptor = _open_job_lock(job)
     deadline, came = time.monotonic() + comes_s, False
     while came or time.monotonic() < deadline:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor, shared=True):
             came = True
+        elif came:
+            break
         else:
-            if came:
-                break
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         time.sleep(_TURN_S)
     os.close(descriptor)
@@ -119,11 +114,7 @@ def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
     # Hosts may share the folder for temporary files, so the name contains the host.
     digest = hashlib.sha256(f"{socket.gethostname()} {run_name(run_dir)}".encode()).hexdigest()[:_DIGITS]
     descriptor = _open_lock(f"launch-{digest}", folder=folder)
-    taken, holder = False, _Holder()
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        taken = True
+    taken, holder = not try_lock(descriptor), _Holder()
     with suppress(MalformedJsonError):
         holder = parse_record(os.pread(descriptor, _MOST_BYTES, 0), _Holder)
     if taken:

@@ -21,14 +21,13 @@ def print_summary(store: Store, request: StopRequest | None, *, print_line: Call
     `request`: the one to stop, whose deadline leaves this process little time."""
     left_s = request.deadline_s - time.monotonic() if request is not None and request.deadline_s is not None else inf
     found = within(min(_LIMIT_S, _SHARE * left_s), partial(_figures, store))
-    if found != "":
-        print_line(f"{found}; more: python -m elastictrain.report {store.url}" if found else _otherwise(store))
+    command = f"python -m elastictrain.report {store.url}"
+    if found is None:
+        print_line(f"{command} tells what the run spent its time on")
+    elif found:
+        print_line(f"{found}; more: {command}")
 
 
 def _figures(store: Store) -> str:
     history = EventReader(store).update()
     return summary_line(summarize(history, url=store.url)) if history.generations else ""
-
-
-def _otherwise(store: Store) -> str:
-    return f"python -m elastictrain.report {store.url} tells what the run spent its time on"

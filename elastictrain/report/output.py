@@ -2,7 +2,7 @@
 
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ _FIGURES = (  # of a report, in its JSON
     *("url", "begin", "end", "duration_s", "worker_s", "goodput", "goodput_present", "attributed", "seconds", "steps"),
     *("new_steps", "repeated_steps", "step_s", "first_step_s", "samples", "tokens", "mfu", "mtbf_s"),
 )
+_IN_HEADING = ("goodput", "attributed", "time")
 _OF_GENERATION = ("number", "begin", "end", "hosts", "workers", "outcome", "reason")
 
 
@@ -70,7 +71,12 @@ def as_text(report: RunReport, *, price: Price | None) -> list[str]:
             share = seconds / report.worker_s
             bar = "█" * round(share * _BAR) or "▏"
             lines.append(f"  {cause:<22}{show_s(seconds):>12}{share:>9.2%}  {bar}")
-    lines += ["", *(f"  {name:<24}{value}" for name, value in _figures(report, price))]
+    found = {name: value for name, value in figures(report, price=price).items() if name not in _IN_HEADING}
+    if report.first_step_s:
+        found["to the first step"] = show_parts(report.first_step_s, most=_SHOWN_PARTS)
+    for rung, one in report.rungs.items():
+        found[f"recovery, {rung}"] = f"{show_s(one.median_s)} usually, {show_s(one.worst_s)} at worst, of {one.count}"
+    lines += ["", *(f"  {name:<24}{value}" for name, value in found.items())]
     if report.failures:
         lines += ["", f"  {'failure at':<20}{'culprit':<20}{'cause':<19}{'lost':>5}{'recovered':>12}"]
     hidden = len(report.failures) - _SHOWN_FAILURES
@@ -85,29 +91,31 @@ def as_text(report: RunReport, *, price: Price | None) -> list[str]:
     return lines
 
 
-def _figures(report: RunReport, price: Price | None) -> Sequence[tuple[str, str]]:
-    found = [("steps", f"{report.new_steps} new, {report.repeated_steps} repeated")]
-    if report.rate is not None:
-        found.append(("speed, pauses included", f"{show_number(report.rate[0])} {report.rate[1]}"))
-    if report.step_s is not None:
-        found.append(("usual step", show_s(report.step_s)))
-    if report.first_step_s:
-        found.append(("to the first step", show_parts(report.first_step_s, most=_SHOWN_PARTS)))
-    if report.mfu is not None:
-        found.append(("usual MFU", f"{report.mfu:.1%}"))
+def figures(report: RunReport, *, price: Price | None) -> dict[str, str]:
+    """Those that are known, by name; the names of costs begin with `cost`."""
+    found = {
+        "goodput": f"{report.goodput:.1%}",
+        "attributed": f"{report.attributed:.2%}",
+        "time": show_s(report.duration_s),
+        "new steps": f"{report.new_steps:,}",
+        "repeated steps": f"{report.repeated_steps:,}",
+        "failures": f"{len(report.failures):,}",
+    }
     if report.mtbf_s is not None:
-        found.append(("time between failures", show_s(report.mtbf_s)))
-    found += [
-        (f"recovery, {rung}", f"{show_s(one.median_s)} usually, {show_s(one.worst_s)} at worst, of {one.count}")
-        for rung, one in report.rungs.items()
-    ]
+        found["time between failures"] = show_s(report.mtbf_s)
+    if report.rate is not None:
+        found["speed, pauses included"] = f"{show_number(report.rate[0])} {report.rate[1]}"
+    if report.step_s is not None:
+        found["usual step"] = show_s(report.step_s)
+    if report.mfu is not None:
+        found["usual MFU"] = f"{report.mfu:.1%}"
     if price is not None:
         costs = report.costs(price)
-        found.append(("cost", f"{costs.total:,.2f}, of which {costs.wasted:,.2f} not for useful steps"))
+        found |= {"cost": f"{costs.total:,.2f}", "cost without progress": f"{costs.wasted:,.2f}"}
         if costs.per_step is not None:
-            found.append(("cost per useful step", f"{costs.per_step:,.4g}"))
+            found["cost per useful step"] = f"{costs.per_step:,.4g}"
         if costs.per_billion_tokens is not None:
-            found.append(("cost per 1e9 tokens", f"{costs.per_billion_tokens:,.2f}"))
+            found["cost per 1e9 tokens"] = f"{costs.per_billion_tokens:,.2f}"
     return found
 
 

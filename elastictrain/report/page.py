@@ -7,7 +7,7 @@ from pathlib import Path
 from elastictrain.report.charts import bands, color, curve, host_rows, legend, mark_rows, step_values, whole_bar
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.markup import Markup, join, table, tag
-from elastictrain.report.output import show_number, show_parts, show_s, show_time
+from elastictrain.report.output import figures, show_parts, show_s, show_time
 from elastictrain.report.records import EvalRow, PreflightRow, ResumeRow, SavedRow, SnapshotRow
 from elastictrain.report.summary import Price, RunReport
 
@@ -69,17 +69,8 @@ def _section(title: str, *content: str | Sequence[str]) -> Markup:
 
 
 def _cards(report: RunReport, price: Price | None) -> Markup:
-    cards = [("goodput", f"{report.goodput:.1%}"), ("attributed", f"{report.attributed:.2%}")]
-    cards += [("new steps", f"{report.new_steps:,}"), ("repeated steps", f"{report.repeated_steps:,}")]
-    cards.append(("failures", f"{len(report.failures):,}"))
-    if report.mtbf_s is not None:
-        cards.append(("between failures", show_s(report.mtbf_s)))
-    if report.rate is not None:
-        cards.append((f"{report.rate[1]}, pauses included", show_number(report.rate[0])))
-    if report.mfu is not None:
-        cards.append(("usual MFU", f"{report.mfu:.1%}"))
-    if price is not None:
-        cards.append(("cost", f"{report.costs(price).total:,.2f}"))
+    found = figures(report, price=price)
+    cards = [(name, value) for name, value in found.items() if not name.startswith("cost ")]
     shown = (tag("div", tag("b", value), tag("span", name), class_="card") for name, value in cards)
     return tag("div", shown, class_="cards")
 
@@ -155,31 +146,16 @@ def _preflight(report: RunReport) -> Markup:
     return table(("at", "stage and level", "took", "found"), rows)
 
 
-def _cost(report: RunReport, price: Price | None) -> Markup:
-    costs = report.costs(price or 0.0)
-    rows = [("in all", f"{costs.total:,.2f}"), ("not for useful steps", f"{costs.wasted:,.2f}")]
-    if costs.per_step is not None:
-        rows.append(("per useful step", f"{costs.per_step:,.4g}"))
-    if costs.per_billion_tokens is not None:
-        rows.append(("per billion tokens", f"{costs.per_billion_tokens:,.2f}"))
+def _cost(report: RunReport, price: Price) -> Markup:
+    rows = [(name, value) for name, value in figures(report, price=price).items() if name.startswith("cost")]
     told = f"at {price:g} for an hour of a worker" if isinstance(price, float | int) else "at the prices of its hosts"
     return table((told, ""), rows, class_="numbers")
 
 
 def _comparison(reports: Sequence[RunReport], price: Price | None) -> Markup:
-    def row(name: str, values: Sequence[str]) -> tuple[str, ...]:
-        return (name, *values)
-
-    rows = [
-        row("goodput", [f"{one.goodput:.1%}" for one in reports]),
-        row("time", [show_s(one.duration_s) for one in reports]),
-        row("new steps", [f"{one.new_steps:,}" for one in reports]),
-        row("repeated steps", [f"{one.repeated_steps:,}" for one in reports]),
-        row("failures", [str(len(one.failures)) for one in reports]),
-        row("speed, pauses included", [f"{show_number(one.rate[0])} {one.rate[1]}" if one.rate else "" for one in reports]),
-    ]
-    if price is not None:
-        rows.append(row("cost", [f"{one.costs(price).total:,.2f}" for one in reports]))
+    found = [figures(one, price=price) for one in reports]
+    names = dict.fromkeys(name for one in found for name in one)
+    rows = [(name, *(one.get(name, "") for one in found)) for name in names]
     bars = [
         tag("div", tag("span", _name(one), title=one.url), whole_bar(one.seconds, one.worker_s), class_="row")
         for one in reports

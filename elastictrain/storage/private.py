@@ -4,6 +4,7 @@ Another user can take such a name first, with a folder, a link or a FIFO. None o
 """
 
 import errno
+import fcntl
 import logging
 import os
 import pwd
@@ -119,6 +120,15 @@ def open_private_file(path: str) -> int:
         os.close(descriptor)
         raise NameTakenError(why)
     return descriptor
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file; False if another process holds the lock. The kernel releases it when the process ends."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_file(path: str, data: bytes) -> None:

@@ -30,6 +30,7 @@ from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_r
 from elastictrain.checkpoint.manifest import Count
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.errors import CheckpointError, ObjectNotFoundError, TransientStorageError
+from elastictrain.storage.private import try_lock
 
 VERSION: Final = 1
 _MAGIC = b"ETSNAP01"
@@ -200,12 +201,9 @@ class Slot:
 
     def lock(self, *, shared: bool) -> bool:
         """Try to lock; False if another process holds the lock."""
-        try:
-            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self.locked = True
-        return True
+        taken = try_lock(self._descriptor, shared=shared)
+        self.locked = self.locked or taken
+        return taken
 
     def unlock(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)

@@ -1,6 +1,5 @@
 """The saver's process, from the workers' side: how it is started and reached, and what it leaves in host memory."""
 
-import fcntl
 import os
 import select
 import socket
@@ -16,7 +15,7 @@ from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_r
 from elastictrain.checkpoint.memory.folder import make_private
 from elastictrain.checkpoint.memory.records import read_file
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
-from elastictrain.storage.private import clear_folder, write_file
+from elastictrain.storage.private import clear_folder, try_lock, write_file
 
 SOCKET_NAME = "keeper.sock"
 LOCK_NAME = "keeper.lock"
@@ -147,11 +146,10 @@ def clear_if_abandoned(folder: str) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(descriptor):
+            return False
         # With the lock held: a saver that starts now waits, and then finds its lock deleted.
         clear_folder(folder, last=LOCK_NAME)
-    except BlockingIOError:
-        return False
     finally:
         os.close(descriptor)
     return True

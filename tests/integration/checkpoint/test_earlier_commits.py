@@ -194,8 +194,8 @@ def test_torchrun_remembers_what_its_workers_committed() -> None:
     second.learned(7)
     third = JobNotes(store, identity(None))
     third.begin("000003-cc", step=30, tier="memory")
-    assert (third.snapshot_interval, third.read().step) == (7, 40)
-    assert (third.failures.losses, third.failures.kept) == (1, 1)
+    assert (third.memory.snapshot_interval, third.read().step) == (7, 40)
+    assert (third.memory.failures.losses, third.memory.failures.kept) == (1, 1)
     third.trained(FailureCounts(1, 1, 60.0))
     assert third.read().failures.trained_s == 60.0
     # Told to start over, the run forgets.
@@ -214,7 +214,7 @@ def test_under_a_launcher_an_orderly_end_is_no_failure(tmp_path: Path) -> None:
     assert notes.memory.failures == FailureCounts()
     after = JobNotes(dist.HashStore(), failed)
     after.begin("000003-cc", step=30, tier="storage")
-    assert after.failures == FailureCounts().failed(lost=True)
+    assert after.memory.failures == FailureCounts().failed(lost=True)
 
 
 def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_notes_of_the_host_that_took_part_longest_count(monkeypatch: pytest.
     notes.begin("000011-ee", step=38, tier="storage")
     notes.evaluation_done(38)
     assert notes.read() == JobMemory((*longest.incarnations, "000011-ee"), 40, 7, 38)
-    assert notes.snapshot_interval == 7
+    assert notes.memory.snapshot_interval == 7
     # A job that begins knows nothing of evaluations before it, which may all have been done.
     (tmp_path / "job" / "generation-1").mkdir(parents=True)
     first = JobNotes(dist.HashStore(), identity(tmp_path / "job" / "generation-1"))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from elastictrain.bounded_json import JsonLines
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.evaluations import EvaluationLosses
 from elastictrain.checkpoint.save_interval import FailureCounts
 from elastictrain.config.composed import (
@@ -235,7 +236,7 @@ class World:
                 evaluated=self.known_evaluation,
                 evaluation_done=self.noted.append,
                 committed=lambda step: None,
-                memory=SimpleNamespace(failures=self.failures),
+                memory=JobMemory(failures=self.failures),
                 trained=self.trained.append,
             ),
             backend="gloo",
