@@ -126,14 +126,25 @@ def _explain(span: GenerationSpan, later: Sequence[GenerationSpan]) -> tuple[str
         named = [*end.died, *(lost for one in later[:1] for found in one.events.of(RecoveryRow) for lost in found.row.lost)]
         ranks = [name for name in named if name.startswith("rank ")]
         if not ranks and _rank_of(end.exit_code):
-            host = _lost_host(span, later)
-            return host, LOST if host else describe_code(end.exit_code), end.exit_code
+            if host := _lost_host(span, later):
+                return host, LOST, end.exit_code
+            # A launcher that has heard of the end from another host first does not tell of its own worker's reason.
+            if failures and not _rank_of(found := failures[0].row.exit_code):
+                return _with_host(failures[0].writer, span), describe_code(found), found
+            return "", describe_code(end.exit_code), end.exit_code
         return ", ".join(dict.fromkeys(ranks or named)), describe_code(end.exit_code), end.exit_code
     if failures:
         alone = _rank_of(failures[0].row.exit_code) < _rank_of(errors.EXIT_TRANSPORT)
         return failures[0].writer if alone else "", describe_code(failures[0].row.exit_code), code
     # Of several hosts nobody is left to say which one was the first.
     return span.hosts[0] if len(span.hosts) == 1 else "", SILENT, None
+
+
+def _with_host(writer: str, span: GenerationSpan) -> str:
+    """`rank 3 on b`, where all hosts have as many workers; else what is known of it."""
+    each, rest = divmod(span.workers, max(1, len(span.hosts)))
+    host = span.hosts[int(writer.removeprefix("rank ")) // each :][:1] if each and not rest else ()
+    return " on ".join((writer, *host))
 
 
 def _lost_host(span: GenerationSpan, later: Sequence[GenerationSpan]) -> str:

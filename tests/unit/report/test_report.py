@@ -103,6 +103,19 @@ def test_without_launchers_an_error_of_one_rank_explains_the_broken_connections_
     assert (one.culprit, one.cause, one.recover_s, one.lost_steps, one.rung) == ("rank 1", "error", None, None, "")
 
 
+def test_a_rank_that_finds_its_host_unfit_is_the_culprit_though_its_launcher_heard_of_the_end_from_another_host_first() -> None:
+    run = Written()
+    for name in ("a-1", "b-2"):
+        run.begin(0.0, name, 1, 4, ("a", "b"))
+    for rank, code in ((2, 69), (0, 71), (1, 71), (3, 71)):
+        run.rank(3.0, 1, "failure", rank=rank, exit_code=code, error="b: clock", phase="preflight", step=0)
+    for name in ("a-1", "b-2"):
+        run.end(3.5, name, 1, "failed", exit_code=71, phase="preflight", died=["a"])
+        run.begin(6.0, name, 2, 4, ("a", "b"))
+    (found,) = summarize(run.history(), url="run").failures
+    assert (found.culprit, found.cause, found.exit_code) == ("rank 2 on b", "host unfit", 69)
+
+
 def test_a_process_that_vanished_is_a_failure_once_another_start_follows() -> None:
     run = undisturbed()
     key = "events/000001-0a1b2c3d-r00000.jsonl"
