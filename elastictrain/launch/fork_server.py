@@ -92,7 +92,10 @@ class ForkServer:
                 in select.select([self._launcher.fileno(), *ended], [], [], _LOOK_EVERY_S if self._workers else None)[0]
             ):
                 # The launcher sends with each order the workers' ends of their channels.
-                data, descriptors, _, _ = socket.recv_fds(self._launcher, 1 << 16, _MOST_WORKERS)
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(self._launcher, 1 << 16, _MOST_WORKERS)
+                except ConnectionResetError:  # it has closed the socket before it has read all
+                    return EXIT_OK
                 if not data:
                     return EXIT_OK
                 for descriptor in descriptors:

@@ -44,6 +44,7 @@ class Workers:
     attached: bool = True
     begun: int | None = None
     slow: SlowRank | None = None
+    ready: bool = True
 
     @property
     def run(self) -> "Workers | None":

@@ -69,7 +69,8 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     done = Launch()
 
     class WorkerGroup:
-        def __init__(self, arguments: Sequence[str]) -> None:
+        def __init__(self, arguments: Sequence[str], *, server: object) -> None:
+            assert server is None
             self.arguments = arguments
 
         def wait(self, limit_s: float) -> None:
