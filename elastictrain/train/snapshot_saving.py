@@ -47,10 +47,8 @@ class SnapshotSaving:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pause_s`: least time between snapshots whose interval is learned; `keeps`: ranks whose replicas this host keeps."""
-        self._synchronous = synchronous
-        self._context = synchronous.context
-        self._snapshots = snapshots
-        self._link = link
+        self._synchronous, self._context = synchronous, synchronous.context
+        self._snapshots, self._link = snapshots, link
         self._keeps, self._clock = keeps, clock
         self._first = self._context.identity.rank == 0
         self._group = self._context.group.control
