@@ -21,6 +21,7 @@ from elastictrain.chaos.invariants import Invariant, Violation, check
 from elastictrain.chaos.network.namespaces import unavailable
 from elastictrain.chaos.output import ComparedRun, comparison, culprits_line, kinds_table
 from elastictrain.chaos.plan import ChaosKind, FaultPlan, plan_of_trace, read_plan, seeded_plan, write_plan
+from elastictrain.chaos.processes import StuckError
 from elastictrain.chaos.run import ChaosOutcome, ChaosRun, Teller
 from elastictrain.chaos.shrink import shrink
 from elastictrain.chaos.undisturbed import CHANGING_WORLD, with_undisturbed
@@ -111,7 +112,10 @@ class _Trial:
     def _compared(self, outcome: ChaosOutcome, run_dir: Path, folder: Path) -> list[Violation]:
         """What differs from the undisturbed run."""
         self.tell(f"training {outcome.report.steps} steps without faults, to compare")
-        right = self.arena.undisturbed(folder / "undisturbed", steps=outcome.report.steps)
+        try:
+            right = self.arena.undisturbed(folder / "undisturbed", steps=outcome.report.steps)
+        except StuckError as error:
+            return [Violation(Invariant.SAME_LOSSES, f"nothing to compare with: {error}")]
         tolerance = 0.0 if self.arena.alone else CHANGING_WORLD
         spoilt = {one.generation for one in outcome.struck if one.fault.kind is ChaosKind.FLIP_GRADIENT}
         facts = with_undisturbed(outcome.facts, run_dir=run_dir, undisturbed=right, tolerance=tolerance, spoilt=spoilt)

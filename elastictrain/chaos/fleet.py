@@ -72,6 +72,10 @@ class LauncherFleet:
             variables = {**environment, **self.program.environment}
             self.launchers[host.name] = host.popen(command, log=log, extra_environment=variables)
 
+    def lives(self, name: str) -> bool:
+        """Whether the launcher that was started last on a host has not ended."""
+        return name in self.launchers and self.launchers[name].process.poll() is None
+
     def output(self) -> str:
         """Everything that any launcher and its workers have printed."""
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.logs.glob("*.txt")))

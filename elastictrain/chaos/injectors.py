@@ -21,6 +21,7 @@ from elastictrain.errors import ElasticTrainError
 
 K = ChaosKind
 _DIGESTED_WITHIN_S = 10.0
+_KILLED_WITHIN_S = 60.0
 
 NEEDS_HOSTS = frozenset((K.CABLE, K.ONE_WAY, K.FULL_DISK, K.FLIP_REPLICA, K.PARTITION, K.BLIP, K.WRONG_VERSION))
 """Kinds that need hosts of their own, or a disk of their own."""
@@ -55,7 +56,9 @@ class Injectors:
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoint is spoilt
 
     def start(self, name: str, *, sources: Path = SOURCES) -> None:
-        """The launcher of a host."""
+        """The launcher of a host, unless one lives there: it would refuse another one of its run."""
+        if self.fleet.lives(name):
+            return
         variables = self.controls[name].environment(hooks=self.folder / "hooks", sources=sources, pause_s=self.pause_s)
         self.fleet.start(self.hosts[name], environment=variables)
 
@@ -99,6 +102,7 @@ class Injectors:
 
     def _kill_launcher(self, fault: PlannedFault) -> Strike:
         send_signal(self._launcher(fault.host), signal.SIGKILL)
+        wait_until(lambda: not self.fleet.lives(fault.host), timeout_s=_KILLED_WITHIN_S, what="the end of a killed launcher")
         return Strike(self._restart(fault.host), LAUNCHER_BACK_S, absent=(fault.host,))
 
     def _kill_saver(self, fault: PlannedFault) -> Strike:
@@ -120,7 +124,14 @@ class Injectors:
 
     def _leave(self, fault: PlannedFault) -> Strike:
         send_signal(self._launcher(fault.host), signal.SIGTERM)
-        return Strike(self._restart(fault.host), fault.lasts_s, taken_s=fault.amount, absent=(fault.host,))
+        restart = self._restart(fault.host)
+
+        def another() -> None:
+            # The launcher may still wait for the saver, and none of its processes is on another host.
+            self.take_away(fault.host)
+            restart()
+
+        return Strike(another, fault.lasts_s, taken_s=fault.amount, absent=(fault.host,))
 
     def _host_lost(self, fault: PlannedFault) -> Strike:
         self._present(fault.host)

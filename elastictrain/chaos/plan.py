@@ -21,7 +21,7 @@ class ChaosKind(StrEnum):
     KILL_SAVER = "kill_saver"
     FREEZE = "freeze"  # all processes of a host are stopped for `lasts_s`
     HANG = "hang"  # a worker makes no call any more, and does not end
-    LEAVE = "leave"  # a host is told `amount` seconds before that it is taken away; another comes after `lasts_s`
+    LEAVE = "leave"  # a host is told, and taken away `amount` seconds later or when another comes, which is after `lasts_s`
     HOST_LOST = "host_lost"  # without a word; another comes after `lasts_s`
     CABLE = "cable"  # a host reaches nobody for `lasts_s`; a short one is a flap
     ONE_WAY = "one_way"  # what a host sends is lost for `lasts_s`

@@ -3,10 +3,11 @@
 import heapq
 import signal
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -74,7 +75,7 @@ class ChaosRun:
     _revived: dict[str, float] = field(default_factory=dict)
     _commits: dict[tuple[int, int], CommitFact] = field(default_factory=dict)
     _usage: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    _begins_s: float = 0.0
+    _begins_s: float = 0.0  # 0: not all hosts have trained yet
     _reader: EventReader | None = None
 
     def run(self) -> ChaosOutcome:
@@ -91,6 +92,11 @@ class ChaosRun:
                 self._rest()
         except StuckError as error:
             violations.append(Violation(Invariant.GOES_ON, str(error)))
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001  # a soak that chaos itself ends has a verdict, too
+            where = "".join(traceback.format_exception(error)).rstrip()
+            violations.append(Violation(Invariant.GOES_ON, f"chaos has failed, which is a bug of its own:\n{where}"))
         orphans = self._stop()
         facts = self._facts(orphans=orphans)
         known = {(one.invariant, one.what) for one in violations}
@@ -104,7 +110,6 @@ class ChaosRun:
     def _begin(self) -> None:
         for name in self.plan.hosts:
             self.injectors.start(name)
-        self._begins_s = time.monotonic()
         fleet = self.injectors.fleet
         self._wait(
             lambda: (self.strict or self._whole()) and fleet.last_step() >= _SETTLED_STEPS, "the first steps of all hosts"
@@ -143,6 +148,8 @@ class ChaosRun:
             self.passed_over.append(f"{fault}: {error}")
             self.tell(f"{fault.kind:14} passed over: {error}")
             return
+        # It is in the verdict, too, where training does not go on after it.
+        self.struck.append(Struck(fault, generation, strike.rank, None, time_s))
         known = fleet.events.last_step
         for name in strike.absent:
             self._leaves(name)
@@ -160,7 +167,7 @@ class ChaosRun:
             self._wait(lambda: self._whole() and fleet.last_step() >= known + _SETTLED_STEPS, f"training after {fault}")
             recovered_s = time.monotonic() - began_s
             self._sample()
-        self.struck.append(Struck(fault, generation, strike.rank, recovered_s, time_s))
+            self.struck[-1] = replace(self.struck[-1], recovered_s=recovered_s)
         on = f" {fault.host}" if fault.host else ""
         went_on = f"went on after {recovered_s:5.1f} s, " if recovered_s is not None else ""
         self.tell(f"{len(self.struck):4d} {fault.kind:14}{on}: {went_on}step {fleet.last_step()}")
@@ -236,9 +243,12 @@ class ChaosRun:
             code = None if name in self._absent else launcher.process.poll()
             if code is not None and time.monotonic() - self._revived.get(name, 0.0) > 1.0:
                 self._revived[name] = time.monotonic()
-                if code in (EXIT_USAGE, EXIT_CONFIG):
-                    raise ConfigError(launcher.output().strip().rpartition("\n")[2].removeprefix("elastictrain: "))
                 self._codes[f"{name} ({launcher.log.stem})"] = code
+                if code in (EXIT_USAGE, EXIT_CONFIG):
+                    why = launcher.output().strip().rpartition("\n")[2].removeprefix("elastictrain: ")
+                    if not self._begins_s:
+                        raise ConfigError(why)
+                    raise StuckError(f"the launcher of {name} has ended with {code}, and no other can help: {why}")
                 self.tell(f"     the launcher of {name} has ended with {code}, and is started again")
                 self.injectors.start(name)
 
