@@ -9,6 +9,13 @@ from typing import Protocol
 
 import msgspec
 
+_BOOTED_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # of the processes forked from this one, too
+
+
+def event_time() -> float:
+    """Unix seconds by the clock of this process's start: one that is set later would change the order of its events."""
+    return _BOOTED_S + time.clock_gettime(time.CLOCK_BOOTTIME)
+
 
 class AppendLog(Protocol):
     """A file that only grows."""
@@ -347,7 +354,7 @@ def _plain(value: object) -> object:
 class Journal:
     """Appends events of one rank to its log; thread-safe."""
 
-    def __init__(self, log: AppendLog, *, incarnation: str, rank: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, log: AppendLog, *, incarnation: str, rank: int, clock: Callable[[], float] = event_time) -> None:
         self._log = log
         self._incarnation = incarnation
         self._rank = rank

@@ -1,11 +1,10 @@
 """The launcher's events."""
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Self
 
-from elastictrain.events import AppendLog, Event, encode
+from elastictrain.events import AppendLog, Event, encode, event_time
 from elastictrain.fault.reasons import NO_RANK
 from elastictrain.launch.membership.records import End
 
@@ -69,7 +68,7 @@ class WorkersNotForked(Event, tag="workers_not_forked", frozen=True):
 class Recorder:
     """Appends a launcher's events to a log of its own. Never raises: a launcher outlives its storage."""
 
-    def __init__(self, log: AppendLog, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, log: AppendLog, *, clock: Callable[[], float] = event_time) -> None:
         self._log = log
         self._clock = clock
 

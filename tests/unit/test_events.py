@@ -1,7 +1,9 @@
+import importlib.util
 import inspect
 import json
 import math
 import threading
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -235,6 +237,23 @@ def test_the_journal_appends_one_piece_per_event_with_its_own_time() -> None:
     assert [(record["time"], record["event"]) for record in records] == [(1.0, "step"), (2.0, "stop")]
     assert {(record["incarnation"], record["rank"]) for record in records} == {("000002-cd", 1)}
     assert log.closed == 1
+
+
+def test_a_clock_that_is_set_leaves_the_events_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_s, real = [0.0], time.time
+    monkeypatch.setattr(time, "time", lambda: real() + wrong_s[0])
+    spec = importlib.util.find_spec("elastictrain.events")
+    assert spec is not None
+    assert spec.loader is not None
+    started_now, log = importlib.util.module_from_spec(spec), Log()
+    spec.loader.exec_module(started_now)
+    journal = started_now.Journal(log, incarnation="i", rank=0)
+    for wrong_s[0] in (0.0, -100.0, 3600.0, 0.0):
+        journal.record(STEP)
+    first, *others = (json.loads(piece)["time"] for piece in log.pieces)
+    assert first == pytest.approx(real(), abs=1.0)
+    assert [first, *others] == sorted([first, *others])
+    assert others[-1] - first < 1.0
 
 
 def test_the_journal_takes_events_from_several_threads_in_the_order_of_their_times() -> None:
