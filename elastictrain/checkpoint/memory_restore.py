@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class MemoryRestore:
         self._hosts: list[int] = []
         self.held: list[Held] = []  # all snapshots of this run that are not forgotten; the same on all ranks
         self._off_lineage: frozenset[tuple[str, int]] = frozenset()
-        self._digested: set[str] = set()  # slots whose digests this process has just computed
+        self._digested: set[int] = set()  # ranks whose snapshots this process has just digested
 
     def look(self) -> None:
         """List the snapshots on all hosts. Collective: yes."""
@@ -115,6 +115,9 @@ class MemoryRestore:
                 logger.warning("the records of snapshots cannot be read: %s", error)
         if missing := [held for rank, held in enumerate(primary) if rank not in parts]:
             return missing[0]
+        for rank in self._digested & parts.keys():
+            # Bytes that this process has just digested it need not digest again.
+            parts[rank] = replace(parts[rank], digests=parts[rank].layout.digests_of_headers())
         known = [parts[rank] for rank in range(len(primary))]
         try:
             facts = chosen.sources[0][0].facts  # as rank 0 recorded them
@@ -140,11 +143,14 @@ class MemoryRestore:
             layout = load_layout(self.folder, held.facts.layout)
             with closing(_open_soon(path, held.facts)) as slot:
                 digests = load_digests(path, held.facts)
-                if digests is None:
-                    # The saver was killed, or has not computed them yet.
+                if digests is None and len(set(self._hosts)) > 1:
+                    # Another host may read it, through a network. The saver was killed, or has not computed them yet.
                     mapped = self.arena.mapped(path) if self.arena is not None else None
                     digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False, mapped=mapped)
-                    self._digested.add(path)
+                    self._digested.add(held.facts.rank)
+                elif digests is None:
+                    # Digests of bytes that are read next would always be right.
+                    digests = layout.digests_of_headers()
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
@@ -165,10 +171,7 @@ class MemoryRestore:
                 else:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
                 incarnation = held.facts.incarnation
-                digested = here and slot.path in self._digested
-                source.add(
-                    part.layout, read, incarnation=incarnation, rank=rank, remote=not here, mapped=mapped, digested=digested
-                )
+                source.add(part.layout, read, incarnation=incarnation, rank=rank, remote=not here, mapped=mapped)
             except (OSError, ElasticTrainError) as error:
                 logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)
                 return rank

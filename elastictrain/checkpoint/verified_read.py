@@ -84,10 +84,6 @@ class CheckpointFolder:
         store = self.store
         return store.mapped(f"{self.prefix}{span.file}", span.start, span.end) if isinstance(store, MappedStore) else None
 
-    def is_digested(self, file: str) -> bool:
-        """Whether this process has just computed its digests from its mapped bytes."""
-        return isinstance(self.store, MappedStore) and self.store.is_digested(f"{self.prefix}{file}")
-
 
 def read_chunks(
     folder: CheckpointFolder,
@@ -116,9 +112,7 @@ def read_chunks(
         try:
             data = folder.mapped(span)
             if data is not None:
-                # A digest of these very bytes, computed a moment ago, would only be computed again.
-                if not folder.is_digested(span.file):
-                    _check(folder, span, data)
+                _check(folder, span, data)
             else:
                 if buffer is None or len(buffer) < size_bytes:
                     buffer = buffers.buffer = memoryview(allocate(size_bytes))
@@ -146,11 +140,12 @@ def _twice(read: Callable[[], T], *wrong: type[Exception]) -> T:
 
 
 def wrong_chunks(span: Span, data: memoryview) -> list[ChunkRecord]:
-    """The chunks of `span` whose bytes in `data` do not have their digest."""
+    """The chunks of `span` whose bytes in `data` do not have their digest. Only snapshots have chunks without one."""
     return [
         chunk
         for chunk in span.chunks
-        if not has_digest(
+        if chunk.digest
+        and not has_digest(
             data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes], chunk.digest, sha256=chunk.sha256
         )
     ]

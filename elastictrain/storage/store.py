@@ -51,9 +51,6 @@ class MappedStore(ReadableStore, Protocol):
     def mapped(self, key: str, start: int, end: int) -> memoryview | None:
         """Bytes [start, end) of the object, if they are there. Raises: ObjectNotFoundError."""
 
-    def is_digested(self, key: str) -> bool:
-        """Whether this process has just computed the digests of the object from the bytes that are mapped."""
-
 
 class Store(ReadableStore, Protocol):
     """Objects under one root URL. Keys are relative, '/'-separated, without '.', '..' or empty parts.

@@ -57,6 +57,12 @@ class RankLayout(msgspec.Struct, frozen=True, dict=True):
     def file_bytes(self) -> int:
         return HEADER_BYTES + self.size_bytes
 
+    def digests_of_headers(self) -> "RankDigests":
+        """The digests of a snapshot whose bytes nothing has digested: those of chunks and files are empty."""
+        headers = tuple(digest_of(file.header) for file in self.template)
+        chunks = sum(len(placed.chunks) for file in self.template for placed in file.items)
+        return RankDigests(("",) * len(headers), headers, ("",) * chunks)
+
     def files(self, *, incarnation: str, rank: int) -> tuple[ShardFile, ...]:
         sizes = {"shard_bytes": self.shard_bytes, "chunk_bytes": self.chunk_bytes}
         return plan_files(self.items, incarnation=incarnation, rank=rank, **sizes)

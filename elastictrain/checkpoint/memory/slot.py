@@ -252,7 +252,6 @@ class SnapshotSource:
         # By name: the snapshot's reader, the file's offset in it, its size in bytes, and whether it is on another host.
         self._files: dict[str, tuple[ReadSnapshot, int, int, bool]] = {}
         self._mapped: dict[str, memoryview] = {}  # by name: the snapshot, if it is mapped in this process
-        self._digested: set[str] = set()  # names of those mapped whose digests this process has just computed
 
     def add(
         self,
@@ -263,17 +262,11 @@ class SnapshotSource:
         rank: int,
         remote: bool,
         mapped: memoryview | None = None,
-        digested: bool = False,
     ) -> None:
         for file, base in zip(layout.files(incarnation=incarnation, rank=rank), layout.starts, strict=True):
             self._files[file.name] = (read, base, file.size_bytes, remote)
             if mapped is not None:
                 self._mapped[file.name] = mapped
-                if digested:
-                    self._digested.add(file.name)
-
-    def is_digested(self, key: str) -> bool:
-        return key in self._digested
 
     def mapped(self, key: str, start: int, end: int) -> memoryview | None:
         """Bytes [start, end) of a file, if its snapshot is mapped in this process. Raises: ObjectNotFoundError."""

@@ -15,7 +15,7 @@ from elastictrain.checkpoint import memory_restore, reader, verified_read
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
-from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, JsonValue, Manifest
+from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
 from elastictrain.checkpoint.memory.folder import Held, SlotName, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout, RankPart
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests, store_layout
@@ -297,11 +297,16 @@ def test_a_worker_that_is_being_killed_is_given_the_time_to_let_go(
     writer.close()
 
 
-def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("several", [True, False])
+def test_digests_are_computed_where_others_may_read_a_snapshot_through_a_network(
+    bench: Bench, several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(tmp_path, 300, digests=False)
     asked = []
+    if several:
+        gather = memory_restore.gather_records
+        other = memory_restore._HostSnapshots(1, ())
+        monkeypatch.setattr(memory_restore, "gather_records", lambda own, group: [*gather(own, group=group), other])
 
     def digest(slot: Slot, layout: RankLayout, *, threads: int, whole_files: bool, mapped: None) -> RankDigests:
         writer = Slot.open(slot.path)
@@ -311,7 +316,8 @@ def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
 
     monkeypatch.setattr(memory_restore, "compute_digests", digest)
     assert restored(bench, recall_of(tmp_path)) == (300, "memory")
-    assert asked == [False]
+    # Nothing is written to it meanwhile.
+    assert asked == [False] * several
 
 
 @pytest.mark.parametrize("digests", [True, False])
@@ -334,21 +340,21 @@ def test_slots_that_this_process_has_mapped_are_read_in_place(
         copied.append(len(buffer))
         really_read(slot, buffer, start=start)
 
-    checked: list[str] = []
-    really_check = verified_read.wrong_chunks
+    checked: list[int] = []
+    really_check = verified_read.has_digest
 
-    def check(span: verified_read.Span, data: memoryview) -> list[ChunkRecord]:
-        checked.append(span.file)
-        return really_check(span, data)
+    def check(data: memoryview, digest: str, *, sha256: str) -> bool:
+        checked.extend([len(data)] * (len(data) == ROWS * 64 * 4))
+        return really_check(data, digest, sha256=sha256)
 
     monkeypatch.setattr(Slot, "read_into", read_into)
-    monkeypatch.setattr(verified_read, "wrong_chunks", check)
+    monkeypatch.setattr(verified_read, "has_digest", check)
     assert restored(bench, recall_of(tmp_path, arena=arena)) == (400, "memory")
     assert len(checked) == 1
     # Found there, too.
     flip(tmp_path, "own-r00000-s1", at=HEADER_BYTES + 1000)
     assert restored(bench, recall_of(tmp_path, arena=arena)) == (300, "memory")
-    assert len(checked) == 2 + digests, "what the restore itself has digested is not digested again"
+    assert len(checked) == 2 + digests, "bytes without digests are read as they are"
     assert max(copied) < ROWS * 64 * 4, "only headers are copied"
     arena.close()
     assert restored(bench, recall_of(tmp_path, arena=arena)) == (300, "memory")
