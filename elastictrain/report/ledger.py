@@ -122,7 +122,7 @@ def spans(history: History) -> list[GenerationSpan]:
 def _replaced(span: GenerationSpan, history: History, offsets: Mapping[str, float]) -> float:
     """When the first of the launchers came that took the place of one of a generation's, which has said nothing of an end."""
     starts = (
-        (one.time + offsets.get(name, 0.0), _host(name))
+        (one.time + offsets.get(name, 0.0), host_of(name))
         for name, rows in history.launchers.items()
         for one in rows
         if isinstance(one.row, LauncherStartedRow)
@@ -245,7 +245,7 @@ def _waiting(
         marks = [(one.time + offsets.get(name, 0.0), not isinstance(one.row, LauncherEndedRow)) for one in rows]
         marks += [(time, False) for time in lost[name]]
         marks += [(span.end, False) for span in member[name] if name not in span.events.by_launcher(GenerationEndedRow)]
-        later = [first[one] for one in first if _host(one) == _host(name) and first[one] > first[name]]
+        later = [first[one] for one in first if host_of(one) == host_of(name) and first[one] > first[name]]
         until = min((newest, *later))
         processes = _processes(rows)
         for begin, end in _without(_alive(sorted(marks), until), [(span.begin, span.end) for span in member[name]]):
@@ -253,7 +253,7 @@ def _waiting(
     return sorted(changes)
 
 
-def _host(launcher: str) -> str:
+def host_of(launcher: str) -> str:
     """A launcher is named after its host, with a number of its own behind it."""
     return launcher.rpartition("-")[0]
 

@@ -25,6 +25,7 @@ class StartRow(EventRow, frozen=True, tag="start"):
 class ResumeRow(EventRow, frozen=True, tag="resume"):
     step: int
     tier: str
+    seconds: Mapping[str, float] = {}
 
 
 class FirstStepRow(EventRow, frozen=True, tag="first_step"):

@@ -1,15 +1,17 @@
 """What parts of a run take, in seconds: figures of docs/benchmarks.md, or those of a run's own events."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import mean, median
-from typing import Any
 
-from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.errors import UsageError
+from elastictrain.report.history import EventReader, History, Timed
+from elastictrain.report.ledger import GenerationSpan, host_of, spans
+from elastictrain.report.records import LauncherStartedRow, ResumeRow, SavedRow, SnapshotRow, StepRow
 from elastictrain.storage.opening import open_store
 
-Row = Mapping[str, Any]
 _STEPS = 10  # of a world, at least, to tell what its steps take
 _PAUSE = 1.5  # times the median: a step that takes as long was interrupted
 
@@ -33,108 +35,94 @@ class RunCosts:
 def read_costs(url: str, costs: RunCosts) -> RunCosts:
     """`costs` with what the events of the run in the folder `url` tell. Raises: UsageError if it has no steps; StorageError."""
     store = open_store(url, follow_links=True)
-    logs = sorted(info.key for info in store.list("events/") if info.key.endswith(".jsonl"))
-    rows = [row for key in logs for row in _parsed(store.read(key))]
-    found = _measured(sorted(rows, key=lambda row: _number(row.get("time"))))
+    found = _measured(EventReader(store).update())
     if not found.get("step_s"):
         raise UsageError(f"--run must be the folder of a run that has done steps, but {store.url} has no two `step` events")
     return replace(costs, **found)
 
 
-def _parsed(data: bytes) -> Iterable[Row]:
-    for line in data.splitlines():
-        try:
-            row = parse_json(line)
-        except MalformedJsonError:
-            # The last line of a killed writer.
-            continue
-        if isinstance(row, dict):
-            yield row
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Not the first of its generation; times in Unix seconds."""
+
+    end: float
+    took_s: float
+    workers: int
 
 
-def _measured(rows: Sequence[Row]) -> dict[str, float]:
-    """Means, as totals are asked for; of what there are figures of. `rows` of all ranks and launchers, in the order of time."""
-    measured = {name: mean(values) for name, values in _durations(rows).items() if values}
-    steps = [(row, took_s, world) for row, took_s, world in _steps(rows)]
-    usual_s = _usual([took_s for _, took_s, _ in steps])
+def _measured(history: History) -> dict[str, float]:
+    """Means, as totals are asked for; of what there are figures of."""
+    generations = spans(history)
+    steps = [
+        _Step(later.time + span.offset, later.time - before.time, span.workers)
+        for span in generations
+        for before, later in pairwise(span.events.of(StepRow))
+    ]
+    usual_s = _usual([one.took_s for one in steps])
+    measured = {name: mean(values) for name, values in _durations(generations, _starts(history)).items()}
     measured |= {"step_s": usual_s} if usual_s else {}
-    worlds = {
-        world: [took_s for _, took_s, one in steps if one == world] for world in {world for _, _, world in steps if world}
-    }
+    worlds = {world: [one.took_s for one in steps if one.workers == world] for world in {one.workers for one in steps}}
     measured |= _steps_of_worlds({world: _usual(took_s) for world, took_s in worlds.items() if len(took_s) >= _STEPS})
     for name in {"recovery_s", "restart_s"} & measured.keys():
         # They are measured up to the end of the first step.
         measured[name] -= usual_s
-    if saves := [(_number(row["time"]) - _took_s(row), _number(row["time"])) for row in rows if _is_interval_save(row)]:
+    if saves := [
+        (one.time + span.offset - _total(one.row.seconds), one.time + span.offset)
+        for span in generations
+        for one in _saves(span)
+    ]:
         # What steps took beside the usual while a checkpoint was written.
-        ends = [(_number(row["time"]), took_s) for row, took_s, _ in steps]
-        extra_s = sum(took_s - usual_s for end_s, took_s in ends if any(end_s > b and end_s - took_s < e for b, e in saves))
-        measured["save_stall_s"] = extra_s / len(saves)
+        beside = [one for one in steps if any(one.end > begin and one.end - one.took_s < end for begin, end in saves)]
+        measured["save_stall_s"] = sum(one.took_s - usual_s for one in beside) / len(saves)
     return {name: max(0.0, value) for name, value in measured.items()}
 
 
-def _durations(rows: Sequence[Row]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {field.name: [] for field in fields(RunCosts)}
-    last: dict[str, Row] = {}  # of each kind
-    begun_s, anew = None, False  # of a generation that has not done a step; whether all of its launchers are new
-    came = set[str]()  # hosts whose launchers came since a generation began
-    for row in rows:
-        kind, time_s = str(row.get("event")), _number(row.get("time"))
-        before = last.get(kind)
-        first = before is None or before["incarnation"] != row["incarnation"]
-        if kind in ("step", "snapshot", "resume") and row.get("rank") != 0:
-            continue
-        if kind == "snapshot":
-            found["snapshot_stall_s"].append(_number(row.get("stall_s")))
-            if not first and before is not None:
-                found["snapshot_every_s"].append(time_s - _number(before["time"]))
-        elif kind == "resume" and row.get("tier") == "storage":
-            found["restore_s"].append(_took_s(row))
-        elif kind == "step" and begun_s is not None:
-            from_storage = last.get("resume", {}).get("tier") == "storage"
-            beside_s = found["restore_s"][-1] if from_storage else 0.0
-            found["restart_s" if anew else "recovery_s"].append(time_s - begun_s - beside_s)
-            begun_s = None
-        elif kind == "launcher_started":
-            came.add(str(row.get("host")))
-        elif kind == "generation" and first:
-            hosts = row.get("hosts")
-            anew = before is None or (isinstance(hosts, list) and came.issuperset(hosts))
-            begun_s, came = time_s, set()
-        elif kind == "generation_ended" and row.get("kind") in ("grow", "leaving") and "step" in last and first:
-            found["stop_s"].append(time_s - _number(last["step"]["time"]))
-        elif _is_interval_save(row):
-            found["save_s"].append(_took_s(row))
-        last[kind] = row
+def _starts(history: History) -> dict[str, list[float]]:
+    """When launchers have started, by host."""
+    offsets, found = history.offsets(), defaultdict[str, list[float]](list)
+    for name, rows in history.launchers.items():
+        times = [one.time + offsets.get(name, 0.0) for one in rows if isinstance(one.row, LauncherStartedRow)]
+        found[host_of(name)] += times
     return found
 
 
-def _steps(rows: Sequence[Row]) -> Iterator[tuple[Row, float, int]]:
-    """Each step but the first of its generation: how long it took, and on how many workers; 0 where nobody tells."""
-    before: Row | None = None
-    worlds: dict[object, int] = {}
-    for row in rows:
-        if row.get("event") == "start":
-            worlds[row["incarnation"]] = int(_number(row.get("world_size")))
-        if row.get("event") == "step" and row.get("rank") == 0:
-            if before is not None and before["incarnation"] == row["incarnation"]:
-                yield row, _number(row["time"]) - _number(before["time"]), worlds.get(row["incarnation"], 0)
-            before = row
+def _durations(generations: Sequence[GenerationSpan], starts: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    found = defaultdict[str, list[float]](list)
+    for before, span in zip((None, *generations), generations, strict=False):
+        steps, snapshots, resume = (
+            span.events.of(StepRow),
+            span.events.of(SnapshotRow),
+            span.events.first(ResumeRow),
+        )
+        read_s = _total(resume.row.seconds) if resume is not None and resume.row.tier == "storage" else 0.0
+        if read_s:
+            found["restore_s"].append(read_s)
+        if steps:
+            since = before.begin if before is not None else 0.0
+            # Whether launchers have come on all of its hosts since the last generation began.
+            anew = before is None or all(any(since < at <= span.begin for at in starts.get(host, ())) for host in span.hosts)
+            found["restart_s" if anew else "recovery_s"].append(steps[0].time + span.offset - span.begin - read_s)
+            if span.outcome in ("grow", "leaving"):
+                found["stop_s"].append(span.end - steps[-1].time - span.offset)
+        found["snapshot_stall_s"] += [one.row.stall_s for one in snapshots]
+        found["snapshot_every_s"] += [later.time - earlier.time for earlier, later in pairwise(snapshots)]
+        found["save_s"] += [_total(one.row.seconds) for one in _saves(span)]
+    return {name: values for name, values in found.items() if values}
+
+
+def _saves(span: GenerationSpan) -> list[Timed[SavedRow]]:
+    """The checkpoints that training did not wait for."""
+    return [one for one in span.events.of(SavedRow) if one.row.reason in ("interval", "time") and _total(one.row.seconds) > 0]
 
 
 def _usual(took_s: Sequence[float]) -> float:
-    """The mean of those that are no pauses, and that no clock has gone wrong in."""
+    """The mean of those that are no pauses."""
     usual_s = median(took_s) if took_s else 0.0
     return mean([one for one in took_s if usual_s / _PAUSE < one < usual_s * _PAUSE] or took_s or [0.0])
 
 
-def _is_interval_save(row: Row) -> bool:
-    return row.get("event") == "checkpoint_saved" and row.get("reason") in ("interval", "time") and _took_s(row) > 0
-
-
-def _took_s(row: Row) -> float:
-    seconds = row.get("seconds")
-    return sum(map(_number, seconds.values())) if isinstance(seconds, dict) else 0.0
+def _total(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.values())
 
 
 def _steps_of_worlds(steps_s: Mapping[int, float]) -> dict[str, float]:
@@ -145,7 +133,3 @@ def _steps_of_worlds(steps_s: Mapping[int, float]) -> dict[str, float]:
     step_s = steps_s[largest]
     divided_s = (steps_s[smallest] - step_s) / (largest / smallest - 1)
     return {"step_s": step_s, "step_fixed_s": min(max(0.0, step_s - divided_s), step_s)}
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -126,19 +126,32 @@ def test_what_things_take_is_read_from_the_events_of_a_run(tmp_path: Path) -> No
 
 
 def test_a_start_with_new_launchers_on_all_hosts_is_a_restart_and_storage_counts_apart(tmp_path: Path) -> None:
-    """Generations of two hosts begin at 0, 100 and 200. One launcher starts again before the second, both before the third,
+    """Generations of two hosts begin at 100, 200 and 300. One launcher starts again before the second, both before the third,
     which finds its state in storage."""
-    launchers, rows = list[dict[str, object]](), list[dict[str, object]]()
+    rows = list[dict[str, object]]()
     for number, (name, came) in enumerate((("1-a", "ab"), ("2-b", "a"), ("3-c", "ba"))):
-        began_s = 100.0 * number
-        launchers += [{"event": "launcher_started", "time": began_s - 2.0, "host": host} for host in came]
-        launchers.append({"event": "generation", "time": began_s, "incarnation": f"generation-{name[0]}", "hosts": ["a", "b"]})
+        began_s = 100.0 * (number + 1)
+        group = {
+            "event": "generation",
+            "time": began_s,
+            "incarnation": f"generation-{name[0]}",
+            "hosts": ["a", "b"],
+            "world_size": 2,
+        }
+        for host in came:
+            start = {
+                "event": "launcher_started",
+                "time": began_s - 2.0,
+                "incarnation": "generation-0",
+                "launcher": f"{host}-{number}",
+                "processes": 1,
+            }
+            log(tmp_path / "events" / f"launcher-{host}-{number}.jsonl", start, group)
         first_s = began_s + {"1-a": 6.0, "2-b": 3.0, "3-c": 11.0}[name]
         tier, read_s = ("storage", 4.0) if name == "3-c" else ("peer", 0.5)
         resume = {"event": "resume", "time": first_s - 1.0, "tier": tier, "seconds": {"choose": 0.0, "read": read_s}}
         steps = [{"event": "step", "time": first_s + step} for step in range(5)]
         rows += [{**row, "incarnation": name} for row in (resume, *steps)]
-    log(tmp_path / "events" / "launcher-a.jsonl", *launchers)
     log(tmp_path / "events" / "r00000.jsonl", *rows)
     found = read_costs(str(tmp_path), RunCosts())
     # Less a step of a second each.
