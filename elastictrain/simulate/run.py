@@ -24,8 +24,8 @@ _MOST_TOLD = 5
 
 @dataclass(slots=True)
 class Result:
-    """`goodput`: new steps at their usual duration on all hosts, as a share of the time; `efficiency`: as a share of the time
-    for which hosts were there."""
+    """`goodput`: time that hosts spent on new steps, as a share of the time of all of them, as a report counts it; `efficiency`:
+    as a share of the time for which hosts were there."""
 
     hours: float
     goodput: float
@@ -271,7 +271,7 @@ class Simulation:
 
     def _result(self, until_s: float) -> Result:
         totals, scenario = self.training.totals, self.scenario
-        useful_s = totals.steps * scenario.costs.step_s
+        useful_s = totals.useful_s
         return Result(
             hours=until_s / 3600,
             goodput=useful_s / until_s,

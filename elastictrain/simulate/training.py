@@ -51,6 +51,7 @@ class Totals:
 
     steps: float = 0.0  # that were done; fractions of steps, for only what is saved is whole
     progress_s: float = 0.0  # in which steps were done that nobody had done before
+    useful_s: float = 0.0  # of all hosts: the same without the share of snapshots, by the share of hosts that did them
     repeated_s: float = 0.0
     lost_steps: float = 0.0  # that had to be repeated
     starts: int = 0
@@ -141,6 +142,7 @@ class Training:
             if number == max(self.groups):
                 new = max(0.0, group.step - max(before, totals.steps))
                 totals.progress_s += new / rate
+                totals.useful_s += new * self._step_s(group) * len(group.at_work) / self.scenario.full_hosts
                 totals.repeated_s += (group.step - before - new) / rate
                 totals.steps = max(totals.steps, group.step)
 
@@ -150,12 +152,13 @@ class Training:
         for group in self.groups.values():
             group.stalled_until_s = until_s
 
+    def _step_s(self, group: GenerationGroup) -> float:
+        fixed_s = self.costs.step_fixed_s
+        return fixed_s + (self.costs.step_s - fixed_s) * self.scenario.full_hosts / len(group.generation.members)
+
     def _rate(self, group: GenerationGroup) -> float:
         """Steps a second, with the share of time that snapshots take."""
-        costs = self.costs
-        share = 1.0 + costs.snapshot_stall_s / costs.snapshot_every_s
-        fewer = self.scenario.full_hosts / len(group.generation.members)
-        return 1 / (share * (costs.step_fixed_s + (costs.step_s - costs.step_fixed_s) * fewer))
+        return 1 / ((1.0 + self.costs.snapshot_stall_s / self.costs.snapshot_every_s) * self._step_s(group))
 
     def _end(self, group: GenerationGroup, *, orderly: bool) -> None:
         """Nobody trains in the group any more; what is left of it are its snapshots."""
