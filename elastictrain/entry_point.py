@@ -65,6 +65,7 @@ def progress(what: str, total: int, *, unit: str = "B", lines: bool = False) -> 
     with tqdm(desc=what, total=total or None, leave=False, dynamic_ncols=True, disable=None, **style) as bar:
 
         def advance(count: int) -> None:
+            """Counts the units that are done since the last call. From any thread."""
             nonlocal done, told_s
             with lock:
                 bar.update(count)

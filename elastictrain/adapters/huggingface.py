@@ -118,6 +118,7 @@ class _TrainerPosition:
         self._trainer, self._steps_per_epoch = trainer, steps_per_epoch
 
     def state_dict(self) -> dict[str, object]:
+        """Counters, scheduler, scaler and callbacks; and the sizes of a step and an epoch, which `load_state_dict` compares."""
         trainer, state = self._trainer, self._trainer.state
         scaler = trainer.accelerator.scaler
         return {

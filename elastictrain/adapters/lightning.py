@@ -69,6 +69,7 @@ class ElasticLightningCallback(EntersRun, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
+        """Once a step's update is made: take the position of the loops, and the loss of its last batch as the step's."""
         position = self._position
         if position is None or trainer.global_step == position.step:
             return
@@ -139,6 +140,7 @@ class _FitPosition:
         return self.resumed and not self._between_epochs
 
     def state_dict(self) -> dict[str, object]:
+        """Loops are as `take_loops` found them, all else is as it is now."""
         trainer = self._trainer
         return {
             "step": self.step,
@@ -153,6 +155,7 @@ class _FitPosition:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Leaves the data to `place_loaders`. A callback that has no saved state stays as it is."""
         trainer, self.resumed = self._trainer, True
         self.step, self._loops, self._batches = saved["step"], saved["loops"], saved["batches"]
         self._between_epochs, self._orders = saved["between_epochs"], saved["orders"]

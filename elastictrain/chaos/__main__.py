@@ -99,6 +99,7 @@ class _Trial:
     tell: Teller
 
     def carry_out(self, plan: FaultPlan, folder: Path, *, plain: bool = False) -> tuple[ChaosOutcome, float]:
+        """The outcome, and the seconds until then. `plain`: a plain loop under torchrun, neither judged nor compared."""
         began_s = time.monotonic()
         with self.arena.opened(folder, plain=plain) as injectors:
             run = ChaosRun(injectors, plan, self.tell, strict=self.strict or plain, own_name=self.arena.own_name)

@@ -46,6 +46,7 @@ def fault_history(
 
 
 def fleet_faults(fault: PlannedFault, *, at_s: float, hosts: Sequence[str]) -> Iterator[FleetFault]:
+    """Yields nothing for kinds that stop no host. `at_s`: since the run began; machines are places in `hosts`. Pure."""
     everyone = tuple(range(len(hosts)))
     first = hosts.index(fault.host) if fault.host else 0
     lasts_s = fault.lasts_s or _LASTS_S.get(fault.kind, 0.0)

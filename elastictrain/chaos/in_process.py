@@ -109,6 +109,7 @@ class _ChangingFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """None for modules that are not changed: the next finder finds them."""
         change = self._changes.get(fullname)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path) if change else None
         if change is None or spec is None or spec.loader is None:
@@ -160,6 +161,7 @@ def _watch_updates(folder: Path, pause_s: float, module: Any) -> None:
     """Act before updates: `module` is torch.optim.optimizer."""
 
     def before_update(optimizer: Any, *_arguments: object) -> None:
+        """Pauses, then carries out, once, what `HostControl.order` has left for this process."""
         time.sleep(pause_s)
         path = folder / f"do-{os.getpid()}"
         if not path.exists():

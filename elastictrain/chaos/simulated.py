@@ -203,6 +203,7 @@ class _History:
             state.violations.append(Violation(Invariant.NEWEST_KEPT, "a last start restores nothing"))
 
     def violations(self) -> list[Violation]:
+        """Compares with one undisturbed rank. If no checkpoint could be restored, `simulation.broken` does not count."""
         state = self.state
         told = [Violation(Invariant.GOES_ON, problem) for problem in self.simulation.broken] if not state.over else []
         reference, losses, ledger = (

@@ -67,6 +67,7 @@ class TrainedGroup:
         self._per_step = shares[0].passes_per_step
 
     def train_to(self, step: int, *, losses: dict[int, float], ledger: list[Row]) -> None:
+        """Adds the steps up to `step` to `ledger`, and to `losses`: NaN for one that another group trained to another loss."""
         while self.step < step:
             samples: list[int] = []
             for rank, passes in enumerate(self._passes):

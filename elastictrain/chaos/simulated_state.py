@@ -147,6 +147,7 @@ class CheckedState:
         return max(self._memory_step, self.stored_step())
 
     def restore(self, generation: int, hosts: Sequence[str]) -> Restored | None:
+        """None also if no checkpoint can be restored: a violation that ends the run, unless checkpoints are only hidden."""
         incarnation, tensors = incarnation_of(generation), tensors_of(0)
         world_size, looked_s = len(hosts) * self._workers, self._now_s()
         options = CheckpointGroup(keep_last=KEEP_LAST)
@@ -203,6 +204,7 @@ class CheckedState:
         self._memory_step = step
 
     def begin_save(self, generation: int, hosts: Sequence[str], *, step: int) -> Save | None:
+        """None also while the generation has another save. The savers of some hosts write at once, the others at `commit`."""
         group, save = self._groups[generation], Save(generation, step, hosts)
         if any(one.generation == generation for one in self._saves):
             return None
@@ -244,6 +246,7 @@ class CheckedState:
             self._saver_acts = self.faults.killed = False
 
     def commit(self, save: Save) -> Committed | None:
+        """None also if the leader's saver was killed. The manifest in storage counts, not what that saver reports."""
         pending, leader = self._saves[save], save.hosts[0]
         for host in save.hosts[1:]:
             self._take_part(save, host)

@@ -125,6 +125,7 @@ class Checkpointer:
         )
 
         def conclude() -> None:
+            """On rank 0: commit, record, tidy. Raises: LeaseLostError; any other error of the commit as `save_error`."""
             of_ranks = (part for data in parts for part in decode_parts(data, where=folder))
             try:
                 manifest = self._committer.commit(of_ranks, facts=facts, folder=folder, names=tensors.keys())

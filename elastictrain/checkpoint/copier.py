@@ -313,6 +313,7 @@ class Copier:
         arrived = self._arrived
 
         def copy() -> float:
+            """Returns seconds: on a device by its events, without the wait for the state. Sets `issued` even after an error."""
             began = time.monotonic()
             try:
                 for base, header in self._headers:

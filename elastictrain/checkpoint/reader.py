@@ -132,6 +132,7 @@ class ManifestReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read and verify each chunk once; done on return. Raises: DamagedFileError, partly loaded; as `manifest`."""
         tensors = self.manifest.tensors
         chunk_at = {
             (name, chunk.offsets): chunk
@@ -146,6 +147,7 @@ class ManifestReader(StorageReader):
                 wanted[chunk].append(item)
 
         def take(chunk: ChunkRecord, data: memoryview) -> None:
+            """Copy a verified chunk to all items that are part of it. Called by the threads of `read_chunks`."""
             for item in wanted[chunk]:
                 source = tensor_over(data, dtype=tensors[item.storage_index.fqn].dtype, sizes=chunk.sizes)
                 for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -255,6 +257,7 @@ def load(
     known = manifest
 
     def check_fit() -> int:
+        """Sets `known`. Raises: DamagedFileError, StorageError; ConfigError if model, optimizer or world size do not fit."""
         # Each rank checks its share of the headers, neighbours together: in a world like the one that saved, its own part of
         # the manifest has them. This first: a manifest whose tensors are not those of its files is damaged, and not of another
         # model.

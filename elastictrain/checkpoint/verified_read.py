@@ -105,6 +105,7 @@ def read_chunks(
     stopped = Event()
 
     def read(span: Span) -> int:
+        """Returns the bytes read; 0 once another span has failed. A thread keeps its buffer for its next span."""
         if stopped.is_set():
             return 0
         size_bytes = span.end - span.start
@@ -179,6 +180,7 @@ def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Seque
     placed = chunks_by_file(manifest)
 
     def check(file: FileRecord) -> None:
+        """Raises: DamagedFileError if the header is missing or cut short, or fits neither digest nor manifest; StorageError."""
         head = bytearray(file.header_bytes)
         _read_range(folder, file.name, memoryview(head), start=0)
         where = folder.url(file.name)

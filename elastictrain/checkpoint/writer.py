@@ -51,6 +51,8 @@ def write_files(
 
 
 def write_file(store: Store, file: ShardFile, *, prefix: str, source: ByteSource, sha256: bool = False) -> RankDigests:
+    """Write one file below the key `prefix`, durable on return; returns its digests. `sha256`: as for `write_files`.
+    Raises: StorageError, what `source` raises: then the file is not made."""
     whole, chunks = xxhash.xxh3_128(file.header), []
     strong = [sha256_of(file.header)] if sha256 else []
     with store.open_writer(f"{prefix}/{file.name}") as writer:

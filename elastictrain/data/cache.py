@@ -225,6 +225,7 @@ def _fetch_missing(store: Store, shards: Sequence[Shard | DocumentStarts], *, fo
     stopping = Event()
 
     def bring(shard: Shard | DocumentStarts) -> None:
+        """Have the shard in the folder, verified, with a record of that. Raises: DataError, HostUnfitError, StorageError."""
         # The file may be right without a record of it: a process was killed, or the file's time has changed.
         path = folder / shard.file
         there = path.exists()

@@ -24,6 +24,7 @@ def start_device(parallel: ParallelGroup, *, local_rank: int, wait: Callable[[],
         return None
 
     def start() -> None:
+        """Tries again once, after `wait`. Never raises a RuntimeError: the first use of the device reports it."""
         for last in (False, True):
             try:
                 torch.cuda.set_device(local_rank)

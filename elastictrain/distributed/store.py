@@ -93,6 +93,7 @@ class PolledStore(dist.Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """`timeout`: by default `limit_s`. Raises: TransportError if a key is not set in time; whatever `poll` raises."""
         deadline = time.monotonic() + (self._limit_s if timeout is None else timeout.total_seconds())
         pause_s = _FIRST_PAUSE_S
         while not self._store.check(keys):

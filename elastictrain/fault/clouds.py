@@ -132,6 +132,7 @@ class MetadataSource:
     may_lack: bool = True  # whether an instance that cannot be preempted lacks some items
 
     def look(self) -> Notice | None:
+        """The notice of the first item that has one. Raises: MetadataError if no answer comes, or one of an unknown form."""
         for path, parse in self.items.items():
             answer = self.ask(path)
             if answer.status == 404 and self.may_lack:
@@ -152,6 +153,7 @@ def aws_source(service: MetadataService, *, clock: Callable[[], float] = time.mo
     token, refresh_at_s = "", 0.0
 
     def refresh() -> None:
+        """Get a token that is valid for `AWS_TOKEN_LIFE_S`. Raises: MetadataError."""
         nonlocal token, refresh_at_s
         try:
             answer = service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: str(AWS_TOKEN_LIFE_S)})
@@ -163,6 +165,7 @@ def aws_source(service: MetadataService, *, clock: Callable[[], float] = time.mo
         token, refresh_at_s = found, clock() + _AWS_REFRESHED_AT * AWS_TOKEN_LIFE_S
 
     def ask(path: str) -> MetadataAnswer:
+        """Renews the token before it expires, and once if the service does not know it. Raises: MetadataError."""
         fresh = not token or clock() >= refresh_at_s
         if fresh:
             refresh()

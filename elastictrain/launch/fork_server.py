@@ -329,6 +329,7 @@ def _reason(exit_code: int, sentence: str, phase: Phase = Phase.START) -> Reason
 
 
 def main() -> int:
+    """Import what workers need, then serve the launcher at the other end of stdin. Returns the exit code."""
     # An ignored SIGCHLD is inherited, and would lose the workers' exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Schedulers signal every process, but only the launcher stops the workers. Workers inherit the blocked mask and unblock

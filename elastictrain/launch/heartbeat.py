@@ -149,6 +149,7 @@ class HeartbeatMesh:
         self._socket.close()
 
     def follow(self, generation: Generation) -> None:
+        """Watch the other members of `generation`, which begins here, and send to them; `silent` is empty again."""
         others = [member for member in generation.members if member.host != self.host]
         with self._lock:
             self._members = self._targets_of(others)

@@ -74,6 +74,7 @@ class HangDiagnosis:
         )
 
     def event(self, text: str, *, stacks: str | None) -> Hang:
+        """Phase, step and times are those of the first guilty rank, or else of the first that waits. `stacks`: their key."""
         first = (self.guilty or self.waiting)[0]
         return Hang(
             guilty=tuple(one.name for one in self.guilty),
@@ -146,6 +147,7 @@ def _blame(statuses: Sequence[RankStatus], fault: CollectiveFault | None) -> tup
 
 
 def paragraph(found: HangDiagnosis) -> str:
+    """Who hangs where, for how long, and who waits for it: in words, without a line break. Pure."""
     collective = f". {found.fault.sentence(found.name)}" if found.fault is not None else ""
     if not found.guilty:
         where = _places(found.waiting)

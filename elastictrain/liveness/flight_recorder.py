@@ -86,6 +86,7 @@ class CollectiveFault:
     calls: Mapping[int, CollectiveCall]  # by rank: what it called; without those that did not
 
     def event(self, name: Callable[[int], str]) -> CollectiveFaultFound:
+        """With the calls of the first 32 ranks alone. `name`: of a rank."""
         calls = {name(rank): str(call) for rank, call in sorted(self.calls.items())[: 4 * _NAMED_AT_MOST]}
         return CollectiveFaultFound(
             kind=self.kind,

@@ -90,6 +90,7 @@ class HeartbeatStore(ClosableThread):
         """Where each other rank was, and how long ago, oldest first. Bounded in time, never raises."""
 
         def read() -> dict[str, str]:
+            """Ranks that were never heard come first; a store that fails is the only entry."""
             try:
                 beats = self._read_all()
             except RuntimeError as error:

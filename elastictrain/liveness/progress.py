@@ -74,6 +74,7 @@ class ProgressTracker:
         self.mark = ProgressMark(Phase.START, 0, 0, clock(), False)
 
     def set_phase(self, phase: Phase, *, step: int = 0, micro_batch: int = 0) -> None:
+        """Begin `phase`, which ends the one before. DATA of another step ends the step before: its duration is learned."""
         now_s, before = self._clock(), self.mark
         if before.first_step_done and before.phase in STEP_PHASES and not before.compiling:
             spent_s = now_s - before.since_s

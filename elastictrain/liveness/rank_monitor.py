@@ -77,6 +77,7 @@ class KillDecision:
 
 
 def judge(seen: Sequence[ObservedRank], *, survivor_s: float = SURVIVOR_S) -> list[KillDecision]:
+    """The ranks to kill now, and why. `survivor_s`: how long a rank may wait for one of this host that has ended. Pure."""
     seen = [one for one in seen if not one.marks.closed]
     longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
     decisions = []
@@ -237,6 +238,7 @@ class RankMonitor:
 
 
 def describe(decisions: Sequence[KillDecision], waiting: Sequence[RankProgress], *, host: str) -> str:
+    """The sentence for reasons, event and terminal. `waiting`: other live ranks of the host, named only in a hang. Pure."""
     text = "; ".join(f"rank {one.seen.marks.rank} on {host} {one}" for one in decisions)
     if any(one.hangs for one in decisions):
         text = f"hang: {text}"

@@ -33,6 +33,7 @@ class Figures:
         return dict(zip(self.names, self.values.wait().tolist(), strict=True))
 
     def event(self, values: Mapping[str, float]) -> Step:
+        """`values`: from `read`; a loss or gradient norm that is not among them becomes NaN."""
         return Step(
             step=self.step,
             loss=values.get("loss", math.nan),

@@ -19,6 +19,7 @@ class ModuleSettings:
 
     @classmethod
     def record(cls, modules: Iterable[nn.Module]) -> Self:
+        """As they are now, of `modules` and all modules in them. Waits for the device: buffers are copied to the host."""
         settings = cls([], [], [])
         for module in modules:
             saved = module.state_dict().keys()
@@ -32,6 +33,7 @@ class ModuleSettings:
 
     @torch.no_grad()
     def restore(self) -> None:
+        """In place; a buffer that was replaced since is the recorded tensor again."""
         for module, training in self.training:
             # Not `train()`, which changes the children, too, and which modules override.
             module.training = training

@@ -325,6 +325,7 @@ def recoverable(train: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate
 
     @wraps(train)
     def again(run: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Raises: UsageError without a run; ConfigError if the run cannot recover; an error of the program's own as it is."""
         if not isinstance(run, Run):
             raise UsageError(f"a recoverable function must get the run of elastictrain.attach first, but got {run!r}")
         session = run._session

@@ -222,6 +222,7 @@ class HostFacts:
         return resources.judge_processes(limit, group, capabilities=self._capabilities(), host=self.host)
 
     def check_xids(self) -> list[Verdict]:
+        """Empty without NVIDIA's GPUs. Leaves out errors of GPUs that this process may not use."""
         report = self.report()
         listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
         if not listed and not self.pci().nvidia:
@@ -241,6 +242,7 @@ class HostFacts:
         return counters.check_counters(self.surroundings, after)
 
     def check_nvlink(self) -> list[Verdict]:
+        """With AMD's GPUs it checks xGMI. Empty if this process may use fewer than two GPUs."""
         report = self.used()
         if report is None or len(report.gpus) < 2:
             return []

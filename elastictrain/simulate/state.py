@@ -95,6 +95,7 @@ class CountedState:
         return Save(generation, step, hosts)
 
     def commit(self, save: Save) -> Committed | None:
+        """None also if a host is gone before its part was written, or the step is stored already. Applies retention."""
         name = f"step-{save.step:09d}"
         if save.lost or name in self._checkpoints:
             return None

@@ -85,6 +85,7 @@ class _FileLog:
             self._waiting += b"\n"
 
     def append(self, data: bytes) -> None:
+        """Keeps what the disk does not take for the next attempt; beyond `KEPT_BYTES`, or once closed, a record is dropped."""
         with self._lock:
             if self._descriptor < 0:
                 if not self._told_closed:
@@ -103,6 +104,7 @@ class _FileLog:
                 self._write()
 
     def close(self) -> None:
+        """Only logs what fails, and what the file lacks. May be called again."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -171,6 +173,7 @@ class _SegmentLog:
         self._thread.start()
 
     def append(self, data: bytes) -> None:
+        """Returns at once: the thread sends. Beyond `KEPT_BYTES` of unsent segments, or once closed, a record is dropped."""
         with self._changed:
             if self._closing:
                 if not self._told_closed:
@@ -192,6 +195,7 @@ class _SegmentLog:
             self._changed.wait_for(lambda: self._flushes_done >= wanted or not self._thread.is_alive(), self._close_s)
 
     def close(self) -> None:
+        """Takes at most `close_s`; only logs what was not sent. May be called again."""
         with self._changed:
             if self._closing:
                 return

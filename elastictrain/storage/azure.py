@@ -77,6 +77,7 @@ class AzureBackend:
         return info, (found.metadata or {}).get(_MARK, "")
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
+        """Leaves out blobs that stand for folders."""
         container, prefix = split_path(folder)
 
         async def gather() -> list[ObjectInfo]:

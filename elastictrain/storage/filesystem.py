@@ -84,6 +84,7 @@ class FilesystemBackend(StreamedUploads):
         return _info(path, found), "" if self._memory else None
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
+        """Drops the client's cache of listings first; empty if there is no such folder."""
         with self._request(0) as bound:
             self._files.invalidate_cache()
             try:

@@ -46,6 +46,7 @@ class GcsBackend(StreamedUploads):
         return self._ask("GET", where, {"alt": "media"}, headers=headers, num_bytes=num_bytes)
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
+        """Sends bytes and metadata in one request, so that no created object lacks its mark."""
         bucket, key = split_path(path)
         boundary = secrets.token_hex(16)
         about = json.dumps({"name": key} if mark is None else {"name": key, "metadata": {_MARK: mark}})
@@ -63,6 +64,7 @@ class GcsBackend(StreamedUploads):
         return _info(path, item), str(item.get("metadata", {}).get(_MARK, ""))
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
+        """Leaves out placeholders of folders, whose names end with '/'. One request per page."""
         bucket, prefix = split_path(folder)
         where, asked = f"storage/v1/b/{quote(bucket, safe='')}/o", {"prefix": prefix, "fields": _FIELDS}
         while True:
@@ -96,6 +98,7 @@ class GcsBackend(StreamedUploads):
         url = f"{files._location}/{where}"
 
         async def request() -> bytes:
+            """Raises: GcsAnswerError for a status from 400 up; what aiohttp raises."""
             session = await files._set_session()
             signed = files._get_headers(dict(headers or {}))
             # The path is quoted already; keys may contain any character.

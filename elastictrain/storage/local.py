@@ -78,6 +78,8 @@ class LocalStore:
         return volatile
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Raises: ObjectNotFoundError, also if a folder has the name; else as `Store`."""
+
         def request() -> bytes:
             with self._opened(key) as (descriptor, size_bytes):
                 position, last = start, size_bytes if end is None else min(end, size_bytes)
@@ -90,6 +92,7 @@ class LocalStore:
         return self._try("read", key, request)
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
+        """Reads into `buffer` itself. Raises: as `read`."""
         view = buffer.cast("B")
 
         def request() -> int:
@@ -105,9 +108,11 @@ class LocalStore:
         self._try("write", key, lambda: self._put(key, data, new=False))
 
     def create(self, key: str, data: Bytes, *, mode: int = _FOR_ALL) -> None:
+        """`mode`: less the umask. A retry that finds a file with `data` counts it as made by this call."""
         repeated = False
 
         def request() -> None:
+            """Raises: FileExistsError, unless an earlier attempt of this call may have made the file; OSError."""
             nonlocal repeated
             first, repeated = not repeated, True
             try:
@@ -210,6 +215,7 @@ class LocalStore:
         return self._try("find", key, request)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Lazy: leaves out what is deleted meanwhile. Passes over unfinished files, and logs irregular ones."""
         folder = folder_of(prefix, url=self.url)
         for key, place in self._walk(folder):
             if place.name.startswith(TEMPORARY_PREFIX):

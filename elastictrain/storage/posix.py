@@ -98,6 +98,7 @@ def opened_folder(root: str, folder: str) -> Iterator[int]:
 
 
 def sync_folder(handle: int) -> None:
+    """Make the names in an open folder durable, if its file system can do so. `handle` may be O_PATH. Raises: OSError."""
     # An O_PATH handle cannot be synced.
     descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
     try:

@@ -79,6 +79,7 @@ class RemoteStore:
         self._connected: tuple[int, Backend] | None = None
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """An empty range of a missing object raises ObjectNotFoundError, too; one behind the object's end is empty."""
         if end is not None and end <= start:
             self.stat(key)
             return b""
@@ -94,6 +95,7 @@ class RemoteStore:
         return self._try("read", key, request)
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
+        """Reads up to four parts of `PART_BYTES` at once. Raises: TransientStorageError also if it sees the object change."""
         view = buffer.cast("B")
 
         def fetch(offset: int) -> int:
@@ -119,6 +121,7 @@ class RemoteStore:
             self._try("write", key, lambda backend, path: backend.put(path, bytes(data)))
 
     def create(self, key: str, data: Bytes) -> None:
+        """If the object exists, its mark (its bytes, where no marks are kept) shows whether this very call created it."""
         payload, mark = bytes(data), secrets.token_hex(16)
         try:
             self._try("create", key, lambda backend, path: backend.put(path, payload, mark=mark))
@@ -155,6 +158,8 @@ class RemoteStore:
         yield from sorted(map(self._relative, found), key=lambda info: info.key)
 
     def delete(self, key: str) -> None:
+        """Takes a service's error for a missing object as success."""
+
         def request(backend: Backend, path: str) -> None:
             try:
                 backend.remove(path)
@@ -214,6 +219,7 @@ class PartWriter:
         self._gathered += view
 
     def finish(self) -> None:
+        """Wait for all parts, and make the object durable and visible. Raises: StorageError; the caller then calls `abort`."""
         if self._upload is None:
             data = bytes(self._gathered)
             self._retrying.call(lambda: self._backend.put(self._path, data), action="write", url=self._url)
@@ -224,6 +230,7 @@ class PartWriter:
         repeated = False
 
         def complete() -> None:
+            """Succeeds, too, if an earlier attempt has: the object is there in its full size."""
             nonlocal repeated
             first, repeated = not repeated, True
             try:

@@ -38,6 +38,7 @@ class S3Backend:
         self._files.retries = 1
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
+        """Takes at most the time of `request_timeout_s`; without `end` that for 1 GiB."""
         from fsspec.asyn import sync
 
         # Not `cat_file`, which repeats a failed request once.
@@ -73,6 +74,7 @@ class S3Backend:
         return info, found["Metadata"].get(_MARK, "")
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
+        """Leaves out placeholders of folders, whose names end with '/'. One request per page."""
         bucket, prefix = split_path(folder)
         request: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
         while True:

@@ -19,6 +19,7 @@ class MlflowLogger:
         self._name = name
 
     def open(self, run: LoggedRun) -> None:
+        """Continue MLflow's run that has this run's id as a tag, or create it; only then parameters are sent."""
         # Its messages go through this process's logging, which does not tear the progress bar.
         os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")
         from mlflow import MlflowClient

@@ -23,6 +23,7 @@ class PrometheusLogger:
         self._values: dict[str, float] = {}
 
     def log(self, point: MetricPoint) -> None:
+        """Replaces the file, with the newest value of each metric since `open`. Raises: OSError."""
         self._values |= {"step": float(point.step), **point.values}
         lines = []
         for tag, value in self._values.items():

@@ -71,6 +71,7 @@ class RunTotalsLogger:
         self.scalars: dict[str, float] = {}
 
     def open(self, run: LoggedRun) -> None:
+        """Reads the record, counts this start and writes it at once. Raises: StorageError."""
         self._run, self._before = run, (self._began, run.first_step)
         before = RunTotals()
         # A damaged record begins anew.
@@ -83,6 +84,7 @@ class RunTotalsLogger:
         self._write()
 
     def log(self, point: MetricPoint) -> None:
+        """Adds the steps since the point before; writes the record at most once in `flush_s` seconds. Raises: StorageError."""
         (time, step), run = self._before, self._run
         # The first step warms up. A loop of the user's does not measure its steps.
         known = point.values.get("speed/step_s", (point.time - time) / max(1, point.step - step))

@@ -55,6 +55,7 @@ class TensorBoardLogger:
     """Writes to <run.dir>/tensorboard/."""
 
     def open(self, run: LoggedRun) -> None:
+        """Writes nothing yet: the first point opens the file. Raises: StorageError."""
         # The slow imports are done before the first point.
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -65,6 +66,7 @@ class TensorBoardLogger:
         self._first = next(iter(run.store.list("tensorboard")), None) is None
 
     def log(self, point: MetricPoint) -> None:
+        """The first call opens the file of this start, which begins with the texts. Raises: StorageError."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._log is None:

@@ -27,6 +27,7 @@ class WandbLogger:
         self._options = {"project": project, "entity": entity, "name": name, "mode": mode}
 
     def open(self, run: LoggedRun) -> None:
+        """Waits up to a minute until no other W&B run is open in this process. Raises: RuntimeError if one still is."""
         import wandb
 
         # The generation before may have ended in this process, and still be sending.

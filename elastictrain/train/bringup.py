@@ -193,6 +193,7 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
     number = number_of(incarnation)
 
     def note() -> None:
+        """Only logs a StorageError. Without a record of this start it merges nothing."""
         starts = Starts(without_sync(store))
         try:
             starts.write(StartRecord(number, incarnation, world_size))

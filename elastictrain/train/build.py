@@ -268,6 +268,7 @@ def _begin(context: TrainContext, state: TrainState) -> None:
 
 
 def record_start(context: TrainContext) -> None:
+    """Store the configuration, and record the event `start`; on the log rank alone. Raises: StorageError."""
     store_config(context.store, context.config)
     device = context.group.device
     start = Start(

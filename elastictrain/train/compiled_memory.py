@@ -21,6 +21,7 @@ def sizing_backend(hold: Callable[[int], None]) -> Backend:
     in which tensors have no content. `hold` is called with the bytes that exist beside them for a moment."""
 
     def compiler(module: fx.GraphModule, _: Sequence[object]) -> Callable[[list[Any]], Any]:
+        """Returns what torch calls in place of a compiled graph, with one list of arguments."""
         graph, extra_bytes = module.graph, transient_bytes(module.graph)
 
         def run(arguments: list[Any]) -> Any:

@@ -133,6 +133,7 @@ def suggest(
 
 
 def describe_peak(config: RunConfig, peak: Peak, *, gpus: GpuSet, passes: int, beside_bytes: int) -> str:
+    """A table in GB, below the settings that it holds for. `beside_bytes`: of a GPU, outside of torch's allocator. Pure."""
     train, total_bytes = config.train, peak.num_bytes + beside_bytes
     setting = (
         f"parallel={config.parallel.kind} train.precision={train.precision} train.compile={str(train.compile).lower()} "

@@ -127,6 +127,7 @@ class ExitReport:
         incomplete."""
 
         def close() -> None:
+            """Passes over what an incomplete context lacks. Heartbeats end before storage is written to."""
             if (heartbeats := getattr(context, "heartbeats", None)) is not None:
                 heartbeats.close()
             if (journal := getattr(context, "journal", None)) is not None:

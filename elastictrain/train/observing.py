@@ -117,6 +117,7 @@ class LogRankObserver(Observer):
             self.print_line(f"resumed at step {resume.step} from {places.get(resume.tier, 'the memory of another host')}")
 
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
+        """Logs the first, the last and each `telemetry.log_every_steps`th step; speeds are means since the last logged one."""
         self._steps += 1
         self._seconds += step_s
         self._samples += step.samples_per_s * step_s

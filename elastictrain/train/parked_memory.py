@@ -18,6 +18,7 @@ class ParkedMemory:
 
     @classmethod
     def give(cls, tensors: Iterable[Tensor], *, peak_bytes: int) -> "ParkedMemory":
+        """Free the storages of this rank's parts of `tensors`, each once, and give their memory back to the device."""
         found: dict[int, tuple[torch.UntypedStorage, int]] = {}
         for tensor in tensors:
             storage = local_part(tensor.detach()).untyped_storage()

@@ -92,11 +92,11 @@ class SnapshotSaving:
         self._snapshots.arena.start()
 
     def flags(self, step: int) -> StepFlags:
+        """They decide about a snapshot after the next step; after this one, if the loop waits for its figures."""
         if self._fallen_back:
             return StepFlags()
         if self._newest_begun is None:
             self._newest_begun = step - 1
-        # These flags decide about a snapshot after the next step; after this one, if the loop waits for its figures.
         due = self._pending_reason is not None or self._is_due(step) or self._is_due(step + 1)
         busy, torn = self._snapshots.status(due=due, none_had=self._none_had)
         self._take_news()
@@ -180,6 +180,7 @@ class SnapshotSaving:
         self._snapshots.before_update()
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
+        """As `SynchronousSaving`, through host memory until that fails. Collective: yes. Raises: SavesFailingError."""
         self._context.tracker.set_phase(Phase.SAVE, step=step)
         # A replica that is being sent holds its slot, and this step is newer.
         self._link.send(None)

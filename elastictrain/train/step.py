@@ -56,6 +56,7 @@ class StepFlags:
 
     @classmethod
     def decode(cls, sums: Sequence[float]) -> Self:
+        """From the sums of all ranks' `encode`: a flag is set if any rank's is; numbers are those of rank 0 alone."""
         stop, save, unsaved, unusable, sending, unsent, failed_saves, snapshot_interval, *slots = sums
         place = len(slots) // 2
         return cls(

@@ -48,6 +48,7 @@ class Straggler:
     over: bool = False  # whether it has just been cleared
 
     def event(self, *, step: int, host: str) -> StragglerFound:
+        """`step`: the one after which it is known; `host`: of the rank."""
         return StragglerFound(
             step=step,
             of_rank=self.rank,

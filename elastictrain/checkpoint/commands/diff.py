@@ -140,6 +140,7 @@ def compare_values(pairs: Mapping[str, TensorPair], *, a: CheckpointFolder, b: C
     ):
 
         def compare(pair: TensorPair) -> Difference:
+            """Goes by the chunks of A; B may be cut otherwise. Raises: DamagedFileError, StorageError."""
             one, other = pair
             apart, same_in_b = Difference(), _boxes(other)
             for chunk in one.chunks:

@@ -89,6 +89,7 @@ def compute_digests(
     buffers = local()
 
     def digest(ranges: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
+        """The digest of all `ranges` as one, empty unless wanted, and one of each; a thread keeps its buffer."""
         longest = max(size_bytes for _, size_bytes in ranges)
         if mapped is None and len(getattr(buffers, "buffer", b"")) < longest:
             buffers.buffer = memoryview(bytearray(longest))

@@ -263,6 +263,8 @@ class SnapshotSource:
         remote: bool,
         mapped: memoryview | None = None,
     ) -> None:
+        """Add the files of one rank's snapshot. `mapped`: all of its bytes. `digested` counts only beside it: this process has
+        just computed their digests."""
         for file, base in zip(layout.files(incarnation=incarnation, rank=rank), layout.starts, strict=True):
             self._files[file.name] = (read, base, file.size_bytes, remote)
             if mapped is not None:

@@ -69,6 +69,7 @@ class Put:
 
 
 def request_to_json(request: Get | Put) -> dict[str, JsonValue]:
+    """What `parse_request` reads on the other side; of a replica without its bytes, whose number it announces."""
     record: Get | _PutRecord
     if isinstance(request, Put):
         layout = request.layout

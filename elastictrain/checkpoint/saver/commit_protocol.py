@@ -219,6 +219,7 @@ class CommitProtocol:
         read: set[str] = set()
 
         def look() -> bool | None:
+            """None: look again. Raises: CheckpointError if a host could not save, or its object is damaged; StorageError."""
             if not missing_ranks(parts, world_size=world_size):
                 return True
             for info in list(self._store.list(self._folder)):

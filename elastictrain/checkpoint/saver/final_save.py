@@ -240,6 +240,7 @@ class FinalSaveLoop:
         self.busy = True
 
         def choose() -> None:
+            """In a thread of its own: passes what it found, or what storage refused, to `_on_found` through `later`."""
             found: tuple[Held, ...] = ()
             refused = ""
             time.sleep(pause_s)
@@ -264,6 +265,8 @@ class FinalSaveLoop:
         threading.Thread(target=choose, name="flush", daemon=True).start()
 
     def failed(self, incarnation: str, step: int, *, cause: Cause, error: str = "") -> None:
+        """A step was not saved. Within `save_timeout_s` a passing cause has it tried again; otherwise, unless the cause is
+        OTHER, `error` is noted: storage refuses what only host memory has."""
         if (
             cause is Cause.PASSING
             and self._since_s is not None

@@ -81,6 +81,7 @@ class SaverService:
         return self._saves.host_ranks.incarnation if self._saves is not None else ""
 
     def run(self) -> None:
+        """Serve until `decide` says to leave; then close the logs, threads and sockets."""
         while True:
             self._workers.turn(_TURN_S)
             while self._tasks:

@@ -245,6 +245,7 @@ def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool) ->
     ]
 
     def write_one(task: tuple[LeasedSnapshot, int]) -> RankDigests:
+        """Write one file, with one buffer of its largest chunk; returns the digests of the written bytes."""
         leased, index = task
         file = leased.layout.files(incarnation=job.incarnation, rank=leased.facts.rank)[index]
         starts = {placed.item.key: leased.layout.starts[index] + placed.start for placed in file.items}

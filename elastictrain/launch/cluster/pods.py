@@ -79,6 +79,7 @@ def is_runai(environment: Mapping[str, str]) -> bool:
 
 
 def read_runai(reader: EnvironmentReader) -> ClusterPlace:
+    """As `read_kubernetes`; where no variable counts workers, one for each GPU of the pod. Problems go to `reader`."""
     given = 0.0  # GPUs of this pod, or a fraction of one; 0 if unknown
     if reader.first(_RUNAI_GPUS):
         text = reader.text(_RUNAI_GPUS)

@@ -38,6 +38,7 @@ def is_slurm(environment: Mapping[str, str]) -> bool:
 
 
 def read_slurm(reader: EnvironmentReader) -> ClusterPlace:
+    """The place of a step's task, or of a script or shell in a job of one host. Problems and warnings go to `reader`."""
     reader.conclusions.append(f"Slurm ({reader.show(*_JOB)})")
     # Whether srun started this process, in an ordinary step: one with a task on each of its hosts.
     in_step = False

@@ -38,6 +38,7 @@ _PAYS_WITHIN_S = 1800.0  # an interruption must pay for itself within this time:
 
 
 def decide(cluster: ClusterState, options: LaunchGroup) -> Decision:
+    """The next action, from what this host knows; other hosts may know something else. Pure."""
     if cluster.running is not None:
         return _while_running(cluster, cluster.running, options)
     newest, me = cluster.newest, cluster.me

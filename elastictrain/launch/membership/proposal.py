@@ -81,6 +81,7 @@ class _GenerationProposal:
     since_s: float  # when this launcher knew that a next one is due; not before its start
 
     def decide(self) -> Decision:
+        """Create once it is this host's turn; until then Wait, or Leave after `launch.wait_s` with too few hosts."""
         cluster = self.cluster
         if cluster.read_s < self.since_s and not self._all_members_told():
             return Wait("the records of all hosts to be read")

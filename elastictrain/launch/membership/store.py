@@ -55,6 +55,7 @@ class MembershipStore:
         self._volatile.write(_host_key(record.host), encode_record(record))
 
     def records(self) -> list[HostRecord]:
+        """Those of all hosts, in the order of their keys. A damaged one, or one under the key of another host, is left out."""
         # Records that existed the last time are read while the others are listed.
         calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
             lambda: [info.key for info in self._store.list(HOSTS)],

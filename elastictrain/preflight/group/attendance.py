@@ -41,6 +41,7 @@ def run_act(act: Act, *, limit_s: float) -> RankResult:
     begun: list[str] = []
 
     def run() -> RankResult:
+        """Turns an exception into a result that names it and the call in which it came."""
         try:
             figure = msgspec.to_builtins(act(begun.append))
             encode_record(figure)

@@ -68,6 +68,7 @@ def give(trial: Trial, rows: Tensor, *, rank: int) -> Tensor:
 
 
 def answer(trial: Trial, rows: Tensor, *, rank: int) -> ExpectedResult:
+    """What `Collectives.run` must return on this rank. `rows` [world_size, ROW]: those of `table`. Pure."""
     world_size, part, sources = len(rows), trial.part, tuple(range(len(rows)))
     start, num = 0, world_size * part
     match trial.collective:
@@ -104,6 +105,7 @@ class Collectives:
     device: torch.device
 
     def run(self, trial: Trial, given: Tensor) -> Tensor:
+        """The flat result of this rank; `all_reduce` and `broadcast` put it into `given`. Collective: yes."""
         rank, world_size = self.rank, self.world_size
         parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
         # An element that no rank writes must not look right by accident.

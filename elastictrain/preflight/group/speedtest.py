@@ -115,6 +115,8 @@ def measure(collectives: Collectives, *, size_bytes: int) -> list[float]:
     received, wrong = torch.empty_like(messages[0]), torch.zeros(2, device=device)
 
     def transfer(senders: tuple[int, ...], num_bytes: int) -> float:
+        """Seconds until `num_bytes` from each of `senders` have arrived; bytes that arrive changed count in `wrong`.
+        Collective: yes."""
         received.zero_()
         sends, receives = rank in senders, 1 - rank in senders
         # Both sides begin together, and end when all bytes are there: reading a sum waits for both and for the device.

@@ -52,6 +52,7 @@ def look_up(questions: Sequence[str], *, limit_s: float, ask: Ask = ask_resolver
     """Ask all questions at once, for at most `limit_s`."""
 
     def look(question: str) -> LookUp:
+        """The resolver's error is part of the result, and is not raised."""
         began = time.monotonic()
         answers, error = None, ""
         try:
@@ -93,6 +94,8 @@ def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = as
 
 
 def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
+    """Check `name`: the own name resolves, with several hosts not to a loopback address. It fails only if such an address is
+    the first one. Pure."""
     report = Reporter("name", facts.name)
     expected = "an address that other hosts reach" if several_hosts else "an address"
     address = facts.address or "ADDRESS"

@@ -217,6 +217,7 @@ def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[C
 
 
 def judge_disk(folder: CheckedFolder, space: Space | None, *, host: str) -> Verdict:
+    """Check `disk`: fails below `LEAST_BYTES` or `LEAST_INODES`, warns below `LOW_BYTES` or `LOW_INODES`. Pure."""
     report = Reporter("disk", host)
     if space is None:
         return report.warned(f"nothing known of {folder.path}", remedy=f"look at it on {host}: `stat -f {folder.path}`")

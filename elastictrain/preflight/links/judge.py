@@ -73,6 +73,7 @@ def without_lossy(contacts: Mapping[Link, Contact], *, thresholds: PreflightThre
 
 
 def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
+    """Check `latency`: a late host fails, a late link between good hosts is a warning; between the only two hosts it fails."""
     report = LinkReporter("latency", roster)
     found = late_blame(contacts, thresholds=thresholds)
     if found.typical is None:
