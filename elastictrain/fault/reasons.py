@@ -119,6 +119,7 @@ class ExitClassification:
     show_stack: bool
     alone: bool = False  # whether only this rank has the trouble: the others do not find it, and wait for this rank
     missing: tuple[int, ...] = ()
+    guilty: bool = False  # as in `Reason`
 
 
 def classify_exit(

@@ -24,7 +24,7 @@ _MOST_TOLD = 5
 
 @dataclass(slots=True)
 class Result:
-    """`goodput`: time that hosts spent on new steps, as a share of the time of all of them, as a report counts it; `efficiency`:
+    """`goodput`: time that hosts spent on new steps, as a share of that of all of them, as a report counts it; `efficiency`:
     as a share of the time for which hosts were there."""
 
     hours: float

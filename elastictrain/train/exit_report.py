@@ -148,7 +148,8 @@ class ExitReport:
                 self.hangs.notify_others()
             heard = self._last_heard()
             sentence = f"{overdue.reason}{accusation}{describe_heard(heard)}"
-            what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
+            guilty = overdue.hangs and self.hangs.holds_others_up
+            what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks, guilty=guilty)
             stack = ""
             # Another rank was lost, or training had not begun: the stacks of this rank would show nothing new.
             if overdue.show_stacks:
@@ -219,7 +220,8 @@ class ExitReport:
 
     def _tell_launcher(self, what: ExitClassification, *, step: int) -> None:
         rank, phase = self.identity.rank, str(self.tracker.mark.phase)
-        tell_launcher(self.identity, Reason(rank, what.exit_code, phase, step, what.sentence, missing=what.missing))
+        reason = Reason(rank, what.exit_code, phase, step, what.sentence, guilty=what.guilty, missing=what.missing)
+        tell_launcher(self.identity, reason)
 
     def _is_reporter(self, what: ExitClassification) -> bool:
         """One rank per host reports an error that all ranks share; an error of one rank is reported by that rank."""

@@ -118,6 +118,12 @@ class HangWatch:
         if self._context is not None and self._tracker.mark.first_step_done:
             self._context.heartbeats.announce_failure()
 
+    @property
+    def holds_others_up(self) -> bool:
+        """Whether the others wait for this rank, as far as is known."""
+        found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
+        return found is not None and found.is_guilty(self._identity.rank)
+
     def waits_for_another(self, overdue: Overdue) -> bool:
         """Whether this rank only waits for one that hangs or is gone, as far as is known."""
         if not overdue.hangs:

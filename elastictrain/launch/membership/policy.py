@@ -132,19 +132,20 @@ def _harmless_reason(
 
 
 def find_cause(ends: Sequence[End]) -> End | None:
-    """The failure that explains the others; the first in the given order among equals. None if no worker failed."""
+    """The failure that explains the others; among equals one that blames a host, then the first in the given order. None if no
+    worker failed."""
     failed = [end for end in ends if end.kind is EndKind.FAILED]
-    return min(failed, key=lambda end: _rank(end.exit_code), default=None)
+    return min(failed, key=lambda end: (_rank(end.exit_code), not end.blames), default=None)
 
 
 def to_blame(cause: End, ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[str, ...]:
     """The hosts to blame for a failure; none if all failed alike, or they accuse each other."""
     if cause.exit_code in _OTHER_HOST:
-        # The host that more others accuse than any other host; none in a tie.
+        # The host that more accuse than any other host; none in a tie. One whose own rank hung accuses itself.
         accused: Counter[str] = Counter()
         suspects = frozenset(members)
         for end in ends.values():
-            accused.update({*end.blames, end.lost} & suspects - {end.host})
+            accused.update({*end.blames, *({end.lost} - {end.host})} & suspects)
         most = max(accused.values(), default=0)
         hosts = tuple(host for host in members if accused[host] == most > 0)
         return hosts if len(hosts) == 1 else ()

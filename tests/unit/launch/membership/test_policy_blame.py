@@ -57,6 +57,16 @@ def test_the_one_that_most_others_accuse_is_to_blame() -> None:
     assert to_blame(noticed, by_host(ends[:2]), members="abc") == ()
 
 
-def test_nobody_accuses_itself_or_strangers() -> None:
-    for one in (failed("a", EXIT_TRANSPORT, blames=("a", "z")), end("b", EndKind.LOST, lost="b")):
+def test_a_host_whose_rank_hung_is_to_blame_whoever_follows_its_end() -> None:
+    hung, noticed = failed("c", EXIT_TRANSPORT, blames=("c",)), failed("b", EXIT_TRANSPORT)
+    ends = {"a": hung, "b": noticed, "c": hung}
+    cause = find_cause([noticed, hung])
+    assert cause == hung
+    assert to_blame(cause, ends, members="abc") == ("c",)
+    # Two that hang, each by its own account.
+    assert to_blame(cause, {**ends, "a": failed("a", EXIT_TRANSPORT, blames=("a",)), "c": hung}, members="abc") == ()
+
+
+def test_who_is_cut_off_is_not_to_blame_for_it_and_strangers_are_not() -> None:
+    for one in (failed("a", EXIT_TRANSPORT, blames=("z",)), end("b", EndKind.LOST, lost="b")):
         assert to_blame(failed("a", EXIT_TRANSPORT), by_host([one]), members="abc") == ()
