@@ -146,11 +146,13 @@ class Fleet:
         self.network.change(delayed=True)
         self.look_later()
 
-    def worker_dies(self, machine: int, *, exit_code: int = _KILLED) -> None:
+    def worker_dies(self, machine: int, *, exit_code: int = _KILLED, hung: bool = False) -> None:
+        """`hung`: its host has ended it for that, and says so."""
         host = self.on_machine.get(machine)
         if host is not None and host.running is not None and host.exits_s == inf:
-            self._over(host, End(host.running.number, host.record.host, EndKind.FAILED, exit_code, "", 0, 0, "workers ended"))
-            if exit_code == EXIT_TRANSPORT or not self.training.scenario.standbys:
+            number, name, blames = host.running.number, host.record.host, (host.record.host,) if hung else ()
+            self._over(host, End(number, name, EndKind.FAILED, exit_code, "", 0, 0, "workers ended", blames=blames))
+            if (exit_code == EXIT_TRANSPORT and not hung) or not self.training.scenario.standbys:
                 host.ready_s = self.queue.now_s + self.training.new_processes_s
 
     def notice(self, machine: int) -> None:

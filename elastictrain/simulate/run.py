@@ -136,7 +136,7 @@ class Simulation:
         """Nobody trains until the workers that hang are killed for that."""
         self.training.stall(until_s=until_s)
         for machine in machines:
-            self.queue.at(until_s, partial(self.fleet.worker_dies, machine, exit_code=EXIT_TRANSPORT))
+            self.queue.at(until_s, partial(self.fleet.worker_dies, machine, exit_code=EXIT_TRANSPORT, hung=True))
 
     def _kill_launchers(self, machines: Sequence[int], *, back_s: float) -> None:
         """Connections to them break at once."""
