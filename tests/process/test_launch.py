@@ -127,6 +127,25 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     assert entry["state"] == "gone"
 
 
+def test_a_worker_that_hangs_is_replaced_and_the_other_stays(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "run"
+    hang = (
+        "task._target_=tests.process.hanging.HangingLlama",
+        "task.how=sleep",
+        "task.at_pass=40",
+        f"task.once={tmp_path}/once",
+    )
+    with launched((*hang, "task.pause_s=0.05", "fault.hang_floor_s=3", "fault.heartbeat_s=0.2"), folder=tmp_path) as run:
+        assert run.wait(120) == 0, run.output()
+    assert losses(run_dir) == undisturbed
+    (found,), (recovery,) = events(run_dir, "hang"), events(run_dir, "recovery")
+    assert [name.partition(" on ")[0] for name in found["guilty"]] == ["rank 1"]
+    assert recovery["rung"] == "in_place"
+    before, after = (row["pids"] for row in events(run_dir, "start"))
+    assert after["0"] == before["0"]
+    assert after["1"] != before["1"]
+
+
 ANOTHER_THREAD = """
 import sys, threading, time
 if "elastictrain.launch.fork_server" in sys.orig_argv:
