@@ -74,7 +74,9 @@ def useful_share(history: LossHistory, costs: SaveCosts, *, interval_s: float | 
         while now_s < end_s:
             pause_s = interval_s or decide_save_interval(known, counts, max_lost_s=1e9).seconds
             worked_s = min(pause_s, end_s - now_s)
-            done_s, now_s, counts = done_s + worked_s, now_s + worked_s, counts.trained(worked_s)
+            done_s, now_s = done_s + worked_s, now_s + worked_s
+            if interval_s is None:
+                counts = counts.trained(worked_s)
             if now_s + costs.save_s > end_s:
                 break
             writing.append((now_s + costs.write_s, done_s))

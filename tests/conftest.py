@@ -1,6 +1,7 @@
 """What holds for all tests: how many examples are tried, compiled bytecode, and which tests stay together on one worker."""
 
 import gc
+import logging
 import os
 import sys
 from typing import Any
@@ -17,6 +18,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 # Many containers set this. Then the tests, and our package in each process that they start, would be compiled anew every time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# All that imports and collection make lives to the end: the garbage collector need not go through it. See below.
+gc.disable()
 
 TOGETHER = ("tests/process/s3/", "tests/unit/test_")
 """Beginnings of files that share what takes long to set up: a server, our sources as syntax trees."""
@@ -87,7 +91,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # All that imports and collection have made lives to the end: the garbage collector need not go through it again and again.
-    gc.collect()
+    # pytest puts its handlers on each logger that does not propagate, six times a test; PyTorch has dozens of those.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    gc.enable()

@@ -1,7 +1,7 @@
 """One optimizer step without synchronization with the device: micro-batches, one reduction, one update; and what follows it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -51,7 +51,7 @@ class StepFlags:
 
     def encode(self) -> list[float]:
         """Numbers that ranks can sum, in the order of the fields; equally many on all ranks."""
-        *flags, busy, torn = astuple(self)
+        *flags, busy, torn = (getattr(self, one.name) for one in fields(self))
         return [*map(float, flags), *busy, *torn]
 
     @classmethod

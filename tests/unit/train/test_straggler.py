@@ -1,6 +1,5 @@
 """Which rank holds up the others, in simulated steps with the noise of real ones."""
 
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
@@ -45,22 +44,23 @@ def follow(
 ) -> list[tuple[int, Straggler]]:
     """The changes by step. Noise of each rank; on some steps a garbage collection, a snapshot of one rank, an evaluation.
     `measured_every`: in which steps a phase is measured, if not in all; 0: in none."""
-    draw, finder, changes = random.Random(seed), StragglerFinder(), []
-    for step in range(1, steps + 1):
-        rows, longest = [], 0.0
-        for rank in range(ranks):
-            spent = {
-                phase: usual * slow(step, rank, phase) * max(0.2, draw.gauss(1.0, noise)) for phase, usual in USUAL.items()
-            }
-            spent["forward"] += 0.08 if draw.random() < 0.05 else 0.0
-            spent["update"] += 0.15 if rank == 1 and step % 5 == 0 else 0.0
-            spent["between"] += (0.002 if rank == 0 else 0.0) + (1.5 if step % 100 == 0 else 0.0)
-            longest = max(longest, sum(spent.values()))
-            spent |= {phase: 0.0 for phase, every in measured_every.items() if not every or step % every}
-            rows.append([spent[phase] for phase in PHASES])
-        times = torch.tensor([[longest, *row] for row in rows], dtype=torch.float64)
-        changes += [(step, change) for change in finder.add(times)]
-    return changes
+    draw, finder = torch.Generator().manual_seed(seed), StragglerFinder()
+    shape = (steps, ranks, len(PHASES))
+    spent = torch.randn(shape, generator=draw, dtype=torch.float64).mul(noise).add(1.0).clamp(min=0.2)
+    spent *= torch.tensor([USUAL[phase] for phase in PHASES], dtype=torch.float64)
+    if slow is not even:
+        factors = [slow(step, rank, phase) for step in range(1, steps + 1) for rank in range(ranks) for phase in PHASES]
+        spent *= torch.tensor(factors, dtype=torch.float64).view(shape)
+    of = dict(zip(PHASES, spent.unbind(dim=2), strict=True))
+    of["forward"] += 0.08 * (torch.rand(shape[:2], generator=draw) < 0.05)
+    of["update"][4::5, 1] += 0.15
+    of["between"][:, 0] += 0.002
+    of["between"][99::100] += 1.5
+    longest = spent.sum(dim=2).amax(dim=1)
+    for phase, every in measured_every.items():
+        of[phase][[not every or step % every != 0 for step in range(1, steps + 1)]] = 0.0
+    times = torch.cat([longest.view(-1, 1, 1).expand(-1, ranks, 1), spent], dim=2)
+    return [(step, change) for step, now in enumerate(times, start=1) for change in finder.add(now)]
 
 
 @pytest.mark.parametrize(("ranks", "noise"), [(2, 0.03), (8, 0.02), (8, 0.1), (8, 0.3), (3, 0.1)])

@@ -29,7 +29,8 @@ class MadeHost:
 
     def write(self, path: str, text: str | bytes) -> None:
         file = self.root / path.lstrip("/")
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.parent.is_dir():
+            file.parent.mkdir(parents=True)
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
 
     def interface(self, name: str, addresses: Sequence[str] = (), *, devtype: str = "", **files: str) -> None:
