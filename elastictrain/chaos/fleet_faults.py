@@ -24,6 +24,10 @@ _OF_ONE_HOST: Mapping[ChaosKind, tuple[FaultKind, ...]] = {
     ChaosKind.FREEZE: (FaultKind.NETWORK, FaultKind.STORAGE),
     ChaosKind.CABLE: (FaultKind.NETWORK,),
 }
+_OF_STORAGE = (
+    *(ChaosKind.STORE_503, ChaosKind.STORE_SLOW, ChaosKind.STORE_AWAY),
+    *(ChaosKind.SLOW_DISK, ChaosKind.FULL_DISK),
+)
 _LASTS_S = {
     ChaosKind.KILL_LAUNCHER: LAUNCHER_BACK_S,
     ChaosKind.FLIP_SHARD: LAUNCHER_BACK_S,
@@ -34,8 +38,7 @@ _LASTS_S = {
 def fault_history(
     struck: Sequence[Struck], failures: Mapping[int, FailureRecord], *, hosts: Sequence[str], begin_s: float, end_s: float
 ) -> FaultHistory:
-    """What has happened to a run that began and ended then. Faults of storage and of clocks stop nobody. `failures`: what the
-    nth fault was followed by."""
+    """What has happened to a run that began and ended then. `failures`: what the nth fault was followed by."""
     found = list[FleetFault]()
     for number, one in enumerate(struck):
         fault, failure = one.fault, failures.get(number)
@@ -46,7 +49,8 @@ def fault_history(
 
 
 def fleet_faults(fault: PlannedFault, *, at_s: float, hosts: Sequence[str]) -> Iterator[FleetFault]:
-    """Yields nothing for kinds that stop no host. `at_s`: since the run began; machines are places in `hosts`. Pure."""
+    """Yields nothing for kinds that stop neither hosts nor saves. `at_s`: since the run began; machines are places in `hosts`.
+    Pure."""
     everyone = tuple(range(len(hosts)))
     first = hosts.index(fault.host) if fault.host else 0
     lasts_s = fault.lasts_s or _LASTS_S.get(fault.kind, 0.0)
@@ -68,7 +72,10 @@ def fleet_faults(fault: PlannedFault, *, at_s: float, hosts: Sequence[str]) -> I
             yield FleetFault(at_s, FaultKind.UNFIT, (first,), lasts_s)
             for killed_s in (at_s, at_s + lasts_s):
                 yield FleetFault(killed_s, FaultKind.LAUNCHER, (first,), 0.0)
+        case _ if fault.kind in _OF_STORAGE:
+            yield FleetFault(at_s, FaultKind.SAVES, (), lasts_s)
         case ChaosKind.FLIP_SHARD:
+            yield FleetFault(at_s, FaultKind.SHARD, (), lasts_s)
             yield FleetFault(at_s, FaultKind.LAUNCHER, everyone, lasts_s)
         case _:
             for kind in _OF_ONE_HOST.get(fault.kind, ()):

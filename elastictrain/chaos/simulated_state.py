@@ -112,7 +112,7 @@ class CheckedState:
         self.store.objects.update(self._hidden)
         self._hidden.clear()
 
-    def damage_newest(self, place: int, share: float) -> None:
+    def damage_newest(self, place: int = 0, share: float = 0.5) -> None:
         """Flip a bit in one object of the newest checkpoint, or cut it there; not in the last one that is whole."""
         whole = sorted((one for one in self.stored() if one.step not in self.damaged), key=lambda one: one.step)
         if len(whole) < 2:

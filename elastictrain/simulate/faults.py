@@ -26,6 +26,8 @@ class FaultKind(StrEnum):
     ONE_WAY = "one_way"  # hosts do not hear the rest of the fleet, and are heard by it
     STORAGE = "storage"  # hosts do not reach storage
     COME = "come"  # a host is there (again)
+    SAVES = "saves"  # storage refuses, is slow or full: no checkpoint becomes durable
+    SHARD = "shard"  # the newest checkpoint is damaged
 
 
 @dataclass(frozen=True, slots=True)

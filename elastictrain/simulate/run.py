@@ -103,7 +103,7 @@ class Simulation:
         self._hosts_change()
         fleet, now_s = self.fleet, self.queue.now_s
         there = [machine for machine in fault.machines if machine in fleet.on_machine]
-        self._counts[fault.kind] += bool(there) or fault.kind is FaultKind.COME
+        self._counts[fault.kind] += bool(there) or not fault.machines or fault.kind is FaultKind.COME
         match fault.kind:
             case FaultKind.WORKER:
                 for machine in there:
@@ -128,9 +128,18 @@ class Simulation:
                 self._come(*fault.machines)
             case FaultKind.NETWORK | FaultKind.ONE_WAY:
                 self._part(fault, frozenset(fault.machines))
-            case FaultKind.STORAGE:
-                self._reach_storage(there, reach=False)
-                self.queue.at(now_s + fault.lasts_s, lambda: self._reach_storage(there, reach=True))
+            case _:
+                self._strike_storage(fault, there)
+
+    def _strike_storage(self, fault: FleetFault, there: Sequence[int]) -> None:
+        until_s = self.queue.now_s + fault.lasts_s
+        if fault.kind is FaultKind.SAVES:
+            self.training.refuse_saves(until_s=until_s)
+        elif fault.kind is FaultKind.SHARD:
+            self.training.state.damage_newest()
+        else:
+            self._reach_storage(there, reach=False)
+            self.queue.at(until_s, lambda: self._reach_storage(there, reach=True))
 
     def _hang(self, machines: Sequence[int], *, until_s: float) -> None:
         """Nobody trains until the workers that hang are killed for that."""

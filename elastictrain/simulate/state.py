@@ -53,6 +53,9 @@ class TrainedState(Protocol):
     def ended(self, generation: int, hosts: Sequence[str], *, step: int) -> None:
         """Nobody trains in the generation any more, and the newest snapshots in the memory of its hosts are of `step`."""
 
+    def damage_newest(self) -> None:
+        """The newest checkpoint in storage cannot be restored any more, unless it is the only one."""
+
     def begin_save(self, generation: int, hosts: Sequence[str], *, step: int) -> Save | None:
         """None if the save is refused at once."""
 
@@ -90,6 +93,11 @@ class CountedState:
 
     def ended(self, generation: int, hosts: Sequence[str], *, step: int) -> None:
         self._snapshot = step, hosts
+
+    def damage_newest(self) -> None:
+        if len(self._checkpoints) > 1:
+            name = max(self._checkpoints, key=lambda one: self._checkpoints[one].step)
+            del self._checkpoints[name], self._files[name]
 
     def begin_save(self, generation: int, hosts: Sequence[str], *, step: int) -> Save:
         return Save(generation, step, hosts)

@@ -13,6 +13,7 @@ from elastictrain.simulate.state import CountedState, Save, TrainedState
 
 _STOPPED_WITHIN_S = 5.0
 _AGAIN_S = 1.0
+_TRIED_AGAIN_S = 3.0  # until a refused request is repeated: on average, pauses being 4 to 8 s by then
 
 
 class Joining(Protocol):
@@ -80,6 +81,7 @@ class Training:
         self.waited_s = -math.inf  # when a restore found last that storage does not answer
         self._newest_begun = 0
         self._saving: list[Save] = []
+        self._saves_from_s = 0.0  # until then no save becomes durable
         self._counted_s = 0.0
 
     def known_step(self) -> int:
@@ -218,8 +220,15 @@ class Training:
             self._saving.append(save)
             self.queue.at(self.queue.now_s + state.save_s, lambda: self._commit(save))
 
+    def refuse_saves(self, *, until_s: float) -> None:
+        """Saves that are under way or begin are tried until then, and a little longer."""
+        self._saves_from_s = max(self._saves_from_s, until_s)
+
     def _commit(self, save: Save) -> None:
         """A checkpoint becomes durable; the ones that it supersedes are deleted."""
+        if self.queue.now_s < self._saves_from_s:
+            self.queue.at(self._saves_from_s + _TRIED_AGAIN_S + self.state.save_s, lambda: self._commit(save))
+            return
         self._saving.remove(save)
         if (done := self.state.commit(save)) is not None:
             self.totals.saves += 1

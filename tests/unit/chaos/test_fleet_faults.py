@@ -26,6 +26,7 @@ def test_the_times_of_a_history_are_those_at_which_faults_struck() -> None:
         (
             FleetFault(10.0, FaultKind.NOTICE, (0,), inf),
             FleetFault(12.0, FaultKind.WORKER, (2,), 0.0),
+            FleetFault(15.0, FaultKind.SAVES, (), 4.0),
             FleetFault(19.0, FaultKind.COME, (0,), inf),
         ),
     )
@@ -37,7 +38,7 @@ def test_the_times_of_a_history_are_those_at_which_faults_struck() -> None:
         (of(ChaosKind.ONE_WAY), [(0, 2)]),
         (of(ChaosKind.PARTITION, host="c", amount=2.0), [(2, 0)]),
         (of(ChaosKind.BLIP, host=""), [(1,), (2,)]),
-        (of(ChaosKind.FLIP_SHARD), [(0, 1, 2)]),
+        (of(ChaosKind.FLIP_SHARD), [(), (0, 1, 2)]),
         (of(ChaosKind.FREEZE), [(1,), (1,)]),
         (of(ChaosKind.CLOCK), []),
     ],

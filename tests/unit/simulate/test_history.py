@@ -42,6 +42,17 @@ def test_launchers_that_follow_on_all_hosts_wait_for_nobody() -> None:
     assert simulation.training.totals.from_storage == 1
 
 
+def test_what_is_lost_with_all_hosts_is_what_was_not_saved() -> None:
+    """A checkpoint every 20 s."""
+    gone = FleetFault(98.0, FaultKind.LAUNCHER, (0, 1, 2), 1.0)
+    refused, damaged = FleetFault(50.0, FaultKind.SAVES, (), 45.0), FleetFault(98.0, FaultKind.SHARD, (), 0.0)
+    lost = [simulated(*faults)[0].training.totals.lost_steps for faults in ((gone,), (damaged, gone), (refused, gone))]
+    assert lost[0] < 20.0
+    assert lost[1] == pytest.approx(lost[0] + 20.0, abs=2.0)
+    # The saves of 60 and 80 s wait for storage, and are tried again too late.
+    assert lost[2] == pytest.approx(lost[0] + 40.0, abs=2.0)
+
+
 def test_a_hang_costs_the_time_until_it_is_noticed() -> None:
     (killed, _), (hung, created_s) = (
         simulated(FleetFault(100.0, kind, (1,), 10.0)) for kind in (FaultKind.WORKER, FaultKind.HANG)
