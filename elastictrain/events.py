@@ -2,19 +2,36 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from threading import Lock
 from typing import Protocol
 
 import msgspec
 
-_BOOTED_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # of the processes forked from this one, too
+_BOOTED = "ELASTICTRAIN_BOOTED"  # when this host has booted, in Unix seconds by the clock at the start of its launcher
+
+
+def _booted_s() -> float:
+    with suppress(KeyError, ValueError):
+        return float(os.environ[_BOOTED])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+_booted_at_s = _booted_s()
 
 
 def event_time() -> float:
-    """Unix seconds by the clock of this process's start: one that is set later would change the order of its events."""
-    return _BOOTED_S + time.clock_gettime(time.CLOCK_BOOTTIME)
+    """Unix seconds by the clock at the start of this host's launcher, or else of this process: a clock that is set later would
+    change the order of events."""
+    return _booted_at_s + time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def share_event_clock() -> None:
+    """As a launcher: the processes that this one starts date their events as it does."""
+    os.environ[_BOOTED] = repr(_booted_at_s)
 
 
 class AppendLog(Protocol):

@@ -57,6 +57,7 @@ from recovery_run import Run, reached, sample, started  # noqa: E402
 from elastictrain.chaos.processes import StuckError  # noqa: E402
 from elastictrain.chaos.run_events import last_step, steps_of  # noqa: E402
 from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
+from elastictrain.events import event_time  # noqa: E402
 from elastictrain.report.history import EventReader  # noqa: E402
 from elastictrain.report.summary import summarize  # noqa: E402
 from elastictrain.storage.opening import open_store  # noqa: E402
@@ -81,7 +82,7 @@ class Bench:
         """One signal, to one worker or two."""
         workers = self.run.workers()
         ranks = tuple(sorted(self.chance.sample([*workers], min(len(workers), 1 + (self.parsed.victims == "two")))))
-        now = time.time()
+        now = event_time()
         for rank in ranks:
             with suppress(psutil.Error):
                 workers[rank].send_signal(signal.Signals[f"SIG{self.parsed.signal}"])
@@ -95,7 +96,7 @@ class Bench:
         if moment == NEVER:
             return
         if moment.replace(".", "").isdigit():
-            time.sleep(max(0.0, first.time + float(moment) - time.time()))
+            time.sleep(max(0.0, first.time + float(moment) - event_time()))
             # A recovery by new processes has none for a moment.
             self.run.wait(self.run.workers, what="a worker", every_s=MOMENT_LOOK_S)
         else:

@@ -92,8 +92,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # pytest puts its handlers on each logger that does not propagate, six times a test; PyTorch has dozens of those.
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
             logger.propagate = True
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

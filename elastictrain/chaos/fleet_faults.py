@@ -56,8 +56,9 @@ def fleet_faults(fault: PlannedFault, *, at_s: float, hosts: Sequence[str]) -> I
     lasts_s = fault.lasts_s or _LASTS_S.get(fault.kind, 0.0)
     match fault.kind:
         case ChaosKind.LEAVE:
-            # It comes again at its time, however soon it has left.
+            # It is off when its time has come, or another comes, whichever is first.
             yield FleetFault(at_s, FaultKind.NOTICE, (first,), inf)
+            yield FleetFault(at_s + min(fault.amount, lasts_s), FaultKind.HOST, (first,), inf)
             yield FleetFault(at_s + lasts_s, FaultKind.COME, (first,))
         case ChaosKind.ONE_WAY:
             # What it sends is lost: the others do not hear it.

@@ -28,6 +28,7 @@ from elastictrain.chaos.invariants import (
 from elastictrain.chaos.plan import ChaosKind, FaultPlan, PlannedFault
 from elastictrain.chaos.processes import StuckError, savers
 from elastictrain.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
+from elastictrain.events import event_time
 from elastictrain.report.failures import FailureRecord
 from elastictrain.report.history import EventReader
 from elastictrain.report.summary import RunReport, summarize
@@ -92,8 +93,10 @@ class ChaosRun:
                 self._rest()
         except StuckError as error:
             violations.append(Violation(Invariant.GOES_ON, str(error)))
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            if not self._begins_s:
+                raise
+            violations.append(Violation(Invariant.GOES_ON, str(error)))
         except Exception as error:  # noqa: BLE001  # a soak that chaos itself ends has a verdict, too
             where = "".join(traceback.format_exception(error)).rstrip()
             violations.append(Violation(Invariant.GOES_ON, f"chaos has failed, which is a bug of its own:\n{where}"))
@@ -140,7 +143,7 @@ class ChaosRun:
         return time.monotonic() - self._begins_s > self.ends_s
 
     def _act(self, fault: PlannedFault) -> None:
-        fleet, began_s, time_s = self.injectors.fleet, time.monotonic(), time.time()
+        fleet, began_s, time_s = self.injectors.fleet, time.monotonic(), event_time()
         generation = self._generation()
         try:
             strike = self.injectors.strike(fault)

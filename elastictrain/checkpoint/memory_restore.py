@@ -66,7 +66,7 @@ class MemoryRestore:
         self._hosts: list[int] = []
         self.held: list[Held] = []  # all snapshots of this run that are not forgotten; the same on all ranks
         self._off_lineage: frozenset[tuple[str, int]] = frozenset()
-        self._digested: set[int] = set()  # ranks whose snapshots this process has just digested
+        self._digested: set[int] = set()  # ranks whose snapshots this process has digested to open the present set
 
     def look(self) -> None:
         """List the snapshots on all hosts. Collective: yes."""
@@ -101,6 +101,7 @@ class MemoryRestore:
 
     def open(self, chosen: SnapshotSet) -> FromMemory | Held:
         """Open the first source of each rank's snapshot; returns the one that cannot be read, if any. Collective: yes."""
+        self._digested.clear()
         primary = [sources[0] for sources in chosen.sources]
         # Each snapshot's layout and digests come from a rank of the host that holds it.
         own = [held for held in primary if teller(held, hosts=self._hosts) == self._rank]
@@ -149,7 +150,7 @@ class MemoryRestore:
                     digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False, mapped=mapped)
                     self._digested.add(held.facts.rank)
                 elif digests is None:
-                    # Digests of bytes that are read next would always be right.
+                    # One that is computed now would match whatever is there, and so find nothing.
                     digests = layout.digests_of_headers()
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)

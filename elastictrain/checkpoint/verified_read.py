@@ -141,7 +141,8 @@ def _twice(read: Callable[[], T], *wrong: type[Exception]) -> T:
 
 
 def wrong_chunks(span: Span, data: memoryview) -> list[ChunkRecord]:
-    """The chunks of `span` whose bytes in `data` do not have their digest. Only snapshots have chunks without one."""
+    """The chunks of `span` whose bytes in `data` do not have their digest. Chunks without one are those of snapshots: a
+    manifest that is parsed has all (`manifest.Digest`)."""
     return [
         chunk
         for chunk in span.chunks

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from elastictrain import errors
+from elastictrain.events import event_time
 from elastictrain.fault.launcher_channel import AskToStop
 from elastictrain.fault.reasons import Reason
 from elastictrain.fault.stop import StopRequest
@@ -81,7 +82,7 @@ class Attempt:
     def break_off(self, *, now_s: float) -> None:
         """The group is broken, and its workers have nothing to save: have them detach at once."""
         if not self.broken_off:
-            self.broken_off, self.broken_at, self.detach_s = True, time.time(), now_s
+            self.broken_off, self.broken_at, self.detach_s = True, event_time(), now_s
             self.kill_s = min(self.kill_s, now_s + _DETACHED_S)
 
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, request: StopRequest | None) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT, RunHeldError
+from elastictrain.events import event_time
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.fault.reasons import read_noted_step
 from elastictrain.fault.stop import StopRequest
@@ -253,7 +254,7 @@ class Supervisor:
     def _over(self, attempt: Attempt, end: End) -> None:
         """Close the generation here: nothing of it runs on this host any more."""
         number = attempt.generation.number
-        host, since = self.registry.record.host, attempt.broken_at or time.time()
+        host, since = self.registry.record.host, attempt.broken_at or event_time()
         lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
         self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost, step=attempt.step)
         if not end.loses_state and EXIT_TRANSPORT in attempt.codes.values():

@@ -99,8 +99,9 @@ def _durations(generations: Sequence[GenerationSpan], starts: Mapping[str, Seque
             found["restore_s"].append(read_s)
         if steps:
             since = before.begin if before is not None else 0.0
-            # Whether launchers have come on all of its hosts since the last generation began.
-            anew = before is None or all(any(since < at <= span.begin for at in starts.get(host, ())) for host in span.hosts)
+            came = {host for host, times in starts.items() if any(since < at <= span.begin for at in times)}
+            # Whether launchers have come on all of its hosts since the last generation began; torchrun starts all anew.
+            anew = before is None or not starts or came.issuperset(span.hosts)
             found["restart_s" if anew else "recovery_s"].append(steps[0].time + span.offset - span.begin - read_s)
             if span.outcome in ("grow", "leaving"):
                 found["stop_s"].append(span.end - steps[-1].time - span.offset)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from elastictrain.checkpoint.save_interval import SaveTuner
 from elastictrain.errors import StopRequestedError
-from elastictrain.events import FirstStep, Recovery, SaveIntervalChosen
+from elastictrain.events import FirstStep, Recovery, SaveIntervalChosen, event_time
 from elastictrain.fault.launcher_channel import Begun, tell_launcher
 from elastictrain.train.context import TrainContext
 from elastictrain.train.observing import Observer
@@ -116,7 +116,7 @@ class Attachment:
         plan = launcher.recovery if launcher is not None else None
         if plan is None or context.identity.rank != context.generation.recovery_rank:
             return
-        now = time.time()
+        now = event_time()
         seconds = {"launcher": context.began - plan.since, **context.times.seconds, "total": now - plan.since}
         context.journal.record(
             Recovery(

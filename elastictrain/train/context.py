@@ -17,7 +17,7 @@ from elastictrain.distributed.generation import AgreedGeneration
 from elastictrain.distributed.group import Group
 from elastictrain.distributed.store import BoundedStore
 from elastictrain.errors import StopRequestedError, StorageError
-from elastictrain.events import Journal
+from elastictrain.events import Journal, event_time
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity
 from elastictrain.lease.holder import Lease
@@ -65,7 +65,7 @@ class TrainContext:
     samples: Samples
     store: Store
     times: StartTimes = field(default_factory=StartTimes)
-    began: float = field(default_factory=time.time, init=False)  # unix time
+    began: float = field(default_factory=event_time, init=False)  # unix time
     rendezvous: BoundedStore = field(init=False)  # the store that the ranks meet through
     job: JobNotes = field(init=False)
     lease: Lease | None = field(default=None, init=False)  # rank 0's, where no launcher runs: launchers hold their own

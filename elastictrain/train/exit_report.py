@@ -143,12 +143,11 @@ class ExitReport:
         """Called by the watchdog's thread while the main thread is stuck: report, and end the process."""
         self._begin(overdue.exit_code)
         try:
-            accusation = self.hangs.name_culprits(overdue)
+            accusation, guilty = self.hangs.name_culprits(overdue), overdue.hangs and self.hangs.holds_others_up
             if overdue.exit_code == EXIT_TRANSPORT:
                 self.hangs.notify_others()
             heard = self._last_heard()
             sentence = f"{overdue.reason}{accusation}{describe_heard(heard)}"
-            guilty = overdue.hangs and self.hangs.holds_others_up
             what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks, guilty=guilty)
             stack = ""
             # Another rank was lost, or training had not begun: the stacks of this rank would show nothing new.

@@ -120,9 +120,10 @@ class HangWatch:
 
     @property
     def holds_others_up(self) -> bool:
-        """Whether the others wait for this rank, as far as is known."""
+        """Whether the others wait in a collective that this rank has not entered. If it has, it may wait for a link."""
         found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
-        return found is not None and found.is_guilty(self._identity.rank)
+        fault = found.fault if found is not None else None
+        return fault is not None and fault.kind in ("missing", "not_started") and self._identity.rank in fault.culprits
 
     def waits_for_another(self, overdue: Overdue) -> bool:
         """Whether this rank only waits for one that hangs or is gone, as far as is known."""

@@ -241,6 +241,7 @@ def test_the_journal_appends_one_piece_per_event_with_its_own_time() -> None:
 
 def test_a_clock_that_is_set_leaves_the_events_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_s, real = [0.0], time.time
+    monkeypatch.setenv("ELASTICTRAIN_BOOTED", "")
     monkeypatch.setattr(time, "time", lambda: real() + wrong_s[0])
     spec = importlib.util.find_spec("elastictrain.events")
     assert spec is not None
@@ -250,6 +251,11 @@ def test_a_clock_that_is_set_leaves_the_events_in_their_order(monkeypatch: pytes
     journal = started_now.Journal(log, incarnation="i", rank=0)
     for wrong_s[0] in (0.0, -100.0, 3600.0, 0.0):
         journal.record(STEP)
+    # One that its launcher starts later dates its events alike.
+    started_now.share_event_clock()
+    wrong_s[0] = -100.0
+    spec.loader.exec_module(started_later := importlib.util.module_from_spec(spec))
+    started_later.Journal(log, incarnation="i", rank=1).record(STEP)
     first, *others = (json.loads(piece)["time"] for piece in log.pieces)
     assert first == pytest.approx(real(), abs=1.0)
     assert [first, *others] == sorted([first, *others])

@@ -263,8 +263,7 @@ class SnapshotSource:
         remote: bool,
         mapped: memoryview | None = None,
     ) -> None:
-        """Add the files of one rank's snapshot. `mapped`: all of its bytes. `digested` counts only beside it: this process has
-        just computed their digests."""
+        """Add the files of one rank's snapshot. `mapped`: all of its bytes, if they are mapped in this process."""
         for file, base in zip(layout.files(incarnation=incarnation, rank=rank), layout.starts, strict=True):
             self._files[file.name] = (read, base, file.size_bytes, remote)
             if mapped is not None:

@@ -141,7 +141,8 @@ def find_cause(ends: Sequence[End]) -> End | None:
 def to_blame(cause: End, ends: Mapping[str, End], *, members: Sequence[str]) -> tuple[str, ...]:
     """The hosts to blame for a failure; none if all failed alike, or they accuse each other."""
     if cause.exit_code in _OTHER_HOST:
-        # The host that more accuse than any other host; none in a tie. One whose own rank hung accuses itself.
+        # The host that more accuse than any other host; none in a tie. One whose own rank hung, or was not attached in time,
+        # accuses itself.
         accused: Counter[str] = Counter()
         suspects = frozenset(members)
         for end in ends.values():

@@ -320,6 +320,19 @@ def test_digests_are_computed_where_others_may_read_a_snapshot_through_a_network
     assert asked == [False] * several
 
 
+def test_digests_of_one_set_do_not_count_for_the_next(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another host may read it, what this process has digested it does not digest again: but only that."""
+    for step, index, digests in ((300, 0, True), (400, 1, False)):
+        for rank in (0, 1):
+            keep(tmp_path, step, rank=rank, world_size=2, index=index, digests=digests or rank == 1)
+    gather, other = memory_restore.gather_records, memory_restore._HostSnapshots(1, ())
+    monkeypatch.setattr(memory_restore, "gather_records", lambda own, group: [*gather(own, group=group), other])
+    flip(tmp_path, "own-r00001-s1", at=HEADER_BYTES + 1000)
+    assert restored(bench, recall_of(tmp_path)) == (300, "memory")
+    flip(tmp_path, "own-r00000-s0", at=HEADER_BYTES + 1000)
+    assert restored(bench, recall_of(tmp_path)) == (0, "none")
+
+
 @pytest.mark.parametrize("digests", [True, False])
 def test_slots_that_this_process_has_mapped_are_read_in_place(
     bench: Bench, digests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

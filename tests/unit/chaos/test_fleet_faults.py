@@ -27,6 +27,7 @@ def test_the_times_of_a_history_are_those_at_which_faults_struck() -> None:
             FleetFault(10.0, FaultKind.NOTICE, (0,), inf),
             FleetFault(12.0, FaultKind.WORKER, (2,), 0.0),
             FleetFault(15.0, FaultKind.SAVES, (), 4.0),
+            FleetFault(19.0, FaultKind.HOST, (0,), inf),
             FleetFault(19.0, FaultKind.COME, (0,), inf),
         ),
     )

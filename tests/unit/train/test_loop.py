@@ -722,7 +722,7 @@ def recovering(folder: Path, *, step: int) -> Launcher:
 def test_a_recovery_is_recorded_with_its_first_step(
     known: int, resumed: int, repeated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastictrain.train.loop.time.time", lambda: WALL_S + 10.0)
+    monkeypatch.setattr("elastictrain.train.attachment.event_time", lambda: WALL_S + 10.0)
     world = World(config(steps=resumed + 2), first=resumed, launcher=recovering(tmp_path, step=known))
     world.train()
     (event,) = [event for event in world.events if isinstance(event, Recovery)]
