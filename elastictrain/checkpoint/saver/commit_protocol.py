@@ -37,6 +37,7 @@ _ANSWER = re.compile(r"(host|failed)-(\d+)-(\w+)\.json")
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_BEGINS_WITHIN_S = 30.0  # all hosts are told of a step at once: a leader that saves nothing else has failed at it by then
 SHORTENED_S = 10.0  # limit for other hosts once the training group has ended: some of these hosts may have ended, too
 
 T = TypeVar("T")
@@ -139,6 +140,7 @@ class CommitProtocol:
         self._first_rank = first_rank
         self._folder = f"{PENDING}/{incarnation}-{step:09d}"
         self.attempt = ""  # name of the attempt that was begun; empty before that
+        self._leader_saves = False  # whether the leader was found to have begun with some step, if not with this one
 
     def prepare(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
         """As the leader: write `begin`; returns the folder, from `choose` unless this save has begun already.
@@ -158,11 +160,19 @@ class CommitProtocol:
         self, deadline: Deadline, *, over: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
     ) -> str:
         """Wait for the folder that the leader chose, in an attempt that is not `over` here. `meanwhile` runs at each poll.
-        Raises: CheckpointError if the leader chooses none; StorageError."""
+        Raises: CheckpointError if the leader chooses none, or begins with nothing for a while: what waits here keeps the memory
+        that the next snapshots need; StorageError."""
+        idle_since_s = time.monotonic()
 
         def look() -> str | None:
+            nonlocal idle_since_s
             meanwhile()
-            return self.find_prepared(over=over)
+            found, now_s = self.find_prepared(over=over), time.monotonic()
+            if self._leader_saves:
+                idle_since_s = now_s
+            if found is None and now_s - idle_since_s > _BEGINS_WITHIN_S:
+                raise CheckpointError(f"the host of rank 0 has not begun to save step {self._step}, and saves no other one")
+            return found
 
         folder, waited_s = self._poll(look, deadline)
         if folder is None:
@@ -176,6 +186,7 @@ class CommitProtocol:
         if begun is None:
             # The leader saves one step after the other: it begins no step older than one that it has begun.
             steps = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
+            self._leader_saves = bool(steps)
             if all(step <= self._step for step in steps):
                 return None
             # It may have begun just after the first read.

@@ -13,6 +13,7 @@ from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.manifest import Manifest, digest_of
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
+from elastictrain.checkpoint.saver import commit_protocol
 from elastictrain.checkpoint.saver import snapshot_writer as module
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline, RefusedSave
 from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SlotsReleased
@@ -419,6 +420,20 @@ def test_a_host_that_fails_leaves_the_files_of_others(tmp_path: Path, store: Sto
     assert len(other.failed) == 1
     assert store.stat(f"{ROOT}/step-000000005/000001-aa-r00000-0.safetensors")
     assert sorted(name.rpartition("-")[0] for name in pending(store)) == ["", "failed-00001"]
+
+
+def test_a_leader_that_begins_with_nothing_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have failed before it could say so. Meanwhile the snapshot here keeps its slot, and no other step is saved."""
+    monkeypatch.setattr(commit_protocol, "_BEGINS_WITHIN_S", 0.3)
+    older, other = (CommitProtocol(store, "000001-aa", step, first_rank=rank) for step, rank in ((4, 0), (5, 1)))
+    older.prepare(lambda: "step-000000004")
+    with pytest.raises(CheckpointError, match="did not begin to save step 5 within 1 s"):
+        other.wait_for_prepared(Deadline(1.0))
+    older.clear()
+    began_s = time.monotonic()
+    with pytest.raises(CheckpointError, match="saves no other one"):
+        other.wait_for_prepared(Deadline(60.0))
+    assert time.monotonic() - began_s < 20.0
 
 
 def test_what_hosts_say_may_be_garbled(store: Store) -> None:
