@@ -20,18 +20,18 @@ def _booted_s() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-_booted_at_s = _booted_s()
+_BOOTED_AT_S = _booted_s()
 
 
 def event_time() -> float:
     """Unix seconds by the clock at the start of this host's launcher, or else of this process: a clock that is set later would
     change the order of events."""
-    return _booted_at_s + time.clock_gettime(time.CLOCK_BOOTTIME)
+    return _BOOTED_AT_S + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def share_event_clock() -> None:
     """As a launcher: the processes that this one starts date their events as it does."""
-    os.environ[_BOOTED] = repr(_booted_at_s)
+    os.environ[_BOOTED] = repr(_BOOTED_AT_S)
 
 
 class AppendLog(Protocol):

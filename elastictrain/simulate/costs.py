@@ -89,11 +89,8 @@ def _starts(history: History) -> dict[str, list[float]]:
 def _durations(generations: Sequence[GenerationSpan], starts: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     found = defaultdict[str, list[float]](list)
     for before, span in zip((None, *generations), generations, strict=False):
-        steps, snapshots, resume = (
-            span.events.of(StepRow),
-            span.events.of(SnapshotRow),
-            span.events.first(ResumeRow),
-        )
+        steps, snapshots = span.events.of(StepRow), span.events.of(SnapshotRow)
+        resume = span.events.first(ResumeRow)
         read_s = _total(resume.row.seconds) if resume is not None and resume.row.tier == "storage" else 0.0
         if read_s:
             found["restore_s"].append(read_s)

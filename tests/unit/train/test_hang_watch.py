@@ -65,6 +65,20 @@ def test_a_rank_that_nobody_starts_again_is_not_watched_from_outside() -> None:
     hangs.close()
 
 
+@pytest.mark.parametrize(
+    ("rank", "kind", "holds_up"),
+    [(1, "missing", True), (1, "not_started", True), (0, "missing", False), (1, "mismatch", False), (1, "", False)],
+)
+def test_a_rank_holds_others_up_if_it_has_not_entered_their_collective(rank: int, kind: str, holds_up: bool) -> None:
+    """One that has entered it is behind, too, where a link loses what it waits for."""
+    hangs, _ = watch(replace(ALONE, rank=rank))
+    assert not hangs.holds_others_up
+    fault = SimpleNamespace(kind=kind, culprits=(1,)) if kind else None
+    guilty = SimpleNamespace(fault=fault, is_guilty=lambda one: one == rank)
+    hangs._peer_monitor = SimpleNamespace(diagnosis=guilty)  # type: ignore[assignment]
+    assert hangs.holds_others_up is holds_up
+
+
 def test_a_rank_that_is_alone_is_guilty_itself() -> None:
     records: list[Event] = []
     hangs, tracker = watch(ALONE, SimpleNamespace(record=records.append))

@@ -261,6 +261,14 @@ def test_a_host_that_is_to_blame_three_times_in_a_row_is_left_out() -> None:
     assert following.excluded == ("b", "z")
 
 
+def test_a_host_whose_rank_hangs_three_times_in_a_row_is_left_out() -> None:
+    hung = failed("b", EXIT_TRANSPORT, blames=("b",))
+    following = after(hung, failures=(blamed(1, "b"), blamed(2, "b")))
+    assert (following.excluded, following.failures[-1].hosts) == (("b",), ("b",))
+    # Connections that break accuse nobody, however often.
+    assert after(replace(hung, blames=()), failures=(blamed(1, "b"), blamed(2, "b"))).excluded == ()
+
+
 @pytest.mark.parametrize(
     ("failures", "ready", "min_hosts"),
     [
