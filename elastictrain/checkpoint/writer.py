@@ -171,7 +171,7 @@ def commit(store: Store, manifest: Manifest, *, folder: str, signing: SigningKey
 
 
 def create_exactly(store: Store, key: str, raw: bytes) -> None:
-    """Raises: CheckpointError, StorageError; it may exist then, or not."""
+    """Raises: CheckpointError if it does not read back so: then it is deleted; StorageError: it may exist then, or not."""
     try:
         store.create(key, raw)
     except (ObjectExistsError, TransientStorageError):
@@ -181,4 +181,7 @@ def create_exactly(store: Store, key: str, raw: bytes) -> None:
                 return
         raise
     if store.read(key, end=len(raw) + 1) != raw:
+        # Nobody else can have created it. Where it is a run's first manifest, no start would find a checkpoint that is valid.
+        with suppress(StorageError):
+            store.delete(key)
         raise CheckpointError(f"{store.url}/{key} does not read back as it was written")

@@ -20,6 +20,6 @@ def test_a_killed_worker_a_cut_cable_and_a_host_that_leaves_break_nothing(tmp_pa
     assert {"kill_worker", "one_way", "leave"} <= table.keys()
     assert "<h2>Hosts</h2>" in (tmp_path / "page.html").read_text()
     history = json.loads((tmp_path / "kept" / "history.json").read_text())
-    assert {fault["kind"] for fault in history["faults"]} == {"worker", "one_way", "notice", "come"}
+    assert {fault["kind"] for fault in history["faults"]} == {"worker", "one_way", "notice", "host", "come"}
     assert all(0 < fault["at_s"] < history["seconds"] for fault in history["faults"] if fault["kind"] != "come")
     assert (tmp_path / "kept" / "run" / "run" / "launch").is_dir()
