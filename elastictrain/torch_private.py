@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 COMPILER = "torch._dynamo"  # the module that torch compiles with; the first optimizer imports it
+INDUCTOR = "torch._inductor.compile_fx"  # what that module calls for each graph; `torch.compile` imports it
 
 
 @dataclass(frozen=True, slots=True)

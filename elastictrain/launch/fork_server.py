@@ -6,7 +6,6 @@ name is its rank. It inherits nothing harmful: the server has one thread, and no
 """
 
 import gc
-import importlib
 import json
 import os
 import runpy
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastictrain.bounded_json import encode_record
-from elastictrain.entry_point import split_program
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, identify
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
@@ -32,27 +30,16 @@ from elastictrain.fault.reasons import NO_RANK, Reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import CHANNEL
 from elastictrain.launch.fork_server_link import READY
+from elastictrain.launch.imports_ahead import import_ahead, summary, why_no_fork
 from elastictrain.liveness.progress import Phase
 from elastictrain.processes import follow_parent
-from elastictrain.torch_private import COMPILER
 
 if TYPE_CHECKING:
     from elastictrain.config.compose import Composed
 
-_AHEAD = (
-    COMPILER,
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "elastictrain.config.load",
-    "elastictrain.own_loop.run",
-    "elastictrain.train.worker",
-)
 _MODULE = "elastictrain.run"
-_NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
-_DEVICES = ("/dev/nvidia", "/dev/kfd")
 _EXIT_FAILED = 1
 _LOOK_EVERY_S = 0.02
-_LONGEST = 400
 _LOOPBACK = "127.0.0.1"
 _ANSWERS = b"ready"
 _MOST_WORKERS = 253  # descriptors that one message can carry. Source: SCM_MAX_FD of the kernel's net/scm.h
@@ -160,7 +147,7 @@ class ForkServer:
                 self._workers += started
                 self._tell({"order": order, "pids": [], "codes": [(index, EXIT_UNFIT) for index in range(len(environments))]})
                 return None
-            return _reason(EXIT_BUG, f"workers cannot be started: {_summary(error)}")
+            return _reason(EXIT_BUG, f"workers cannot be started: {summary(error)}")
         self._workers += started
         pids, store_pid = [worker.pid for worker in started], self._store_pid
         self._tell({"order": order, "pids": pids, "store_pid": store_pid, "unforked": unforked})
@@ -263,65 +250,13 @@ def _become_store(port: int, writer: int) -> NoReturn:
         # Over the loopback: the address that other hosts use does not matter here.
         store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False)
     except Exception as error:  # noqa: BLE001  # reported to the launcher
-        os.write(writer, _summary(error).encode())
+        os.write(writer, summary(error).encode())
         os._exit(_EXIT_FAILED)
     os.write(writer, _ANSWERS)
     os.close(writer)
     while store:
         signal.pause()
     os._exit(EXIT_OK)
-
-
-def import_ahead(modules: Sequence[str] = _AHEAD) -> str:
-    """Import what workers import; returns why this host is unfit, if torch cannot be imported.
-    If another import fails, the workers fail at it themselves and report it."""
-    try:
-        importlib.import_module("torch")
-    except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
-        return f"torch cannot be imported: {_summary(error)}; install it anew"
-    # numpy's threads, started at its import, would make this process unfit to fork.
-    ours = _NUMPY_THREADS not in os.environ
-    os.environ.setdefault(_NUMPY_THREADS, "1")
-    with suppress(Exception):
-        for name in modules:
-            importlib.import_module(name)
-    if ours:
-        del os.environ[_NUMPY_THREADS]
-    return ""
-
-
-def compose_ahead(arguments: Sequence[str]) -> "Composed | None":
-    """Compose the workers' configuration, which takes 0.3 s; None if it is wrong, which they report themselves."""
-    with suppress(Exception):
-        from elastictrain.config.compose import compose
-
-        return compose(split_program(arguments)[0])
-    return None
-
-
-def why_no_fork(process: Path = Path("/proc/self")) -> str:
-    """Why a fork cannot use this process's state: another thread may hold a lock, or a device is open. Empty if it can."""
-    try:
-        threads = list((process / "task").iterdir())
-        files = list((process / "fd").iterdir())
-    except OSError as error:
-        return f"threads and open files of the fork server cannot be read: {error.strerror}"
-    if len(threads) != 1:
-        return f"the fork server has {len(threads)} threads where its imports should have left one"
-    devices = set()
-    for file in files:
-        # The descriptor of the listed folder itself is closed by now.
-        with suppress(OSError):
-            if (target := str(file.readlink())).startswith(_DEVICES):
-                devices.add(target)
-    return f"the fork server has opened {', '.join(sorted(devices))} while it imported what workers need" if devices else ""
-
-
-def _summary(error: Exception) -> str:
-    """Kind of the error and its first line; errors from C++ continue with a stack."""
-    first = next(iter(str(error).splitlines()), "")
-    kind = type(error).__name__
-    return f"{kind}: {first}"[:_LONGEST] if first else kind
 
 
 def _reason(exit_code: int, sentence: str, phase: Phase = Phase.START) -> Reason:
@@ -343,8 +278,8 @@ def main() -> int:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     # What is imported stays: to look through it again and again for garbage takes an eighth of the time.
     gc.disable()
-    unfit, arguments = import_ahead(), sys.argv[1:]
-    composed = compose_ahead(arguments)
+    arguments = sys.argv[1:]
+    unfit, composed = import_ahead(arguments)
     gc.enable()
     return ForkServer(launcher, unfit=unfit, arguments=arguments, composed=composed).serve()
 

@@ -23,9 +23,9 @@ from tests.unit.launch.membership.made import generation
 
 PROGRAM = """
 import os, sys
-from elastictrain.launch import fork_server as module
+from elastictrain.launch import fork_server as module, imports_ahead
 # Of interest is what comes after it.
-module.import_ahead = lambda: ""
+module.import_ahead = lambda _: ("", None)
 {program}
 os._exit(module.main())
 """
@@ -146,28 +146,68 @@ def test_a_process_with_threads_starts_workers_anew(server: Server) -> None:
 def test_a_process_that_has_touched_a_device_starts_workers_anew(server: Server, tmp_path: Path) -> None:
     device = tmp_path / "device"
     device.touch()
-    server.start("recipe=none", program=f"module._DEVICES = ({str(device)!r},); file = open({str(device)!r})")
+    server.start("recipe=none", program=f"imports_ahead._DEVICES = ({str(device)!r},); file = open({str(device)!r})")
     assert server.end() == WorkersEnd(1, {0: 78})
     assert str(device) in server.unforked
 
 
-def test_what_is_imported_ahead_leaves_one_thread_and_no_device() -> None:
+@pytest.mark.parametrize("compiles", ["true", "false"])
+def test_what_is_imported_ahead_leaves_one_thread_and_no_device(compiles: str) -> None:
+    program = f"""
+import os, sys
+from elastictrain.launch.imports_ahead import import_ahead, why_no_fork
+resolve = os.path.realpath
+unfit, composed = import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile={compiles}"])
+print(not unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, composed.recipe, os.path.realpath is resolve)
+import torch
+print(torch.cuda.is_initialized(), *(str(name in sys.modules).lower() for name in ("networkx", "torch._inductor.compile_fx")))
+"""
+    assert python(program, limit_s=120).split() == ["True", "True", "True", "llama_tiny", "True", "False", compiles, compiles]
+
+
+def test_what_two_threads_import_side_by_side_shares_no_package() -> None:
+    """Else each may wait for the other's part of it."""
     program = """
 import sys
-from elastictrain.launch.fork_server import import_ahead, why_no_fork
-print(not import_ahead(), not why_no_fork(), "elastictrain.train.worker" in sys.modules)
-import torch
-print(torch.cuda.is_initialized())
+from elastictrain.launch import fork_server, imports_ahead
+for name in imports_ahead.FIRST:
+    __import__(name)
+before = set(sys.modules)
+for name in {names}:
+    __import__(name)
+print(*(name for name in set(sys.modules) - before if hasattr(sys.modules[name], "__path__")))
 """
-    assert python(program, limit_s=120).split() == ["True", "True", "True", "False"]
+    packages = [
+        set(python(program.format(names=names), limit_s=120).split())
+        for names in ("['torch']", "imports_ahead.BESIDE_TORCH", "imports_ahead.AHEAD", "imports_ahead.BESIDE_AHEAD")
+    ]
+    torch, beside_torch, ahead, beside_ahead = packages
+    assert "sympy" in beside_torch
+    assert "networkx" in beside_ahead
+    assert not torch & beside_torch
+    assert not (ahead - torch - beside_torch) & beside_ahead
+
+
+def test_a_thread_that_still_imports_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("import time; time.sleep(0.5)")
+    program = f"""
+import sys, types
+from elastictrain.launch import imports_ahead
+sys.path.append({str(tmp_path)!r})
+sys.modules["torch"] = types.ModuleType("torch")
+imports_ahead.BESIDE_TORCH = ("late",)
+unfit, _ = imports_ahead.import_ahead(modules=())
+print(not unfit, not imports_ahead.why_no_fork(), "late" in sys.modules)
+"""
+    assert python(program).split() == ["True", "True", "True"]
 
 
 def test_modules_that_cannot_be_imported_are_for_workers_to_tell_of() -> None:
     program = """
 import os, sys, types
-from elastictrain.launch.fork_server import import_ahead
+from elastictrain.launch.imports_ahead import import_ahead
 sys.modules["torch"] = types.ModuleType("torch")
-print(import_ahead(["no.such.module"]) == "", os.environ.get("OPENBLAS_NUM_THREADS"))
+print(import_ahead(modules=["no.such.module"])[0] == "", os.environ.get("OPENBLAS_NUM_THREADS"))
 """
     assert python(program).split() == ["True", "None"]
 
