@@ -180,6 +180,8 @@ class StragglerFound(Event, tag="straggler", frozen=True):
 
 
 class Evaluated(Event, tag="eval", frozen=True):
+    """The held-out samples were evaluated after a step. `loss` is their mean; `seconds`: how long it took."""
+
     step: int
     loss: float
     samples: int
