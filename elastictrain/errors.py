@@ -53,6 +53,8 @@ class ElasticTrainError(Exception):
 
 
 class UsageError(ElasticTrainError):
+    """The command line is wrong."""
+
     exit_code = EXIT_USAGE
 
 
@@ -171,6 +173,8 @@ class SavesFailingError(CheckpointError):
 
 
 class TransportError(ElasticTrainError):
+    """A peer is gone, or a collective failed or hung."""
+
     exit_code = EXIT_TRANSPORT
 
     def __init__(self, message: str = "", *, missing: tuple[int, ...] = ()) -> None:

@@ -81,7 +81,7 @@ class Recovery(Event, tag="recovery", frozen=True):
 
     rung: str  # `in_place`, `restart` or `regroup`
     reason: str
-    lost: tuple[str, ...]  # what has died
+    lost: tuple[str, ...]  # what has died or hung
     seconds: Mapping[str, float]
     resumed_step: int
     steps_repeated: int  # steps that were done before the failure and are done again
@@ -180,6 +180,8 @@ class StragglerFound(Event, tag="straggler", frozen=True):
 
 
 class Evaluated(Event, tag="eval", frozen=True):
+    """The held-out samples were evaluated after a step. `loss` is their mean; `seconds`: how long it took."""
+
     step: int
     loss: float
     samples: int

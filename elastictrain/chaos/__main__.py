@@ -22,11 +22,11 @@ from elastictrain.chaos.network.namespaces import unavailable
 from elastictrain.chaos.output import ComparedRun, comparison, culprits_line, kinds_table
 from elastictrain.chaos.plan import ChaosKind, FaultPlan, plan_of_trace, read_plan, seeded_plan, write_plan
 from elastictrain.chaos.processes import StuckError
-from elastictrain.chaos.run import ChaosOutcome, ChaosRun, Teller
+from elastictrain.chaos.run import ChaosOutcome, ChaosRun, Teller, own_failure
 from elastictrain.chaos.shrink import shrink
 from elastictrain.chaos.undisturbed import CHANGING_WORLD, with_undisturbed
 from elastictrain.entry_point import run_command, split_program
-from elastictrain.errors import EXIT_BUG, EXIT_OK, UsageError
+from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError, UsageError
 from elastictrain.report.__main__ import parse_price
 from elastictrain.report.output import as_text
 from elastictrain.report.page import page
@@ -100,14 +100,20 @@ class _Trial:
 
     def carry_out(self, plan: FaultPlan, folder: Path, *, plain: bool = False) -> tuple[ChaosOutcome, float]:
         """The outcome, and the seconds until then. `plain`: a plain loop under torchrun, neither judged nor compared."""
-        began_s = time.monotonic()
-        with self.arena.opened(folder, plain=plain) as injectors:
-            run = ChaosRun(injectors, plan, self.tell, strict=self.strict or plain, own_name=self.arena.own_name)
-            run.ends_s, run.judged = self.ends_s, not plain
-            outcome = run.run()
-            seconds = time.monotonic() - began_s
-            if not plain and not any(one.invariant is Invariant.GOES_ON for one in outcome.violations):
-                outcome.violations.extend(self._compared(outcome, injectors.fleet.run_dir, folder))
+        began_s, outcome = time.monotonic(), None
+        try:
+            with self.arena.opened(folder, plain=plain) as injectors:
+                run = ChaosRun(injectors, plan, self.tell, strict=self.strict or plain, own_name=self.arena.own_name)
+                run.ends_s, run.judged = self.ends_s, not plain
+                outcome = run.run()
+                seconds = time.monotonic() - began_s
+                if not plain and not any(one.invariant is Invariant.GOES_ON for one in outcome.violations):
+                    outcome.violations.extend(self._compared(outcome, injectors.fleet.run_dir, folder))
+        except Exception as error:
+            if outcome is None:
+                raise
+            # What is known already must not be lost.
+            outcome.violations.append(own_failure(error))
         return outcome, seconds
 
     def _compared(self, outcome: ChaosOutcome, run_dir: Path, folder: Path) -> list[Violation]:
@@ -154,15 +160,24 @@ def _chaos(parsed: argparse.Namespace, *, overrides: Sequence[str]) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(temporary_folder())) if parsed.keep is None else _new_folder(parsed.keep)
         outcome, seconds = trial.carry_out(plan, folder / "run")
-        _tell(outcome, parsed)
-        if parsed.against is not None:
-            other, other_seconds = trial.carry_out(plan, folder / "torchrun", plain=True)
-            _compare(plan, (outcome, seconds), (other, other_seconds), price=parsed.price)
-        if parsed.keep is not None and not alone:
-            report = outcome.report
-            history = fault_history(outcome.struck, outcome.failures, hosts=plan.hosts, begin_s=report.begin, end_s=report.end)
-            _write(folder / "history.json", write_history(history), "--keep")
-    return _conclude(trial, plan, outcome, file=file, parsed=parsed)
+        try:
+            try:
+                _tell(outcome, parsed)
+                if parsed.against is not None:
+                    other = trial.carry_out(plan, folder / "torchrun", plain=True)
+                    _compare(plan, (outcome, seconds), other, price=parsed.price)
+                if parsed.keep is not None and not alone:
+                    _keep(outcome, plan, folder)
+            finally:
+                _conclude(outcome, file)
+            if outcome.violations and parsed.shrink_minutes and len(plan.faults) > 1:
+                _shorten(trial, plan, outcome, file=file, until_s=time.monotonic() + 60 * parsed.shrink_minutes)
+        except ElasticTrainError as error:
+            # What cannot be written is no verdict.
+            if not outcome.violations:
+                raise
+            sys.stderr.write(f"elastictrain: {error}\n")
+    return EXIT_BUG if outcome.violations else EXIT_OK
 
 
 def _simulate(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -272,23 +287,30 @@ def _compare(
     _print("\n".join(["", *comparison(runs, price=price)]))
 
 
-def _conclude(trial: _Trial, plan: FaultPlan, outcome: ChaosOutcome, *, file: Path, parsed: argparse.Namespace) -> int:
-    """Exit code. A plan that has broken something is made as short as it can be in the time for that."""
+def _keep(outcome: ChaosOutcome, plan: FaultPlan, folder: Path) -> None:
+    report = outcome.report
+    history = fault_history(outcome.struck, outcome.failures, hosts=plan.hosts, begin_s=report.begin, end_s=report.end)
+    _write(folder / "history.json", write_history(history), "--keep")
+
+
+def _conclude(outcome: ChaosOutcome, file: Path) -> None:
     _print(f"carry it out again: python -m elastictrain.chaos --replay {file}")
-    if not outcome.violations:
-        _print(f"all held: {len(outcome.struck)} faults, and the losses and samples {_WHEREVER}")
-        return EXIT_OK
     for violation in outcome.violations:
         _print(f"BROKEN {violation}")
-    if parsed.shrink_minutes and len(plan.faults) > 1:
-        until_s = time.monotonic() + 60 * parsed.shrink_minutes
-        like = [one.invariant for one in outcome.violations]
-        struck = plan.of(*(one.fault for one in outcome.struck)) if len(outcome.struck) < len(plan.faults) else plan
-        shrunk = shrink(struck, lambda one: trial.fails(one, like=like, until_s=until_s))
-        shortest = file.with_suffix(".shortest.json")
-        _write(shortest, write_plan(shrunk.plan), "--plan")
-        _print(f"the shortest plan that fails, of {shrunk.tries} tried, has {len(shrunk.plan.faults)} faults: {shortest}")
-    return EXIT_BUG
+    if not outcome.violations:
+        _print(f"all held: {len(outcome.struck)} faults, and the losses and samples {_WHEREVER}")
+
+
+def _shorten(trial: _Trial, plan: FaultPlan, outcome: ChaosOutcome, *, file: Path, until_s: float) -> None:
+    """Make a plan that has broken something as short as it can be in the time for that."""
+    like = [one.invariant for one in outcome.violations]
+    came = [one.fault for one in outcome.struck] + ([outcome.not_injected] if outcome.not_injected is not None else [])
+    shrunk = shrink(
+        plan.of(*came) if len(came) < len(plan.faults) else plan, lambda one: trial.fails(one, like=like, until_s=until_s)
+    )
+    shortest = file.with_suffix(".shortest.json")
+    _write(shortest, write_plan(shrunk.plan), "--plan")
+    _print(f"the shortest plan that fails, of {shrunk.tries} tried, has {len(shrunk.plan.faults)} faults: {shortest}")
 
 
 def _new_folder(path: Path) -> Path:

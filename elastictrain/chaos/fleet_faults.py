@@ -12,7 +12,7 @@ from elastictrain.simulate.faults import FaultHistory, FaultKind, FleetFault
 LAUNCHER_BACK_S = 1.0  # until whoever watches over launchers starts one again
 OTHER_CODE_S = 10.0  # for which a launcher with other code is there
 
-_OF_ONE_HOST: Mapping[ChaosKind, tuple[FaultKind, ...]] = {
+ON_HOST: Mapping[ChaosKind, tuple[FaultKind, ...]] = {
     ChaosKind.KILL_WORKER: (FaultKind.WORKER,),
     ChaosKind.FLIP_SNAPSHOT: (FaultKind.WORKER,),
     ChaosKind.FLIP_GRADIENT: (FaultKind.WORKER,),
@@ -20,10 +20,11 @@ _OF_ONE_HOST: Mapping[ChaosKind, tuple[FaultKind, ...]] = {
     ChaosKind.KILL_LAUNCHER: (FaultKind.LAUNCHER,),
     ChaosKind.FLIP_REPLICA: (FaultKind.LAUNCHER,),
     ChaosKind.HOST_LOST: (FaultKind.HOST,),
-    ChaosKind.LEAVE: (FaultKind.NOTICE,),
     ChaosKind.FREEZE: (FaultKind.NETWORK, FaultKind.STORAGE),
     ChaosKind.CABLE: (FaultKind.NETWORK,),
 }
+"""What faults of one host do to it. A cable leads to the other hosts, and not to storage."""
+
 _OF_STORAGE = (
     *(ChaosKind.STORE_503, ChaosKind.STORE_SLOW, ChaosKind.STORE_AWAY),
     *(ChaosKind.SLOW_DISK, ChaosKind.FULL_DISK),
@@ -79,5 +80,5 @@ def fleet_faults(fault: PlannedFault, *, at_s: float, hosts: Sequence[str]) -> I
             yield FleetFault(at_s, FaultKind.SHARD, (), lasts_s)
             yield FleetFault(at_s, FaultKind.LAUNCHER, everyone, lasts_s)
         case _:
-            for kind in _OF_ONE_HOST.get(fault.kind, ()):
+            for kind in ON_HOST.get(fault.kind, ()):
                 yield FleetFault(at_s, kind, (first,), lasts_s)

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import psutil
@@ -30,7 +30,7 @@ from elastictrain.chaos.processes import StuckError, savers
 from elastictrain.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
 from elastictrain.events import event_time
 from elastictrain.report.failures import FailureRecord
-from elastictrain.report.history import EventReader
+from elastictrain.report.history import EventReader, History
 from elastictrain.report.summary import RunReport, summarize
 from elastictrain.storage.opening import open_store
 
@@ -49,6 +49,7 @@ Teller = Callable[[str], None]
 class ChaosOutcome:
     struck: list[Struck]
     passed_over: list[str]  # faults that found no target
+    not_injected: PlannedFault | None  # the one whose injector has raised, which ends the run
     violations: list[Violation]
     facts: ChaosFacts
     report: RunReport
@@ -69,6 +70,7 @@ class ChaosRun:
     own_name: str = ""  # what the run calls the only host, where that is not its name in the plan
     struck: list[Struck] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
+    not_injected: PlannedFault | None = None
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _absent: dict[str, float] = field(default_factory=dict)
     _absent_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -80,35 +82,45 @@ class ChaosRun:
     _reader: EventReader | None = None
 
     def run(self) -> ChaosOutcome:
-        """From start to stop."""
-        violations: list[Violation] = []
-        try:
+        """From start to stop; what raises is a violation. Raises: ConfigError before all hosts have trained."""
+        violations, orphans = list[Violation](), list[str]()
+        with self._judging(violations):
             self._begin()
             for fault in self._coming():
                 self._act(fault)
-                violations = check(self._facts()) if self.judged else []
+                violations += check(self._facts()) if self.judged else []
                 if violations:
                     break
             else:
                 self._rest()
-        except StuckError as error:
-            violations.append(Violation(Invariant.GOES_ON, str(error)))
-        except ConfigError as error:
-            if not self._begins_s:
-                raise
-            violations.append(Violation(Invariant.GOES_ON, str(error)))
-        except Exception as error:  # noqa: BLE001  # a soak that chaos itself ends has a verdict, too
-            where = "".join(traceback.format_exception(error)).rstrip()
-            violations.append(Violation(Invariant.GOES_ON, f"chaos has failed, which is a bug of its own:\n{where}"))
-        orphans = self._stop()
-        facts = self._facts(orphans=orphans)
+        with self._judging(violations):
+            orphans = self._stop()
+        facts = ChaosFacts(orphans=orphans, exit_codes=self._codes)
+        with self._judging(violations):
+            facts = self._facts(orphans=orphans)
         known = {(one.invariant, one.what) for one in violations}
         violations += [one for one in check(facts) if (one.invariant, one.what) not in known] if self.judged else []
-        report = self._report()
-        failures, _ = followed_by(self.struck, report.failures, self._plan_name, alone=len(self.plan.hosts) == 1)
+        report, failures = summarize(History(), url=str(self.injectors.fleet.run_dir)), dict[int, FailureRecord]()
+        with self._judging(violations):
+            report = self._report()
+            failures, _ = followed_by(self.struck, report.failures, self._plan_name, alone=len(self.plan.hosts) == 1)
         for name, since_s in self._absent.items():
             self._absent_s[name] += time.monotonic() - since_s
-        return ChaosOutcome(self.struck, self.passed_over, violations, facts, report, failures, self._absent_s)
+        return ChaosOutcome(
+            self.struck, self.passed_over, self.not_injected, violations, facts, report, failures, self._absent_s
+        )
+
+    @contextmanager
+    def _judging(self, violations: list[Violation]) -> Iterator[None]:
+        """What raises in the block is a violation: a soak has a verdict."""
+        try:
+            yield
+        except (StuckError, ConfigError) as error:
+            if isinstance(error, ConfigError) and not self._begins_s:
+                raise
+            violations.append(Violation(Invariant.GOES_ON, str(error)))
+        except Exception as error:  # noqa: BLE001
+            violations.append(own_failure(error))
 
     def _begin(self) -> None:
         for name in self.plan.hosts:
@@ -151,6 +163,9 @@ class ChaosRun:
             self.passed_over.append(f"{fault}: {error}")
             self.tell(f"{fault.kind:14} passed over: {error}")
             return
+        except Exception as error:
+            self.not_injected = fault
+            raise StuckError(f"{fault}: could not be injected:\n{_trace(error)}") from error
         # It is in the verdict, too, where training does not go on after it.
         self.struck.append(Struck(fault, generation, strike.rank, None, time_s))
         known = fleet.events.last_step
@@ -310,6 +325,15 @@ class ChaosRun:
             orphans=orphans or [],
             exit_codes=self._codes,
         )
+
+
+def own_failure(error: Exception) -> Violation:
+    """Of chaos itself, while it disturbs a run or judges it."""
+    return Violation(Invariant.GOES_ON, f"chaos has failed, which is a bug of its own:\n{_trace(error)}")
+
+
+def _trace(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from elastictrain.chaos.fleet_faults import ON_HOST, fleet_faults
 from elastictrain.chaos.invariants import ChaosFacts, Invariant, Violation, check
 from elastictrain.chaos.plan import TRAITS, ChaosKind, FaultPlan, PlannedFault, seeded_plan
 from elastictrain.chaos.shrink import Shrunk, shrink
@@ -60,15 +61,13 @@ _KILLED_AT = ("list", "open", "close", "write", "create", "read", "delete")
 
 
 _LASTS_S = {ChaosKind.KILL_LAUNCHER: 2.0, ChaosKind.HANG: 10.0}
-_OF_ONE_HOST = {
-    ChaosKind.KILL_WORKER: (FaultKind.WORKER,),
-    ChaosKind.HANG: (FaultKind.HANG,),
+# Here it leads to storage, too, and what is flipped in memory is read later.
+_ON_HOST = dict(ON_HOST) | {
     ChaosKind.KILL_LAUNCHER: (FaultKind.HOST,),
-    ChaosKind.HOST_LOST: (FaultKind.HOST,),
-    ChaosKind.LEAVE: (FaultKind.NOTICE,),
-    ChaosKind.FREEZE: (FaultKind.NETWORK, FaultKind.STORAGE),
     ChaosKind.CABLE: (FaultKind.NETWORK, FaultKind.STORAGE),
+    ChaosKind.LEAVE: (FaultKind.NOTICE,),
     ChaosKind.ONE_WAY: (FaultKind.ONE_WAY,),
+    **dict.fromkeys((ChaosKind.FLIP_SNAPSHOT, ChaosKind.FLIP_REPLICA), ()),
 }
 
 
@@ -233,8 +232,8 @@ class _History:
         """What it does to hosts and the network between them."""
         now_s, lasts_s, first = self.simulation.queue.now_s, fault.lasts_s, self._machines.get(fault.host, 0)
         everyone = tuple(self._machines.values())
-        if fault.kind in _OF_ONE_HOST:
-            for kind in _OF_ONE_HOST[fault.kind]:
+        if fault.kind in _ON_HOST:
+            for kind in _ON_HOST[fault.kind]:
                 yield FleetFault(now_s, kind, (first,), lasts_s or _LASTS_S.get(fault.kind, 0.0))
         elif fault.kind is ChaosKind.PARTITION:
             inside = tuple((first + number) % len(everyone) for number in range(int(fault.amount)))
@@ -244,8 +243,7 @@ class _History:
                 yield FleetFault(now_s, FaultKind.STORAGE, inside, _LONGER * lasts_s)
             yield FleetFault(now_s, FaultKind.NETWORK, inside, _LONGER * lasts_s)
         elif fault.kind is ChaosKind.BLIP:
-            for machine in everyone[1:]:
-                yield FleetFault(now_s, FaultKind.NETWORK, (machine,), lasts_s)
+            yield from fleet_faults(fault, at_s=now_s, hosts=self.plan.hosts)
         elif fault.kind is ChaosKind.STORE_AWAY:
             long = _is_long(fault)
             yield FleetFault(now_s, FaultKind.HOST if long else FaultKind.STORAGE, everyone, 1.0 if long else lasts_s)

@@ -5,6 +5,7 @@ The store and the hosts' memory can be damaged, refuse, and be out of reach mean
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class CheckedState:
         self.clock_off: dict[int, float] = {}
         self._memory, self._seed, self._workers, self._now_s = SimulatedMemory(folder, workers=workers), seed, workers, now_s
         self._chance = Random(f"{seed} state")
+        self._drawn = Counter[tuple[str, str, float]]()
         self._groups: dict[int, TrainedGroup] = {}
         self._committers: dict[int, Committer] = {}
         self._saves: dict[Save, PendingSave] = {}
@@ -90,17 +92,23 @@ class CheckedState:
         if faults.killed or (self._saver_acts and operation == faults.kill_at):
             faults.killed, faults.kill_at = True, ""
             raise KilledError(f"{operation} {key}")
-        if faults.away or (faults.refused and self._chance.random() < _OFTEN * faults.refused):
+        if faults.away or (faults.refused and self._draw(operation, key) < _OFTEN * faults.refused):
             raise TransientStorageError(f"{self.store.url}/{key}: storage does not answer")
         if faults.full and operation in ("write", "create", "open"):
             raise StorageFullError(f"{self.store.url}/{key}: no space")
 
     def _created(self, _: str, key: str) -> None:
-        if key.endswith(MANIFEST_NAME) and self._chance.random() < self.faults.refused:
-            if self._chance.random() < _TORN:
+        if key.endswith(MANIFEST_NAME) and self._draw("created", key) < self.faults.refused:
+            if self._draw("torn", key) < _TORN:
                 self.store.objects[key] = self.store.objects[key][:-1]
             else:
                 raise TransientStorageError(f"{self.store.url}/{key}: the answer is lost")
+
+    def _draw(self, what: str, key: str) -> float:
+        """In [0, 1). Played again, a plan must draw the same: threads come in any order, and some names end at random."""
+        place = (what, key.rpartition("-")[0], self._now_s())
+        self._drawn[place] += 1
+        return Random(f"{self._seed} {place} {self._drawn[place]}").random()
 
     def hide(self) -> None:
         """Storage shows no checkpoints, as where its disk is not mounted."""
@@ -231,7 +239,7 @@ class CheckedState:
         with self._saver(job):
             protocol = CommitProtocol(self.store, job.incarnation, job.step, first_rank=job.first.rank)
             if (folder := protocol.find_prepared()) is not None:
-                protocol.acknowledge(write_snapshots(self.store, job, folder, sha256=False))
+                protocol.acknowledge(write_snapshots(self.store, job, folder, sha256=False, streams=1))
 
     @contextmanager
     def _saver(self, job: SaveJob) -> Iterator[None]:
@@ -279,7 +287,7 @@ class CheckedState:
         listing = list_checkpoints(self.store)
         protocol = CommitProtocol(self.store, job.incarnation, job.step, first_rank=0)
         protocol.prepare(lambda: folder)
-        parts: list[Written] = [*write_snapshots(self.store, job, folder, sha256=False)]
+        parts: list[Written] = [*write_snapshots(self.store, job, folder, sha256=False, streams=1)]
         parts += protocol.wait_for_acknowledgements(job.first.world_size, own=parts, deadline=Deadline(0.0), wrote_s=0.0)
         facts = Manifest(
             step=job.step,

@@ -225,7 +225,7 @@ def _fetch_missing(store: Store, shards: Sequence[Shard | DocumentStarts], *, fo
     stopping = Event()
 
     def bring(shard: Shard | DocumentStarts) -> None:
-        """Have the shard in the folder, verified, with a record of that. Raises: DataError, HostUnfitError, StorageError."""
+        """Have the shard in the folder, verified. Raises: DataError, HostUnfitError, StorageError."""
         # The file may be right without a record of it: a process was killed, or the file's time has changed.
         path = folder / shard.file
         there = path.exists()
@@ -234,7 +234,10 @@ def _fetch_missing(store: Store, shards: Sequence[Shard | DocumentStarts], *, fo
             _logger.warning("%s; it is fetched again", problem)
         if problem or not there:
             _download(store, shard, folder=folder, stopping=stopping)
-        path.with_name(f"{path.name}.verified").write_text(_as_found(path, shard))
+        try:
+            path.with_name(f"{path.name}.verified").write_text(_as_found(path, shard))
+        except OSError as error:
+            _logger.warning("%s is verified, but that cannot be recorded: the next start verifies it again: %s", path, error)
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fetch") as threads:
         try:

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -46,6 +46,7 @@ class Attempt:
     ask_s: float = inf  # when to ask the workers to stop; repeated, as they forget what they hear before they begin their part
     kill_s: float = inf
     codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of its workers that failed first, by local rank
+    hung: Collection[int] = ()  # its ranks that hung while others waited for them
     step: int = 0  # the newest step in which a worker was seen
     broken_off: bool = False
     broken_at: float = 0.0  # unix time of that
@@ -159,13 +160,13 @@ def judge_end(ended: WorkersEnd, *, generation: Generation, host: str, committed
     )
 
 
-def what_died(generation: Generation, end: End, *, host: str, ended_workers: Mapping[int, int]) -> tuple[str, ...]:
-    """The ranks of `host` that died, by the exit codes of its `ended_workers`, if it is the one that failed; else the host that
-    failed or was lost."""
-    names = {member.host: member.name for member in generation.members}
-    name, first = names.get(end.host, end.host), generation.first_rank(end.host)
-    dead = [rank for rank, code in sorted(ended_workers.items()) if code not in _OWN_CODES and end.host == host]
-    return tuple(f"rank {first + rank} on {name}" for rank in dead) or (names.get(end.lost or end.host, name),)
+def what_died(end: End, attempt: Attempt, *, host: str) -> tuple[str, ...]:
+    """The ranks of `host` that died or `hung`, if it is the one that failed; else the host that failed or was lost."""
+    names = {member.host: member.name for member in attempt.generation.members}
+    name, first = names.get(end.host, end.host), attempt.generation.first_rank(end.host)
+    dead = {first + rank for rank, code in attempt.codes.items() if code not in _OWN_CODES}.union(attempt.hung)
+    ranks = sorted(dead) if end.host == host else ()
+    return tuple(f"rank {rank} on {name}" for rank in ranks) or (names.get(end.lost or end.host, name),)
 
 
 def _describe_death(ended: WorkersEnd, dead: tuple[int, int] | None) -> tuple[int, str]:

@@ -35,7 +35,7 @@ class GenerationEnded(Event, tag="generation_ended", frozen=True):
     step: int
     reason: str
     lost: str  # the host that fell silent, if that is why
-    died: tuple[str, ...] = ()  # the ranks of this host that died, or the host that failed; empty after an orderly end
+    died: tuple[str, ...] = ()  # the ranks of this host that died or hung, or the host that failed; empty after an orderly end
 
     @classmethod
     def of(cls, end: End, *, died: tuple[str, ...]) -> Self:

@@ -246,6 +246,7 @@ class Supervisor:
         # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.
         self._known.note(restored=ended.begun or 0, saved=(read_noted_step(str(self.folder)), self.remembered_step()))
         attempt.codes, attempt.step = ended.codes, ended.step
+        attempt.hung = [one.rank for one in ended.reasons if one.guilty]
         self._stopped_step = max((one.step for one in ended.reasons if one.exit_code == EXIT_STOPPED), default=0)
         end = judge_end(ended, generation=attempt.generation, host=self.registry.record.host, committed_step=self._known.step)
         # An end that was requested explains how workers end, unless they had reached the last step already.
@@ -255,7 +256,7 @@ class Supervisor:
         """Close the generation here: nothing of it runs on this host any more."""
         number = attempt.generation.number
         host, since = self.registry.record.host, attempt.broken_at or event_time()
-        lost = what_died(attempt.generation, end, host=host, ended_workers=attempt.codes)
+        lost = what_died(end, attempt, host=host)
         self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost, step=attempt.step)
         if not end.loses_state and EXIT_TRANSPORT in attempt.codes.values():
             self.workers.release()  # connections broke: that may be the network, which new processes check

@@ -15,6 +15,8 @@ from elastictrain.telemetry.progress import terminal_width
 
 
 class Status(StrEnum):
+    """How a check ended for its subject."""
+
     PASS = "pass"  # noqa: S105
     SKIP = "skip"  # does not apply here, or what it needs is missing
     WARN = "warn"
@@ -22,6 +24,8 @@ class Status(StrEnum):
 
 
 class Scope(StrEnum):
+    """What a check looks at."""
+
     HOST = "host"
     LINK = "link"  # from one host to another, in that direction
     GROUP = "group"  # several hosts or ranks together
@@ -93,6 +97,7 @@ def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def failures(verdicts: Iterable[Verdict]) -> Sequence[Verdict]:
+    """Those whose subject cannot take part, in the given order."""
     return [verdict for verdict in verdicts if verdict.status is Status.FAIL]
 
 
@@ -143,6 +148,7 @@ def summary(verdicts: Iterable[Verdict]) -> str:
 
 
 def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """How many have each status, also one that none has."""
     counts = Counter(verdict.status.value for verdict in verdicts)
     return {status.value: counts[status.value] for status in Status}
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from heapq import merge
 from math import inf
 
-from elastictrain.report.history import GenerationEvents, History, Timed
+from elastictrain.report.history import GenerationEvents, History, OfLauncher, Timed
 from elastictrain.report.records import (
     CompiledRow,
     EvalRow,
@@ -149,12 +149,12 @@ def _reference(events: GenerationEvents) -> str:
 
 
 def _last_row(events: GenerationEvents) -> float:
-    of_workers = (rows for kind, rows in events.rows.items() if kind not in (SavedRow, GenerationRow, GenerationEndedRow))
+    of_workers = (rows for kind, rows in events.rows.items() if kind is not SavedRow and not issubclass(kind, OfLauncher))
     return max((one.time for rows in of_workers for one in rows), default=0.0)
 
 
 def _span(events: GenerationEvents, offsets: Mapping[str, float], newest: float) -> GenerationSpan | None:
-    """None for a generation of which only its saver has written."""
+    """None if only a saver, or launchers that end with the run, have written."""
     begins, ends = events.by_launcher(GenerationRow), events.by_launcher(GenerationEndedRow)
     start, reference, last = events.first(StartRow), _reference(events), _last_row(events)
     offset = offsets.get(reference, 0.0)

@@ -18,6 +18,8 @@ TEMPORARY_PREFIX = ".tmp-"  # begins the names of unfinished files; no part of a
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
+    """An object that `stat` or `list` has found."""
+
     key: str  # relative to the store's root
     size_bytes: int
     modified: float  # unix seconds of the last write

@@ -140,6 +140,7 @@ def test_a_worker_that_hangs_is_replaced_and_the_other_stays(tmp_path: Path, und
     assert losses(run_dir) == undisturbed
     (found,), (recovery,) = events(run_dir, "hang"), events(run_dir, "recovery")
     assert [name.partition(" on ")[0] for name in found["guilty"]] == ["rank 1"]
+    assert recovery["lost"] == found["guilty"]
     assert recovery["rung"] == "in_place"
     before, after = (row["pids"] for row in events(run_dir, "start"))
     assert after["0"] == before["0"]

@@ -1,5 +1,7 @@
-"""The example of docs/own-task.md works, links lead somewhere, and every key and recipe that the documents name exists."""
+"""The example of docs/own-task.md works, links lead somewhere, every key and recipe that the documents name exists, and the
+reference shows all public names."""
 
+import ast
 import json
 import re
 import shlex
@@ -164,3 +166,15 @@ def test_python_files_that_a_document_names_exist(document: Path) -> None:
         return  # of the past, too
     named = set(re.findall(r"`([\w/]+\.py)\b[^`]*`", document.read_text()))
     assert named - python_files() - {*OWN_TASK, "own_loop.py", "mytask/sines.py"} == set()
+
+
+@pytest.mark.parametrize("shown", re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
+def test_the_reference_shows_all_public_names(shown: str) -> None:
+    """It leaves out those without a docstring. What it shows is a module, or a name in one."""
+    module, _, name = shown.rpartition(".")
+    whole = ROOT.joinpath(*shown.split(".")).with_suffix(".py")
+    path = whole if whole.exists() else ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    top = [one for one in ast.parse(path.read_text()).body if isinstance(one, ast.ClassDef | ast.FunctionDef)]
+    public = [one for one in top if (not one.name.startswith("_") if path is whole else one.name == name)]
+    assert public
+    assert [one.name for one in public if ast.get_docstring(one) is None] == []

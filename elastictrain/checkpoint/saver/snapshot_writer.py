@@ -237,8 +237,8 @@ class SnapshotWriter:
         return None
 
 
-def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool) -> list[RankPart]:
-    """Write all files of this host's ranks durably; their bytes must match the digests taken on arrival.
+def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool, streams: int = STREAMS) -> list[RankPart]:
+    """Write all files of this host's ranks durably, `streams` at once; their bytes must match the digests taken on arrival.
     Raises: StorageError; InvalidCheckpointError if host memory has changed."""
     tasks: list[tuple[LeasedSnapshot, int]] = [
         (leased, index) for leased in job.snapshots for index in range(len(leased.layout.template))
@@ -263,7 +263,7 @@ def write_snapshots(store: Store, job: SaveJob, folder: str, *, sha256: bool) ->
 
         return write_file(store, file, prefix=f"{ROOT}/{folder}", source=source, sha256=sha256)
 
-    with ThreadPoolExecutor(max(1, min(STREAMS, len(tasks))), thread_name_prefix="save") as pool:
+    with ThreadPoolExecutor(max(1, min(streams, len(tasks))), thread_name_prefix="save") as pool:
         results = list(pool.map(write_one, tasks))
     parts = []
     for leased in job.snapshots:

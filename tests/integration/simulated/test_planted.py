@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from elastictrain.chaos.invariants import Invariant
-from elastictrain.chaos.simulated import simulate_chaos
+from elastictrain.chaos.simulated import SimulatedResult, plan_of, play, simulate_chaos
 from elastictrain.checkpoint import retention, verified_read, writer
 from elastictrain.checkpoint.candidate_search import CandidateSearch
 from elastictrain.checkpoint.lineage import Fence
@@ -147,3 +147,11 @@ def test_without_one_nothing_breaks() -> None:
     assert result.faults == FAULTS
     assert [str(one) for broken in result.broken for one in broken.violations] == []
     assert min(result.generations, result.commits, result.restores) > FAULTS / 5
+
+
+def test_a_plan_that_is_played_again_does_the_same() -> None:
+    """Storage refuses requests in this one while several threads write and read."""
+    played = [SimulatedResult() for _ in range(3)]
+    for result in played:
+        assert play(plan_of(5000017, faults=50), result) == []
+    assert played[0] == played[1] == played[2]

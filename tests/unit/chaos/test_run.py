@@ -2,9 +2,10 @@
 
 import json
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Timer
 
@@ -17,11 +18,12 @@ from elastictrain.chaos.fleet import FleetHost, LauncherFleet
 from elastictrain.chaos.in_process import HostControl
 from elastictrain.chaos.injectors import Injectors
 from elastictrain.chaos.invariants import Invariant
-from elastictrain.chaos.plan import ChaosKind, FaultPlan, PlannedFault, write_plan
+from elastictrain.chaos.plan import ChaosKind, FaultPlan, PlannedFault, read_plan, write_plan
 from elastictrain.chaos.processes import StartedProcess, StuckError
 from elastictrain.chaos.run import ChaosOutcome, ChaosRun
 from elastictrain.errors import EXIT_BUG, EXIT_USAGE, ConfigError
 
+FULL_DISK = PlannedFault(ChaosKind.FULL_DISK, at_s=0.0, host="a", lasts_s=0.1)
 REFUSAL = "elastictrain: another launcher of the run lives on this host (process 7)"
 
 
@@ -75,7 +77,9 @@ class Host:
 def fleet_of(folder: Path, host: Host) -> Injectors:
     events = folder / "run" / "events"
     events.mkdir(parents=True)
-    (events / "1-r00000.jsonl").write_text(json.dumps({"event": "step", "time": 1.0, "step": 9, "incarnation": "1"}) + "\n")
+    (events / "1-r00000.jsonl").write_text(
+        json.dumps({"event": "step", "time": 1.0, "step": 9, "incarnation": "1", "loss": 1.0}) + "\n"
+    )
     hosts: dict[str, FleetHost] = {host.name: host}
     fleet = LauncherFleet(folder / "run", folder / "logs", [])
     return Injectors(fleet, hosts, {host.name: HostControl(folder / "control")}, folder, pause_s=0.0)
@@ -141,29 +145,92 @@ def test_launchers_that_are_refused_from_the_start_are_given_a_wrong_config(host
         soak(injectors)
 
 
-def test_a_fault_that_raises_ends_the_soak_with_a_verdict(injectors: Injectors) -> None:
-    (injectors.folder / "memory").mkdir()
+def test_a_fault_that_raises_ends_the_soak_with_a_verdict_that_names_it(injectors: Injectors) -> None:
     injectors.disk = injectors.folder / "none"
-    outcome = soak(injectors, PlannedFault(ChaosKind.FULL_DISK, at_s=0.0, host="a", lasts_s=0.1))
+    outcome = soak(injectors, FULL_DISK)
     (only,) = outcome.violations
     assert only.invariant is Invariant.GOES_ON
+    assert str(FULL_DISK) in only.what
     assert "FileNotFoundError" in only.what
+    assert (outcome.struck, outcome.not_injected) == ([], FULL_DISK)
 
 
-def test_a_soak_without_anything_to_compare_with_has_a_verdict(
-    injectors: Injectors, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Arena(ChaosArena):
-        @contextmanager
-        def opened(self, folder: Path, *, plain: bool = False) -> Iterator[Injectors]:
-            yield injectors
+def test_a_run_that_cannot_be_judged_has_a_verdict(injectors: Injectors) -> None:
+    with (injectors.fleet.run_dir / "events" / "1-r00000.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "resume", "time": 2.0, "incarnation": "1"}) + "\n")
+    (only,) = soak(injectors).violations
+    assert only.invariant is Invariant.GOES_ON
+    assert "KeyError: 'step'" in only.what
 
-        def undisturbed(self, folder: Path, *, steps: int) -> Path:
-            raise StuckError("the undisturbed run ended with 70")
 
-    monkeypatch.setattr(chaos, "ChaosArena", Arena)
+@dataclass(frozen=True, slots=True)
+class Arena(ChaosArena):
+    """Nothing happens in the undisturbed run that has not in the other one."""
+
+    injectors: Injectors = field(kw_only=True)
+    wrong: str = ""  # with the undisturbed run
+    wrong_at_the_end: str = ""  # with what is undone then
+
+    @contextmanager
+    def opened(self, folder: Path, *, plain: bool = False) -> Iterator[Injectors]:
+        if plain:
+            raise StuckError("no rendezvous")
+        yield self.injectors
+        if self.wrong_at_the_end:
+            raise OSError(self.wrong_at_the_end)
+
+    def undisturbed(self, folder: Path, *, steps: int) -> Path:
+        if self.wrong:
+            raise StuckError(self.wrong)
+        return self.injectors.fleet.run_dir
+
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(injectors: Injectors, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Carries out faults; returns the exit code and what is printed."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     plan = injectors.folder / "plan.json"
-    plan.write_text(write_plan(FaultPlan(1, ("a",), 1, (), strict=True)))
-    assert chaos.main(["--replay", str(plan), "--plan", str(plan)]) == EXIT_BUG
-    assert "BROKEN same_losses: nothing to compare with: the undisturbed run ended with 70" in capsys.readouterr().out
+
+    def chaos_of(*faults: PlannedFault, options: Sequence[str] = (), **wrong: str) -> tuple[int, str]:
+        monkeypatch.setattr(chaos, "ChaosArena", partial(Arena, injectors=injectors, **wrong))
+        plan.write_text(write_plan(FaultPlan(1, ("a",), 1, faults, strict=True)))
+        code = chaos.main(["--replay", str(plan), "--plan", str(plan), *options])
+        return code, capsys.readouterr().out
+
+    return chaos_of
+
+
+def test_a_soak_without_anything_to_compare_with_has_a_verdict(command: Command) -> None:
+    code, said = command(wrong="the undisturbed run ended with 70")
+    assert code == EXIT_BUG
+    assert "BROKEN same_losses: nothing to compare with: the undisturbed run ended with 70" in said
+
+
+def test_what_cannot_be_undone_after_a_soak_is_part_of_its_verdict(command: Command) -> None:
+    code, said = command(wrong_at_the_end="the disk is busy")
+    assert code == EXIT_BUG
+    assert "OSError: the disk is busy" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong_code"), [(("--html", "/proc/none/page.html"), EXIT_USAGE), (("--against", "torchrun"), EXIT_BUG)]
+)
+def test_a_verdict_is_printed_whatever_else_cannot_be(command: Command, options: Sequence[str], wrong_code: int) -> None:
+    code, said = command(options=options)
+    assert code == wrong_code
+    assert "all held: 0 faults" in said
+    code, said = command(wrong="the undisturbed run ended with 70", options=options)
+    assert code == EXIT_BUG
+    assert "BROKEN same_losses" in said
+
+
+def test_a_fault_that_raises_is_in_the_shortest_plan(command: Command, injectors: Injectors) -> None:
+    injectors.disk = injectors.folder / "none"
+    later = PlannedFault(ChaosKind.LEAVE, at_s=1.0, host="a", lasts_s=0.1)
+    code, said = command(FULL_DISK, later, options=("--shrink-minutes", "1e-9"))
+    assert code == EXIT_BUG
+    assert f"BROKEN goes_on: {FULL_DISK}: could not be injected" in said
+    assert read_plan((injectors.folder / "plan.shortest.json").read_text()).faults == (FULL_DISK,)

@@ -1,3 +1,4 @@
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -55,6 +56,26 @@ def test_a_damaged_cached_file_is_fetched_again(
     memory_store.bytes_read = 0
     assert fetched(memory_store, index, cache) == whole
     assert 0 < memory_store.bytes_read < 3 * len(data)
+
+
+def test_a_full_disk_that_has_the_bytes_but_not_the_record_of_their_check_is_enough(
+    memory_store: Any, index: TokenIndex, cache: CacheFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = b"".join(memory_store.objects[shard.file] for shard in index.shards)
+    write_text = Path.write_text
+
+    def write(path: Path, text: str) -> int:
+        if path.suffix == ".verified":
+            path.touch()
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_text(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write)
+        assert fetched(memory_store, index, cache) == whole
+    memory_store.bytes_read = 0
+    assert fetched(memory_store, index, cache) == whole
+    assert memory_store.bytes_read == 0
 
 
 def test_a_damaged_source_is_refused_by_name(memory_store: Any, index: TokenIndex, cache: CacheFolder) -> None:

@@ -1,6 +1,6 @@
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import inf
@@ -339,13 +339,20 @@ class TestBeingLate:
         assert not one.late(now_s=1e9, silent=[0], attached=False)
 
 
-def died(last: End, codes: Mapping[int, int], *, before: int = 3) -> tuple[str, ...]:
-    return what_died(three_hosts(before), last, host="a-1", ended_workers=codes)
+def died(last: End, codes: Mapping[int, int], *, hung: Sequence[int] = (), before: int = 3) -> tuple[str, ...]:
+    return what_died(last, Attempt(generation=three_hosts(before), joined_s=0.0, codes=codes, hung=hung), host="a-1")
 
 
 def test_what_died_are_the_ranks_whose_codes_are_none_of_ours() -> None:
     last = end("a-1", EndKind.FAILED, 137)
     assert died(last, {1: -9, 0: 1, 2: EXIT_TRANSPORT, 3: EXIT_BUG}) == ("rank 3 on a", "rank 4 on a")
+
+
+def test_a_rank_that_hung_has_died_though_it_ended_by_itself() -> None:
+    last = end("a-1", EndKind.FAILED, EXIT_TRANSPORT)
+    assert died(last, {1: EXIT_TRANSPORT}, hung=[4]) == ("rank 4 on a",)
+    assert died(last, {0: -9, 1: -9}, hung=[4]) == ("rank 3 on a", "rank 4 on a")
+    assert died(end("b-1", EndKind.FAILED, EXIT_TRANSPORT), {1: EXIT_TRANSPORT}, hung=[4]) == ("b",)
 
 
 def test_without_a_death_here_the_host_that_failed_or_was_lost_is_named() -> None:

@@ -56,6 +56,22 @@ def test_whom_most_hosts_name_is_the_culprit_though_it_names_another_one() -> No
     assert failures_of(run)[0].culprit == "c"
 
 
+def test_the_record_of_the_end_is_no_generation_and_no_failure() -> None:
+    """It has a number of its own, under which launchers end; the run may go on later."""
+    run = Written()
+    run.begin(1.0, "a-1", 1, 1, ("a",))
+    run.step(3.0, 1, 1)
+    run.end(4.0, "a-1", 1, "done")
+    run.launcher(4.5, "a-1", 2, "launcher_ended", exit_code=0, reason="the last step is done")
+    assert [one.number for one in summarize(run.history(), url="run").generations] == [1]
+    run.begin(10.0, "a-2", 3, 1, ("a",))
+    run.step(12.0, 3, 2)
+    report = summarize(run.history(), url="run")
+    assert [one.number for one in report.generations] == [1, 3]
+    assert not report.failures
+    assert "2 generation(s)" in as_text(report, price=None)[1]
+
+
 def test_an_older_journal_names_who_died_in_the_recovery_after_it() -> None:
     run = killed()
     run.lines = {
