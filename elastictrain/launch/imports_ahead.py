@@ -30,6 +30,7 @@ BESIDE_TORCH = ("sympy", "elastictrain.config.compose")
 BESIDE_AHEAD = ("networkx", "jinja2")  # for torch's compiler
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 _PAUSE_S = 0.0005
 _LONGEST = 400
 
@@ -57,7 +58,8 @@ def import_ahead(arguments: Sequence[str] = (), modules: Sequence[str] = AHEAD) 
         with _beside(BESIDE_AHEAD if compiles else ()):
             _import_all(modules)
         if compiles:
-            _import_all((INDUCTOR,))
+            with _devices_untouched():
+                _import_all((INDUCTOR,))
         if ours:
             del os.environ[_NUMPY_THREADS]
     return "", composed
@@ -87,6 +89,19 @@ def _beside(modules: Sequence[str]) -> Iterator[None]:
         # The kernel ends it a moment later, and until then this process must not fork.
         while Path(f"/proc/self/task/{thread.native_id}").exists():
             time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def _devices_untouched() -> Iterator[None]:
+    """torch 2.11 asks for GPUs where it imports its compiler, which opens their devices. Whether there is a driver says as much."""
+    import torch
+
+    ask = torch.cuda.is_available
+    torch.cuda.is_available = lambda: any(map(os.path.exists, _DRIVERS))
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = ask
 
 
 @contextmanager

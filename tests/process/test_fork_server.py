@@ -202,6 +202,23 @@ print(not unfit, not imports_ahead.why_no_fork(), "late" in sys.modules)
     assert python(program).split() == ["True", "True", "True"]
 
 
+def test_the_compiler_is_imported_without_asking_for_gpus(tmp_path: Path) -> None:
+    (tmp_path / "compiler.py").write_text("import torch; found = torch.cuda.is_available()")
+    program = f"""
+import sys, torch
+from elastictrain.launch import imports_ahead
+def ask():
+    raise RuntimeError("a device is opened")
+torch.cuda.is_available = ask
+sys.path.append({str(tmp_path)!r})
+for imports_ahead._DRIVERS in ((), ({str(tmp_path)!r},)):
+    imports_ahead.INDUCTOR = "compiler"
+    imports_ahead.import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile=true"], modules=())
+    print(sys.modules.pop("compiler").found, torch.cuda.is_available is ask)
+"""
+    assert python(program).split() == ["False", "True", "True", "True"]
+
+
 def test_modules_that_cannot_be_imported_are_for_workers_to_tell_of() -> None:
     program = """
 import os, sys, types
