@@ -93,7 +93,7 @@ def _beside(modules: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _devices_untouched() -> Iterator[None]:
-    """torch 2.11 asks for GPUs where it imports its compiler, which opens their devices. Whether there is a driver says as much."""
+    """torch 2.11 asks for GPUs when its compiler is imported, which opens devices; that there is a driver says as much."""
     import torch
 
     ask = torch.cuda.is_available
