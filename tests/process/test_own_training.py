@@ -28,7 +28,7 @@ from elastictrain.checkpoint.reader import ManifestReader, load_tensors
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.storage.opening import open_store
 
-STEPS = 30
+STEPS = 20
 OWN = "tests.process.own_training"
 ARGUMENTS = (
     *TINY,
@@ -133,7 +133,7 @@ def test_a_few_parameters_are_trained_on_top_of_a_checkpoint(kind: str, tmp_path
 def test_the_documented_gan_is_the_same_run_after_a_kill(kind: str, tmp_path: Path) -> None:
     for page, pattern in (("own-task", r"```(?:python|yaml)\n"), ("training", r"```python\n(?=# mytask)")):
         write_files(tmp_path / "files", (REPOSITORY / "docs" / f"{page}.md").read_text(), pattern)
-    steps = 150
+    steps = 100
     arguments = [
         *("--config-dir", str(tmp_path / "files/mytask/conf"), "recipe=sines", "task._target_=mytask.gan.GanTask"),
         *(
