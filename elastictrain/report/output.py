@@ -15,7 +15,7 @@ from elastictrain.report.summary import Price, RunReport
 
 WIDTH = 80
 _BAR = 24
-_SHOWN_FAILURES, _SHOWN_PARTS = 20, 2
+_SHOWN_FAILURES, _SHOWN_PARTS, _SHORTEST_S = 20, 2, 0.001
 _INDENT = "    "
 _FIGURES = (  # of a report, in its JSON
     *("url", "begin", "end", "duration_s", "worker_s", "goodput", "goodput_present", "attributed", "seconds", "steps"),
@@ -120,8 +120,8 @@ def figures(report: RunReport, *, price: Price | None) -> dict[str, str]:
 
 
 def show_parts(seconds: Mapping[str, float], *, most: int) -> str:
-    """The sum, and the longest parts."""
-    longest = sorted(seconds, key=lambda name: -seconds[name])[:most]
+    """The sum, and the longest parts that take time."""
+    longest = sorted((name for name in seconds if seconds[name] >= _SHORTEST_S), key=lambda name: -seconds[name])[:most]
     return f"{show_s(sum(seconds.values()))}: {', '.join(f'{name} {show_s(seconds[name])}' for name in longest)}"
 
 

@@ -190,8 +190,11 @@ def test_the_parts_of_the_last_first_step_are_shown_the_longest_first() -> None:
     assert report.first_step_s == {"process": 4.0, "preflight_group": 8.25, "first_step": 2.75}
     (line,) = (line for line in as_text(report, price=None) if "first step" in line)
     assert line.endswith("15 s: preflight_group 8.25 s, process 4 s")
-    run.rank(40.0, 2, "first_step", step=6, seconds={"launcher": 1.0})
-    assert as_json(summarize(run.history(), url="run"), price=None)["first_step_s"] == {"launcher": 1.0}
+    run.rank(40.0, 2, "first_step", step=6, seconds={"launcher": 1.0, "compile": 0.0004})
+    report = summarize(run.history(), url="run")
+    assert as_json(report, price=None)["first_step_s"] == {"launcher": 1.0, "compile": 0.0004}
+    (line,) = (line for line in as_text(report, price=None) if "first step" in line)
+    assert line.endswith("1 s: launcher 1 s")
 
 
 def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
