@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -70,7 +70,13 @@ def children_of(pid: int) -> list[psutil.Process]:
 
 
 def all_gone(family: Sequence[psutil.Process]) -> bool:
-    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+    return not any(lives(one) for one in family)
+
+
+def lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def generations(folder: Path) -> list[dict[str, object]]:
