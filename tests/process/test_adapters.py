@@ -20,6 +20,7 @@ AHEAD = {"AHEAD": "accelerate lightning.pytorch transformers.trainer transformer
 STEPS = 26  # two epochs of the first two
 
 FAULTS = """
+import time
 from pathlib import Path
 from elastictrain.data.samples import derive_seed
 from elastictrain.own_loop.run import Run
@@ -36,6 +37,9 @@ def fail(run, step, metrics=None):
         if (rank, int(at)) == (os.environ.get("RANK"), step) and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.Signals[name])
+            # A thread reads it, some steps later on a machine that is busy.
+            while present_session().context.stop_request() is None:
+                time.sleep(0.001)
     step_done(run, step, metrics)
 
 
@@ -125,12 +129,9 @@ def test_killed_and_stopped_it_is_the_same_run(name: str, tmp_path: Path) -> Non
             assert run.wait(240) == 0, run.output()[-6000:]
     assert (tmp_path / "whole-equal").exists() == (name in PLAIN)
     stops, resumes = events(broken, "stop"), events(broken, "resume")
-    assert [(row["exit_code"], row["saved"]) for row in stops] == [(75, "storage"), (0, "storage")]
-    # Ranks agree on a stop while they train: how many steps they do meanwhile depends on the load of the machine.
-    assert 13 <= stops[0]["step"] < 20
-    assert stops[1]["step"] == STEPS
+    assert [(row["exit_code"], row["step"], row["saved"]) for row in stops] == [(75, 13, "storage"), (0, STEPS, "storage")]
     assert [row["tier"] for row in resumes] == ["none", "memory", "memory"]
-    assert resumes[1]["step"] == stops[0]["step"] <= resumes[2]["step"] < 20
+    assert resumes[1]["step"] == 13 <= resumes[2]["step"] < 20
     assert losses(broken) == losses(whole)
     ours, theirs = elastictrain.load(str(broken)), elastictrain.load(str(whole))
     assert ours.keys() == theirs.keys()

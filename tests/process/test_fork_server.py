@@ -189,6 +189,7 @@ print(*(name for name in set(sys.modules) - before if hasattr(sys.modules[name],
 
 
 def test_a_thread_that_still_imports_is_waited_for(tmp_path: Path) -> None:
+    """Until the kernel has ended it, too, which is later than its end for Python."""
     (tmp_path / "late.py").write_text("import time; time.sleep(0.5)")
     program = f"""
 import sys, types

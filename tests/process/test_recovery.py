@@ -323,9 +323,11 @@ def test_descriptors_and_threads_do_not_grow_with_recoveries(tmp_path: Path) -> 
         launcher = psutil.Process(run.process.pid)
         for step in (6, 12, 18, 24):
             wait_until(lambda least=step: last_step(run_dir) >= least, timeout_s=60, what=f"step {step}")  # type: ignore[misc]
-            # A thread of the recovery before may still end.
-            counts = [(time.sleep(0.1), launcher.num_fds(), launcher.num_threads())[1:] for _ in range(3)]
-            used.append((min(fds for fds, _ in counts), min(threads for _, threads in counts)))
+            counts = []
+            for _ in range(3):  # a thread of the recovery before may still end
+                time.sleep(0.1)
+                counts.append((launcher.num_fds(), launcher.num_threads()))
+            used.append(min(counts))
             strike(run, Case(2), chance)
         assert run.wait(90) == 0, run.output()[-3000:]
     # The first recovery may open what stays.

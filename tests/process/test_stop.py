@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
         assert re.fullmatch(r"(data|forward|backward|reduce|update) of step \d+(, micro-batch \d)?, [\d.]+ s ago", heard), heard
         # Beats are 0.2 s apart, and the last one is from before the rank was suspended.
         assert float(heard.split()[-3]) > 2
-        assert failure["phase"] in ("forward", "backward", "reduce", "update")  # the norm of gradients is one of all ranks
+        assert failure["phase"] in ("forward", "backward", "reduce")
         kill(hung)
         wait_until(lambda: last_step(run_dir) > before + 1, what="more steps after the restart")
         assert events(run_dir, "resume")[-1]["step"] >= 20

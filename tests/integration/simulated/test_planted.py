@@ -1,17 +1,20 @@
 """Each of these bugs, planted in the real modules, breaks what must hold within 200 faults, and is shrunk to a few."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastictrain.chaos.invariants import Invariant
 from elastictrain.chaos.simulated import SimulatedResult, plan_of, play, simulate_chaos
+from elastictrain.chaos.simulated_state import CheckedState
 from elastictrain.checkpoint import retention, verified_read, writer
 from elastictrain.checkpoint.candidate_search import CandidateSearch
 from elastictrain.checkpoint.lineage import Fence
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.data import assignment
+from elastictrain.errors import TransientStorageError
 from elastictrain.launch.membership.records import Wait
 
 FAULTS = 200
@@ -158,3 +161,21 @@ def test_a_plan_that_is_played_again_does_the_same() -> None:
     for result in played:
         assert play(plan_of(5000017, faults=50), result) == []
     assert played[0] == played[1]
+
+
+def test_which_requests_are_refused_does_not_depend_on_their_order(tmp_path: Path) -> None:
+    """Threads write at once, and one may come before the other."""
+
+    def refused(keys: Sequence[str]) -> set[str]:
+        state, found = CheckedState(tmp_path, seed=1, workers=1, now_s=lambda: 5.0), set[str]()
+        state.faults.refused = 1.0
+        for key in keys:
+            try:
+                state.store.before("open", key)
+            except TransientStorageError:
+                found.add(key)
+        return found
+
+    keys = [f"checkpoints/step-000000015/000001-simulated-r{rank:05d}-000.safetensors" for rank in range(200)]
+    assert 0 < len(refused(keys)) < len(keys)
+    assert refused(keys) == refused(keys[::-1])
