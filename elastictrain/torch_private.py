@@ -7,6 +7,7 @@ torch, the module does not.
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 COMPILER = "torch._dynamo"  # the module that torch compiles with; the first optimizer imports it
+_LAUNCHER = "use_static_cuda_launcher"  # an option of the compiler
 INDUCTOR = "torch._inductor.compile_fx"  # what that module calls for each graph; `torch.compile` imports it
 
 
@@ -155,6 +157,17 @@ def cache_attention_graphs() -> bool:
     if not isinstance(allowed, dict) or any(PrivateName("torch.nn.attention", name).find() is None for name in names):
         return False
     setattr(config, _ALLOWED_IN_CACHE, allowed | {f"torch.nn.attention.{name}": _torch() for name in names})
+    return True
+
+
+def launch_without_lock() -> bool:
+    """Have compiled kernels launched by Triton's launcher, which gives up the interpreter lock; returns whether this torch has
+    another one. That one keeps the lock while a device whose peer has died takes no more work, so that no thread of the process
+    could abort the groups. A person's choice is kept."""
+    config = importlib.import_module("torch._inductor.config")
+    if f"TORCHINDUCTOR_{_LAUNCHER.upper()}" in os.environ or not hasattr(config, _LAUNCHER):
+        return False
+    setattr(config, _LAUNCHER, False)
     return True
 
 

@@ -13,14 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from elastictrain.errors import HostUnfitError
+from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.torch_private import PrivateName, require
 
 _C10D = "torch.distributed.distributed_c10d"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 
 REGISTRY = (
-    PrivateName(_C10D, "_abort_process_group", ("group",)),
     PrivateName(_C10D, "_update_default_pg", ("pg",)),
     PrivateName(_C10D, "_unregister_all_process_groups"),
     *(
@@ -70,6 +69,7 @@ _GROUP_NONE = (
     "_all_reduce_state",
 )
 _GROUP_EMPTY = ("_post_forward_indices",)
+_GROUP_COMMUNICATES = ("_all_gather_comm", "_reduce_scatter_comm")
 _CONTEXT_NONE = ("all_gather_state",)
 _CONTEXT_EMPTY = ("post_forward_order", "reduce_scatter_states|reduce_scatter_state")
 _CONTEXT_EMPTY_IF_ANY = "_last_post_reduce_events"  # not before 2.13
@@ -78,20 +78,21 @@ _CONTEXT_EMPTY_IF_ANY = "_last_post_reduce_events"  # not before 2.13
 _meshes: list[DeviceMesh] = []  # all different ones that this process has made
 
 
-def abort_groups() -> None:
-    """Abort the communicators of all groups of this process, and forget the groups. Raises: HostUnfitError."""
+def take_groups() -> list[tuple[dist.ProcessGroup, str]]:
+    """Forget all groups of this process; returns them with the names of their backends, the newest first, for the caller to
+    abort. Raises: HostUnfitError."""
     require(REGISTRY)
-    if dist.is_initialized():
-        REGISTRY[0].find()()
+    groups = [(group, str(dist.get_backend(group))) for group in reversed([*dist.distributed_c10d._world.pg_map])]
     forget_groups()
+    return groups
 
 
 def forget_groups() -> None:
     """Forget all groups, also those whose creation was cut short, so that names begin anew. Raises: HostUnfitError."""
     require(REGISTRY)
     world = dist.distributed_c10d._world
-    REGISTRY[1].find()(None)
-    for name in REGISTRY[2:]:
+    REGISTRY[0].find()(None)
+    for name in REGISTRY[1:]:
         name.find()()
     world.group_count = 0
 
@@ -142,10 +143,34 @@ def move_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
         info.__post_init__()  # takes the groups out of the mesh, and this rank's place in them
 
 
+class _Refusal:
+    """Stands for how an FSDP group gathers or reduces."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual = usual
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise TransportError("the process groups of this generation are aborted")
+
+    allocate = __call__
+
+
+def refuse_fsdp(model: nn.Module) -> None:
+    """Until `clear_fsdp`, have FSDP2 raise TransportError where it would begin to gather or to reduce; from any thread. torch
+    waits there for the end of an abort that is under way. Raises: HostUnfitError."""
+    for _, group in _param_groups(model):
+        for name in _GROUP_COMMUNICATES:
+            if not isinstance(usual := getattr(group, name), _Refusal):
+                setattr(group, name, _Refusal(usual))
+
+
 def clear_fsdp(model: nn.Module) -> None:
     """Forget what a step that was cut short left in FSDP2: gathered parameters, their gradients, collectives under way, events,
     and the state of the pass. The device must be idle. Raises: HostUnfitError."""
     for state, group in _param_groups(model):
+        for name in _GROUP_COMMUNICATES:
+            if isinstance(refusal := getattr(group, name), _Refusal):
+                setattr(group, name, refusal.usual)
         group._training_state = type(group._training_state).IDLE
         for param in group.fsdp_params:
             param.unsharded_accumulated_grad = None
@@ -207,7 +232,7 @@ def fsdp_changes(model: nn.Module) -> tuple[str, ...]:
         need(getattr(state, "_state_ctx", None), ("iter_forward_root", "post_backward_final_callback_queued"))
         for group in _groups_of(state):
             need(group, ("_training_state", "fsdp_params", "mesh_info", "post_forward_mesh_info", "comm_ctx"))
-            need(group, (*_GROUP_NONE, *_GROUP_EMPTY))
+            need(group, (*_GROUP_NONE, *_GROUP_EMPTY, *_GROUP_COMMUNICATES))
             if hasattr(group.comm_ctx, "all_gather_stream"):
                 need(group.comm_ctx, (*_CONTEXT_NONE, *_CONTEXT_EMPTY))
             for param in group.fsdp_params:

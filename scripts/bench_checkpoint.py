@@ -83,8 +83,9 @@ class Training:
         """Seconds since a step was finished before."""
         loop = self._loop
         step = loop.state.step + 1
-        flags = loop.saving.flags(step)
-        launched = loop.stepper.run(step, loop.loader, passes=self._passes, rate=self._rate, flags=flags)
+        launched = loop.stepper.run(
+            step, loop.loader, passes=self._passes, rate=self._rate, flags=lambda: loop.saving.flags(step)
+        )
         loop.state.step = step
         if self._pending is not None:
             self._finish(self._pending)

@@ -5,7 +5,6 @@ Neither start-up nor a step waits for memory; another thread copies during the n
 
 import ctypes
 import logging
-import mmap
 import os
 import threading
 import time
@@ -156,7 +155,7 @@ class Arena:
         facts = facts_in(f"{self._folder}/{name}")
         return facts is not None and facts.layout == self._layout.digest
 
-    def _lock_pages(self, mapped: mmap.mmap) -> None:
+    def _lock_pages(self, mapped: memoryview) -> None:
         """Page-lock what can be locked: copies to other memory are slower, but right."""
         if self._device.type != "cuda":
             return

@@ -203,7 +203,7 @@ class CheckpointGroup:
     snapshots take at most 1 % of the training time and find a free buffer; 0 for none but those that are on their way to
     storage."""
 
-    buffers: Annotated[int, Range(0, 3)] = 2
+    buffers: Annotated[int, Range(0, 3)] = 3
     """Snapshots of each rank that host memory has room for; fewer where it has not. 0 keeps none: checkpoints are then written
     while training waits."""
 

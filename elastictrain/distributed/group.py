@@ -77,13 +77,15 @@ def make_group(
     *,
     backend: Backend,
     on_gpu: bool | None = None,
+    connects_later: bool = False,
     init_timeout_s: float,
     save_timeout_s: float,
     poll: Callable[[], None] = lambda: None,
 ) -> Group:
     """Make the training group and its control group over a store that no other generation uses. Collective: yes. `poll` is
     called while gloo waits for another rank, here and where a group is made later, and may raise to leave early; NCCL's threads
-    use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`."""
+    use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`. `connects_later`: NCCL connects in the first
+    collective, and not here."""
     device = _use_device(identity, backend == "nccl" if on_gpu is None else on_gpu)
     if backend == "gloo":
         store = PolledStore(store, limit_s=init_timeout_s, poll=poll)
@@ -94,7 +96,7 @@ def make_group(
         world_size=identity.world_size,
         timeout=_collective_timeout(init_timeout_s, backend),
         # Binding the device makes NCCL connect now, while the generous timeout holds, and not inside the first step.
-        device_id=device if backend == "nccl" else None,
+        device_id=device if backend == "nccl" and not connects_later else None,
     )
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(init_timeout_s, save_timeout_s)))
     return Group(control, backend, device, store)

@@ -21,43 +21,70 @@ from elastictrain.distributed.device import settle
 from elastictrain.distributed.gloo_sockets import cut_gloo_connections
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, attach_ddp
 from elastictrain.errors import ConfigError, Problem
-from elastictrain.torch_private_groups import abort_groups, clear_fsdp, forget_groups, keep_mesh, move_fsdp
+from elastictrain.torch_private_groups import clear_fsdp, forget_groups, keep_mesh, move_fsdp, take_groups
 
 _POLL_S = 0.01
 
 _detaching = threading.Lock()  # torch's registry of groups is not made for two threads
 
 
+class _Abort(threading.Thread):
+    """The abort of one group. Each has a thread: an abort may wait for the collectives of another group to end."""
+
+    def __init__(self, group: dist.ProcessGroup, *, is_awaited: bool) -> None:
+        super().__init__(name="abort-group", daemon=True)
+        self._group: dist.ProcessGroup | None = group
+        self.is_awaited = is_awaited  # whether the groups are left only once it has ended
+        self.error: Exception | None = None  # raised by `detach`
+
+    def run(self) -> None:
+        try:
+            assert self._group is not None  # noqa: S101
+            self._group.abort()
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+        self._group = None
+
+
+_aborts: list[_Abort] = []  # begun, and not known to have ended
+
+
 def detach(limit_s: float) -> None:
     """Abort the communicators of all groups of this process and forget the groups, from any thread. What is blocked in a
     collective raises. A device that is stuck in one becomes idle and leaves arbitrary figures: whoever reads figures from it
     must ask afterwards whether the groups were aborted meanwhile. A thread that is *making* a group leaves through the `poll`
-    of `make_group`. Collective: no. Raises: TimeoutError after `limit_s` seconds, in which case only the end of the process
-    helps; HostUnfitError."""
+    of `make_group`. NCCL takes its communicators down beside what follows, until the next call. Collective: no. Raises:
+    TimeoutError after `limit_s` seconds, in which case only the end of the process helps; HostUnfitError."""
     with _detaching:
         _detach(limit_s)
 
 
 def _detach(limit_s: float) -> None:
-    errors: list[BaseException] = []
-    thread = threading.Thread(target=_abort, args=(errors,), name="abort-groups", daemon=True)
-    thread.start()
     deadline = time.monotonic() + limit_s
+    cut_gloo_connections()
+    if groups := take_groups():
+        # NCCL's abort frees the device at once, and then waits up to a second for threads of its own, beside the next
+        # generation. That one cannot be left before.
+        for abort in _aborts:
+            abort.is_awaited = True
+        for group, backend in groups:
+            _aborts.append(_Abort(group, is_awaited=backend != "nccl"))
+            _aborts[-1].start()
     # A connection may be made, or be hidden by one that is closed, while this looks: until there is none twice in a row.
-    while thread.is_alive() or cut_gloo_connections() or cut_gloo_connections():
-        thread.join(_POLL_S)
+    while (awaited := _take_ended()) or cut_gloo_connections() or cut_gloo_connections():
+        for abort in awaited[:1]:
+            abort.join(_POLL_S)
         if time.monotonic() >= deadline:
             raise TimeoutError(f"the process groups were not aborted in {limit_s:g} s")
-    if errors:
-        raise errors[0]
 
 
-def _abort(errors: list[BaseException]) -> None:
-    try:
-        cut_gloo_connections()
-        abort_groups()
-    except BaseException as error:  # noqa: BLE001  # raised by `detach`
-        errors.append(error)
+def _take_ended() -> list[_Abort]:
+    """Drop the aborts that have ended; returns those that are awaited still. Raises: the error of one that failed."""
+    ended = [one for one in _aborts if not one.is_alive()]
+    _aborts[:] = [one for one in _aborts if one not in ended]
+    for error in filter(None, [one.error for one in ended]):
+        raise error
+    return [one for one in _aborts if one.is_awaited]
 
 
 def forget_step(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed.float8 import GatheredWeights, multiply_in_8_bits
 from elastictrain.distributed.lone_process_group import LoneProcessGroup
 from elastictrain.distributed.running_statistics import RunningStatistics
+from elastictrain.torch_private import launch_without_lock
 from elastictrain.torch_private_groups import keep_mesh, move_ddp, rebuild_buckets
 
 _MATRIX_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))
@@ -107,6 +108,8 @@ class Wrapping:
         parallel, train = self.parallel, self.train
         if float8:
             multiply_in_8_bits(model, float8, train=train)
+        if train.compile and self.device.type == "cuda":
+            launch_without_lock()
         for block in blocks:
             if train.activation_checkpointing != "none":
                 _checkpoint(block, selective=train.activation_checkpointing == "selective")

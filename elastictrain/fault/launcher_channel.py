@@ -76,6 +76,10 @@ class LeaveOutSlow(msgspec.Struct, tag="straggler", frozen=True):
     slow: SlowRank | None
 
 
+class Leaving(msgspec.Struct, tag="leaving", frozen=True):
+    """From a worker: it has heard that its generation has ended."""
+
+
 class Detached(msgspec.Struct, tag="detached", frozen=True):
     """From a worker: it takes part in nothing, and waits for a rank."""
 
@@ -84,7 +88,7 @@ class Detached(msgspec.Struct, tag="detached", frozen=True):
 
 
 ToWorker = Attach | Detach | AskToStop
-FromWorker = Introduced | Monitored | Attached | Begun | LeaveOutSlow | Reason | Detached
+FromWorker = Introduced | Monitored | Attached | Begun | LeaveOutSlow | Reason | Leaving | Detached
 
 
 def tell_launcher(identity: Identity, message: FromWorker) -> None:
@@ -165,6 +169,8 @@ class LauncherChannel:
                 self.detach_reason = None
             self._offers.put(message)
         elif isinstance(message, Detach):
+            with suppress(OSError):
+                self._connection.send(encode_line(Leaving()))
             self.end_generation(message.reason)
         else:
             self.on_stop(message)

@@ -47,8 +47,9 @@ from elastictrain.launch.membership.records import (
 from elastictrain.launch.rank_variables import plan_workers
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, LauncherEnded, Recorder, WorkersNotForked
 from elastictrain.launch.recovering import Recovering, after_end
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.launch.worker_process import BUILT_FOR
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from elastictrain.liveness.progress import Phase
 from elastictrain.net.listening import bind_everywhere
 
@@ -221,14 +222,7 @@ class Supervisor:
             elif now_s >= attempt.joined_s + attempt.generation.pause_s:
                 self._start(attempt)
             return
-        if now_s >= attempt.detach_s:
-            attempt.detach_s = float("inf")
-            self.workers.detach(attempt.reason)
-        if now_s >= attempt.ask_s:
-            attempt.ask_s = now_s + _ASK_EVERY_S
-            self.workers.ask_to_stop(attempt.stop_message(now_s=now_s))
-        if now_s >= attempt.kill_s:
-            self.workers.kill()
+        self._tell_workers(attempt, now_s=now_s)
         ended, run = self.workers.poll(), self.workers.run
         if ended is None and run is not None:
             if codes := run.codes:
@@ -241,6 +235,20 @@ class Supervisor:
                 self._note_begin(attempt, unforked=run.unforked)
         elif ended is not None:
             self._over(attempt, self._judge(attempt, ended))
+
+    def _tell_workers(self, attempt: Attempt, *, now_s: float) -> None:
+        """What is due by now."""
+        if now_s >= attempt.detach_s:
+            attempt.detach_s = float("inf")
+            self.workers.detach(attempt.reason)
+        if now_s >= attempt.heard_by_s:
+            attempt.heard_by_s = float("inf")
+            self.workers.kill_deaf()
+        if now_s >= attempt.ask_s:
+            attempt.ask_s = now_s + _ASK_EVERY_S
+            self.workers.ask_to_stop(attempt.stop_message(now_s=now_s))
+        if now_s >= attempt.kill_s:
+            self.workers.kill()
 
     def _judge(self, attempt: Attempt, ended: WorkersEnd) -> End:
         # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import psutil
 
@@ -16,78 +15,17 @@ from elastictrain.bounded_json import as_record
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, encode, identify, is_there, runs, wait_until_gone
 from elastictrain.fault.launcher_channel import ANY_RANK, EXACT, STANDBY_VARIABLE, AskToStop, Detach
-from elastictrain.fault.reasons import Reason, SlowRank
+from elastictrain.fault.reasons import Reason
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch.fork_server_link import SERVER, ForkServerLink
 from elastictrain.launch.rank_variables import transport_variables
 from elastictrain.launch.worker_process import BUILT_FOR, WorkerProcess, assign, children_once_stopped, outlives, with_children
+from elastictrain.launch.workers_of_generation import WorkersEnd, WorkersOfGeneration
 from elastictrain.start_times import ORDERED
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S, _PAUSE_S = 5.0, 0.02
-_EXIT_FAILED = 1
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersEnd:
-    code: int  # 0 if all ended well; negative: the fork server was ended by this signal, or the workers were killed
-    codes: Mapping[int, int]  # by local rank, of those that failed first; negative for a signal
-    step: int = 0  # the newest step in which a worker was seen
-    begun: int | None = None  # the step whose state was restored; None if the first step was not done
-    reasons: tuple[Reason, ...] = ()  # that the workers, their monitor or the fork server have left, by rank
-
-
-@dataclass(slots=True)
-class WorkersOfGeneration:
-    """Those of the present generation. What they have left of earlier ones is forgotten."""
-
-    order: int
-    workers: list[WorkerProcess] = field(default_factory=list)  # by local rank
-    reused: bool = False  # whether all of them had built what they need before
-    started: bool = False  # whether the fork server has carried out the order
-    unforked: str = ""  # why they are no forks; empty if they are
-    failed: dict[int, int] = field(default_factory=dict)  # exit codes of the workers that failed first, by local rank
-    unknown: list[psutil.Process] = field(default_factory=list)  # children of a server that was killed before it told of them
-    killed: list[psutil.Process] = field(default_factory=list)
-    killed_s: float | None = None
-    reason: Reason | None = None  # of the fork server
-
-    @property
-    def silent(self) -> list[int]:
-        """Local ranks that have not yet gone to meet the other ranks."""
-        return [rank for rank, one in enumerate(self.workers) if not one.introduced]
-
-    @property
-    def attached(self) -> bool:
-        """Whether the groups are made on this host."""
-        return all(one.attached for one in self.workers)
-
-    @property
-    def begun(self) -> int | None:
-        """The step whose state was restored; None if the first step is not done."""
-        return next((one.begun for one in self.workers if one.begun is not None), None)
-
-    @property
-    def slow(self) -> SlowRank | None:
-        """For which rank the workers ask to leave this host out; None if they do not."""
-        return next((one.slow for one in self.workers if one.slow is not None), None)
-
-    @property
-    def codes(self) -> dict[int, int]:
-        """Exit codes that explain the end; where no process failed by itself, those with which workers left their groups."""
-        left = {rank: one.waiting for rank, one in enumerate(self.workers) if one.waiting}
-        return self.failed or left
-
-    def end(self, code: int) -> WorkersEnd:
-        reasons = {one.rank: one for one in (self.reason, *(one.reason for one in self.workers)) if one is not None}
-        monitors = [one.monitor for one in self.workers if one.monitor is not None]
-        for reason, own_counts in (pair for one in monitors for pair in one.reasons):
-            if not (own_counts and reason.rank in reasons):
-                reasons[reason.rank] = reason
-        step, codes = max((one.newest_step for one in monitors), default=0), self.codes
-        in_order = tuple(reasons[rank] for rank in sorted(reasons))
-        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step, self.begun, in_order)
 
 
 class WorkerGroup:
@@ -198,6 +136,16 @@ class WorkerGroup:
             for one in self.run.workers:
                 if not one.over:
                     one.send(Detach(reason))
+
+    def kill_deaf(self) -> None:
+        """Kill workers that did not answer to `detach`, where a standby is built for their rank: while a device takes no more
+        work, its worker may hold the interpreter's lock, and can leave no group."""
+        standbys = [one for one in self._workers if one.standby and one.bound == BUILT_FOR and one.waiting is not None]
+        run = self.run.workers if self.run is not None else ()
+        deaf = [one for one in run if not (one.over or one.leaving) and any(each.fits(one.environment) for each in standbys)]
+        for one in deaf:
+            one.killed = True
+        self._kill_family([one.process for one in deaf if one.process is not None], released=False)
 
     def ask_to_stop(self, message: AskToStop) -> None:
         for one in self.run.workers if self.run is not None else ():

@@ -20,6 +20,7 @@ from elastictrain.fault.launcher_channel import (
     FromWorker,
     Introduced,
     LeaveOutSlow,
+    Leaving,
     Monitored,
     ToWorker,
     encode_line,
@@ -57,6 +58,7 @@ class WorkerProcess:
     attached: bool = False  # whether its groups are made
     monitor: RankMonitor | None = None  # of this host, if this process has asked for it
     begun: int | None = None  # the step whose state was restored, once this process has reported its first step
+    leaving: bool = False  # whether it has heard that the generation has ended
     slow: SlowRank | None = None  # for which it asks to leave this host out
     reason: Reason | None = None  # that it has left
     _lines: JsonLines[FromWorker] = field(default_factory=lambda: JsonLines(FromWorker, lenient=True))  # type: ignore[arg-type]
@@ -82,7 +84,7 @@ class WorkerProcess:
     def choose(self, environment: Mapping[str, str]) -> None:
         """It takes part in the next generation with this rank, from `attach` on."""
         self.environment, self.standby = environment, False
-        self.waiting, self.introduced, self.attached = None, False, False
+        self.waiting, self.introduced, self.attached, self.leaving = None, False, False, False
         self.monitor = self.begun = self.slow = self.reason = None
 
     def attach(self) -> None:
@@ -112,6 +114,8 @@ class WorkerProcess:
                                 self.monitor = _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
+                        case Leaving():
+                            self.leaving = True
                         case Detached(exit_code, built):
                             self.waiting, self.built = exit_code, built
 

@@ -69,6 +69,7 @@ class Session:
         if not finished_step:
             wait_for_previous_workers(self.part.identity, poll=self.context.leave_if_asked)
         self.part.join(self.context, finished_step=finished_step)
+        self.context.await_group()
         # torch has put its own in front, which would capture what is printed.
         sys.excepthook = self.hook
         self.context.tracker.set_phase(Phase.BUILD)

@@ -98,6 +98,7 @@ def form_group(context: TrainContext) -> None:
             context.identity,
             backend=context.backend,
             on_gpu=context.on_gpu,
+            connects_later=preflight.connects_later,
             init_timeout_s=config.fault.init_timeout_s,
             save_timeout_s=config.fault.save_timeout_s,
             poll=context.leave_if_asked,

@@ -76,6 +76,7 @@ class TrainContext:
     # why this rank's records cannot be stored; ends the rank, but only after the others know its host
     unwritable: StorageError | None = field(default=None, init=False)
     group: Group = field(init=False)
+    await_group: Callable[[], None] = field(default=lambda: None, init=False)  # for all but `group.control`; may raise
 
     @property
     def on_gpu(self) -> bool:

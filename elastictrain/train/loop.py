@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, tee
 
 from elastictrain.data.assignment import Pass
@@ -163,7 +164,7 @@ class Loop:
         return StepFlags(save=actions.save is not None)
 
     def _launch(self, step: int) -> PendingStep:
-        config, flags = self.context.config, self.attachment.flags(step)
+        config, flags = self.context.config, partial(self.attachment.flags, step)
         rate = learning_rate(step, config.optim, total_steps=config.train.steps)
         batches = self.waits.batches(self.loader)
         if self.ledger is None:

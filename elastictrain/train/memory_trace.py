@@ -27,7 +27,7 @@ from elastictrain.train.compiled_memory import sizing_backend
 from elastictrain.train.context import Samples, TrainContext
 from elastictrain.train.optimizer import make_optimizers
 from elastictrain.train.parameters import allocate, float8_layers, local
-from elastictrain.train.step import StepFlags, Stepper
+from elastictrain.train.step import Stepper
 from elastictrain.train.task import HasBlocks, InitializesParameters, Task, UpdatesInTurn
 from elastictrain.train.weight_average import WeightAverage
 
@@ -194,7 +194,7 @@ def trace_step(config: RunConfig, task: Task, identity: Identity, *, samples: Sa
         number = min(context.share.passes_per_step, _PASSES)
         batches = [replace(first, batch=map_tensors(first.batch, torch.empty_like)) for _ in range(number)]
         tracker.follow(lambda mark: log.enter(mark.phase))
-        stepper.run(1, iter(batches), passes=len(batches), rate=0.0, flags=StepFlags())
+        stepper.run(1, iter(batches), passes=len(batches), rate=0.0)
     return log.peak()
 
 

@@ -59,6 +59,7 @@ class Participant:
     report: ExitReport = field(init=False)  # of the present generation
     link: SaverLink | None = field(default=None, init=False)  # likewise
     _left: threading.Event = field(default_factory=threading.Event, init=False)  # whether the main thread has raised
+    _announced: bool = field(default=False, init=False)  # whether the launcher knows that this process waits for a rank
     _ending_s: float | None = field(default=None, init=False)  # since when the watchdog has it leave the generation
 
     def __post_init__(self) -> None:
@@ -155,16 +156,23 @@ class Participant:
             return False
         return self.told_to_leave or self.report.classify(error).exit_code == EXIT_TRANSPORT
 
-    def leave(self, error: Exception, context: TrainContext, *, free: Callable[[], None]) -> int:
+    def leave(self, error: Exception, context: TrainContext, *, free: Callable[[], None], built: bool | None = None) -> int:
         """Leave a generation that has failed; returns the exit code with which this process would have ended. `free` is called
-        once the groups are aborted: it clears what the step has left. Raises: TransportError if a part of the generation
-        cannot be ended."""
+        once the groups are aborted: it clears what the step has left. `built`: whether this process then has its part of the
+        model; with it the launcher hears that this process waits for a rank before `free` is over. Raises: TransportError if a
+        part of the generation cannot be ended."""
         self._left.set()
         failure = self.report.detached(error)
         self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
         if self.channel is not None:
             self.channel.on_detach(None)
-        self._free(free)
+
+        def announce_and_free() -> None:
+            if built is not None:
+                self._announce(failure.exit_code, built=built)
+            free()
+
+        self._free(announce_and_free)
         if self.link is not None:
             self.link.close()
         self.report.close_generation(context, failure)
@@ -174,12 +182,18 @@ class Participant:
         """Wait for a rank in the next generation, and adopt it; False if the launcher has ended."""
         assert self.channel is not None  # noqa: S101
         self.tracker.set_phase(Phase.STANDBY)
-        tell_launcher(self.identity, Detached(exit_code, built))
+        if not self._announced:
+            self._announce(exit_code, built=built)
+        self._announced = False
         environment = self.channel.wait()
         if environment is None:
             return False
         self._adopt(environment)
         return True
+
+    def _announce(self, exit_code: int, *, built: bool) -> None:
+        self._announced = True
+        tell_launcher(self.identity, Detached(exit_code, built))
 
     def _adopt(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from elastictrain.bounded_json import as_record, parse_json, parse_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.digest import group_digest
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.exchange import get_record, put_record
+from elastictrain.distributed.first_collective import FirstCollective
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import ObjectNotFoundError, PreflightError, StorageError
 from elastictrain.events import Preflight, TransportPlanned
@@ -137,9 +137,15 @@ class RunPreflight:
             persons = {name: value for name, value in os.environ.items() if own_variables(os.environ).get(name) != value}
             os.environ.update(debug_variables(self._nccl_log, present=persons))
 
+    @property
+    def connects_later(self) -> bool:
+        """Whether NCCL connects in the first collective, beside the restore. DDP uses the group to get ready."""
+        return self.chosen.first_collective and self._context.backend == "nccl" and self._config.parallel.kind == "fsdp"
+
     def check_group(self, *, on_part: Callable[[str], None]) -> None:
-        """Check the collectives of the new group. `on_part` is called with each part that this rank enters. Collective: yes.
-        Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in flight."""
+        """Check the collectives of the new group; one that `connects_later` in `TrainContext.await_group`. `on_part` is called
+        with each part that this rank enters. Collective: yes. Raises: HostUnfitError on a host that failed; PreflightError on
+        the others. A collective may then still be in flight."""
         if self.chosen.level is Level.OFF or (self._identity.world_size == 1 and self._context.backend != "nccl"):
             return
         layout, began = self._layout, time.monotonic()
@@ -184,15 +190,17 @@ class RunPreflight:
 
     def _check_first_collective(self) -> None:
         """Where no host failed, all that is new on hosts that have trained: the group. Raises: PreflightError."""
-        began, size = time.monotonic(), self._identity.world_size
-        ranks = torch.full((2,), self._identity.rank + 1, dtype=torch.int64, device=self._context.group.device)
-        dist.all_reduce(ranks)
-        if ranks.tolist() != [size * (size + 1) // 2] * 2:
-            raise PreflightError(f"the first collective of the new group returned {ranks.tolist()}, which is wrong")
-        if self._identity.is_log_rank:
-            seconds = round(time.monotonic() - began, 4)
-            level, reason = self.chosen.level.value, self.chosen.reason
-            self._record(Preflight(stage="group", level=level, reason=reason, counts={"pass": 1}, findings=(), seconds=seconds))
+        context, collective = self._context, FirstCollective(self._context.group, self._identity)
+
+        def finish() -> None:
+            seconds = round(collective.wait(context.leave_if_asked), 4)
+            if self._identity.is_log_rank:
+                level, reason, counts = self.chosen.level.value, self.chosen.reason, {"pass": 1}
+                self._record(Preflight(stage="group", level=level, reason=reason, counts=counts, findings=(), seconds=seconds))
+
+        context.await_group = finish
+        if not self.connects_later:
+            context.await_group()
 
     def _choose(self) -> Chosen:
         """The level that rank 0 chooses for all ranks."""

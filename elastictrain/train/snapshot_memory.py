@@ -203,7 +203,7 @@ def _choose_saving(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in
             raise CheckpointError(f"rank {rank} has other tensors than rank 0, so what they save would not fit together")
     buffers = _agree_on_buffers(memory, layout, context, allocating=arena is not None)
     if buffers.shortage and identity.is_log_rank:
-        message = describe(buffers)
+        message = describe(buffers, replicate=context.config.checkpoint.replicate and memory.others is not None)
         context.journal.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
         synchronous.observer.print_line(message)
     restored_step = None if in_storage else state.step

@@ -21,7 +21,7 @@ from elastictrain.train.compile_cache import use_host_folder
 from elastictrain.train.context import TrainContext
 from elastictrain.train.parked_memory import ParkedMemory
 from elastictrain.train.snapshot_memory import share_arena
-from elastictrain.train.step import StepFlags, Stepper
+from elastictrain.train.step import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -111,4 +111,4 @@ def _run_step(context: TrainContext, stepper: Stepper) -> None:
     """The first passes of a step and its update: what a rank compiles, at little cost to training beside it."""
     number = min(context.share.passes_per_step, _PASSES)
     micro_batches = (MicroBatch.read(context.samples.train, one) for one in islice(context.plan_passes(0, 1), number))
-    stepper.run(1, micro_batches, passes=number, rate=0.0, flags=StepFlags()).result()
+    stepper.run(1, micro_batches, passes=number, rate=0.0).result()

@@ -36,7 +36,7 @@ _GATHERS_EVERY = 4  # steps: the marks around all waits of FSDP's forward pass c
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """A rank's requests and the status of its saves when it begins a step; summed over all ranks, the flags of any rank."""
+    """A rank's requests and the status of its saves in a step; summed over all ranks, the flags of any rank."""
 
     stop: bool = False
     save: bool = False  # a save is due by the clock of rank 0
@@ -156,14 +156,25 @@ class Stepper:
     average: WeightAverage | None = None
     check_names: Callable[[str, tuple[str, ...]], None] = lambda *_: None  # `MetricNames.check`
 
-    def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
-        """Run `passes` micro-batches and launch the update of step `step` (from 1). Collective: yes."""
-        figures = torch.tensor([0.0] * _FLAGS + flags.encode(), dtype=torch.float64)
-        num_times = 0
-        if self.times is not None:
-            rows = self._begin_times(self.times)
-            figures, num_times = torch.cat((figures, rows)), len(rows)
-        figures = figures.to(self.context.group.device, non_blocking=True)
+    def run(
+        self,
+        step: int,
+        micro_batches: Iterator[MicroBatch],
+        *,
+        passes: int,
+        rate: float,
+        flags: Callable[[], StepFlags] = StepFlags,
+    ) -> PendingStep:
+        """Run `passes` micro-batches and launch the update of step `step` (from 1). `flags` is called when they are launched: a
+        device may be a step behind until then, and a snapshot that is whole in time makes room for the next one a step
+        earlier. Collective: yes."""
+        device = self.context.group.device
+        rows = self._begin_times(self.times) if self.times is not None else torch.empty(0, dtype=torch.float64)
+
+        def rest() -> Tensor:
+            told = torch.tensor(flags().encode(), dtype=torch.float64)
+            return torch.cat((told, rows)).to(device, non_blocking=True)
+
         task, turn = self.context.task, None
         batches: Iterable[MicroBatch] = self._fetch(step, micro_batches, passes=passes)
         if isinstance(task, UpdatesInTurn):
@@ -172,12 +183,11 @@ class Stepper:
         else:
             updates = [_Update("", task.loss)]
         for update in updates:
-            turn = self._turn(step, batches, figures, passes=passes, rate=rate, update=update, before=turn)
-            figures = torch.zeros(_FLAGS, dtype=torch.float64, device=figures.device)
+            turn = self._turn(step, batches, rest, passes=passes, rate=rate, update=update, before=turn)
         assert turn is not None  # noqa: S101  # `make_optimizers` refuses a task without updates
         if self.average is not None:
             self.average.update(finite=turn.finite)
-        pending = PendingStep(step, rate, HostCopy(torch.cat(turn.told)), num_times, turn.metrics)
+        pending = PendingStep(step, rate, HostCopy(torch.cat(turn.told)), len(rows), turn.metrics)
         if self.times is not None:
             self.times.mark(BETWEEN)
         return pending
@@ -191,21 +201,25 @@ class Stepper:
         self,
         step: int,
         micro_batches: Iterable[MicroBatch],
-        figures: Tensor,
+        rest: Callable[[], Tensor],
         *,
         passes: int,
         rate: float,
         update: "_Update",
         before: "_Turn | None",
     ) -> "_Turn":
-        """All passes of one update, its reduction, and the update unless it, or one before it in this step, is not finite."""
-        end, sums, statistics = len(figures), LossSums(figures), self.wrapped.statistics.copy()
+        """All passes of one update, its reduction, and the update unless it, or one before it in this step, is not finite.
+        `rest`: what is reduced with the first one's figures."""
+        figures = torch.zeros(_FLAGS, dtype=torch.float64, device=self.context.group.device)
+        sums, statistics = LossSums(figures), self.wrapped.statistics.copy()
         self.wrapped.float8.renew()
         for index, micro_batch in enumerate(micro_batches):
             last = index == passes - 1
             with accumulation(self.wrapped.module, last=last):
                 self._pass(step, index, micro_batch, sums, update=update, last=last)
-        figures = sums.all()
+        if before is None:
+            sums.figures = torch.cat((figures, rest()))
+        end, figures = len(sums.figures), sums.all()
         self._set_phase(Phase.REDUCE, step, works=False)
         self.check_names(f"`update_loss` of {update.name!r}" if update.name else "`loss`", sums.names)
         groups = self.optimizer.param_groups

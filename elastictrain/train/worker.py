@@ -16,6 +16,7 @@ from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.processes import follow_parent
 from elastictrain.start_times import StartTimes
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
+from elastictrain.torch_private_groups import refuse_fsdp
 from elastictrain.train.bringup import claim_memory
 from elastictrain.train.build import BuiltState, build, detached
 from elastictrain.train.checks import check_alone, set_determinism
@@ -156,10 +157,12 @@ class Worker:
         # The main thread lets go of it at an orderly end.
         if (loop := self.loop) is not None:
             loop.loader.interrupt()
+            refuse_fsdp(loop.stepper.wrapped.bare)
 
     def _leave(self, error: Exception, context: TrainContext) -> int:
         """Leave the generation; returns the exit code with which this process would have ended. Raises: TransportError."""
-        exit_code = self.part.leave(error, context, free=self._free)
+        has_built = self.loop is not None or (self.built is not None and self.built.parked is None)
+        exit_code = self.part.leave(error, context, free=self._free, built=has_built)
         if self.built is None:
             # What was half built is held by cycles of references, and would be built a second time beside it.
             gc.collect()

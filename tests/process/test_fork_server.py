@@ -18,7 +18,8 @@ from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import GenerationMember
 from elastictrain.launch.rank_variables import plan_workers
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from tests.unit.launch.membership.made import generation
 
 PROGRAM = """

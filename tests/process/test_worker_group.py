@@ -22,7 +22,8 @@ from elastictrain.fault.exits import encode as encode_processes
 from elastictrain.fault.exits import identify, runs
 from elastictrain.fault.launcher_channel import AskToStop
 from elastictrain.identity import PREVIOUS_WORKERS
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from elastictrain.start_times import ORDERED
 
 ASK = AskToStop("a worker of this host has failed", 2e9, host_stays=True)

@@ -14,7 +14,7 @@ from torchruns import wait_until
 
 from elastictrain.fault.exits import decode
 from elastictrain.identity import FOLDER, GENERATION, LAUNCHER
-from elastictrain.launch.worker_group import WorkersEnd
+from elastictrain.launch.workers_of_generation import WorkersEnd
 
 # Speaks with its launcher as a worker does, and notes where it took part; of rank `DEAF` it does not listen.
 WORKER = """

@@ -24,6 +24,7 @@ from elastictrain.torch_private import (
     cache_attention_graphs,
     find_changes,
     follow_compilations,
+    launch_without_lock,
     local_box,
     set_group_timeout,
     timeout_names,
@@ -216,6 +217,19 @@ def test_private_names_of_torch_stand_in_files_of_their_own() -> None:
     for file in HERE:
         assert uses.pop(file)
     assert {file: found for file, found in uses.items() if found} == {}
+
+
+class TestLauncherOfKernels:
+    @pytest.mark.parametrize("chosen", [True, False])
+    def test_the_one_that_keeps_the_interpreters_lock_is_not_used_unless_a_person_wants_it(
+        self, chosen: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = importlib.import_module("torch._inductor.config")
+        if chosen:
+            monkeypatch.setenv("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "1")
+        with config.patch(use_static_cuda_launcher=True):
+            assert launch_without_lock() is not chosen
+            assert config.use_static_cuda_launcher is chosen
 
 
 class TestCacheOfAttention:

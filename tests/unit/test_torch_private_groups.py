@@ -9,16 +9,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastictrain.errors import HostUnfitError
+from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.torch_private_groups import (
     REGISTRY,
-    abort_groups,
     clear_fsdp,
     forget_groups,
     fsdp_changes,
     init_fake_group,
     move_ddp,
     move_fsdp,
+    refuse_fsdp,
+    take_groups,
 )
 
 
@@ -58,7 +59,7 @@ def test_without_an_attribute_of_fsdp_the_host_is_unfit(gone: str) -> None:
         clear_fsdp(model)
 
 
-@pytest.mark.parametrize("act", [abort_groups, forget_groups])
+@pytest.mark.parametrize("act", [take_groups, forget_groups])
 def test_without_a_registry_the_host_is_unfit(act: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(dist.distributed_c10d, REGISTRY[0].name)
@@ -98,11 +99,26 @@ def test_a_step_that_was_cut_short_leaves_nothing(where: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_fsdp_begins_no_collective_between_refusal_and_clearing(where: str) -> None:
+    model, x = sharded(), torch.ones(2, 4)
+    loss = model(x).sum()
+    for _ in range(2):
+        refuse_fsdp(model)
+    with pytest.raises(TransportError):
+        loss.backward() if where == "backward" else model(x)
+    clear_fsdp(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_fsdp_moves_to_the_groups_of_another_mesh() -> None:
     model = sharded()
     old = {id(parameter.device_mesh) for parameter in model.parameters()}  # type: ignore[attr-defined]
     before = states(model)[1]._fsdp_param_group.mesh_info.shard_process_group
-    abort_groups()
+    take_groups()
     init_fake_group(rank=1, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     move_fsdp(model, mesh)
@@ -118,7 +134,7 @@ def test_ddp_moves_to_another_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
-    abort_groups()
+    take_groups()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     move_ddp(ddp, dist.group.WORLD)
@@ -133,7 +149,7 @@ def test_names_of_groups_begin_anew() -> None:
         group = dist.new_group(backend="gloo")
         assert group is not None
         names.append((dist.group.WORLD.group_name, group.group_name))  # type: ignore[union-attr]
-        abort_groups()
+        assert [(one.group_name, backend) for one, backend in take_groups()] == [(name, "gloo") for name in names[-1][::-1]]
         assert not dist.is_initialized()
     assert len(set(names)) == 1
-    abort_groups()  # without groups it does nothing
+    assert take_groups() == []

@@ -39,7 +39,7 @@ def most_buffers(wanted: int, *, replicate: bool) -> int:
 
 
 def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot_bytes: int, replica_bytes: int) -> Buffers:
-    """The first of these that fits: as wanted, without replicas, one buffer, none.
+    """The first of these that fits: as wanted, without replicas, with fewer and fewer buffers.
 
     `snapshot_bytes` is one snapshot of all ranks of this host; `replica_bytes` is that of the host whose replicas it keeps.
     """
@@ -53,7 +53,7 @@ def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot
     needed = most * snapshot_bytes + (REPLICA_SLOTS * replica_bytes if replicate else 0)
     there = max(0, usable_with if replicate else usable)
     shortage = f"snapshots need {needed / 1e9:.2f} GB of host memory ({what}), but {there / 1e9:.2f} GB can be used"
-    options: list[tuple[int, bool]] = [(most, replicate), (wanted, False), (1, False)]
+    options = [(most, replicate), *((buffers, False) for buffers in range(wanted, 0, -1))]
     for per_rank, replicas in options:
         needed = per_rank * snapshot_bytes + (REPLICA_SLOTS * replica_bytes if replicas else 0)
         if needed <= (usable_with if replicas else usable):
@@ -69,14 +69,15 @@ def least(choices: Sequence[Buffers]) -> Buffers:
     return Buffers(per_rank, replicate, "; ".join(shortages))
 
 
-def describe(buffers: Buffers) -> str:
-    """The shortage and what it means for the run, for the log."""
+def describe(buffers: Buffers, *, replicate: bool) -> str:
+    """The shortage and what it means for the run, for the log. `replicate`: whether replicas were wanted."""
     consequences = [
         "checkpoints are synchronous, and nothing is kept in host memory",
         "one buffer per rank: a worker killed while it is being filled falls back to storage",
+        "two buffers per rank: snapshots are taken every third step at most",
     ]
     told = consequences[buffers.per_rank : buffers.per_rank + 1]
-    if buffers.per_rank and not (buffers.per_rank == 1 and buffers.replicate):
+    if replicate and buffers.per_rank and not buffers.replicate:
         told.append("no replicas on other hosts")
     return f"{buffers.shortage}; {', and '.join(told)}"
 

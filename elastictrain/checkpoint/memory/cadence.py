@@ -11,7 +11,7 @@ from collections.abc import Sequence
 logger = logging.getLogger(__name__)
 
 SHARE = 0.01  # largest share of training time that snapshots may cost
-FIRST = 3  # steps between snapshots before anything is measured: as few as two slots allow, as failures do not wait
+FIRST = 2  # steps between snapshots before anything is measured: as few as three slots allow, as failures do not wait
 RARE = 10  # steps between snapshots where there is one slot
 MOST = 10_000
 TOUCHED = 2  # steps that a snapshot may slow: it is copied beside one, and completed beside the next

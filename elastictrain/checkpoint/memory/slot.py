@@ -28,6 +28,7 @@ import xxhash
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.manifest import Count
+from elastictrain.checkpoint.memory.huge_pages import make_huge_file, map_aligned
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.errors import CheckpointError, ObjectNotFoundError, TransientStorageError
 from elastictrain.storage.private import try_lock
@@ -100,8 +101,8 @@ class Slot:
     def __init__(self, path: str, *, descriptor: int, writable: bool) -> None:
         self.path = path
         self._descriptor = descriptor
-        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self._map: mmap.mmap | None = None
+        self._writable = writable
+        self._map: memoryview | None = None
         self.locked = False
 
     @classmethod
@@ -114,10 +115,18 @@ class Slot:
             # Another layout: the content is of no use, and a new file lets readers keep the old one.
             with suppress(FileNotFoundError):
                 os.unlink(path)  # noqa: PTH108
+            # While it is empty, it is being allocated.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                if (huge := make_huge_file(os.path.dirname(path), total_bytes)) is not None:  # noqa: PTH120
+                    os.close(descriptor)
+                    descriptor = huge
                 # Allocate all of it now: if memory ran out during a copy, SIGBUS would end the process.
                 os.posix_fallocate(descriptor, 0, total_bytes)
+                if huge is not None:
+                    os.unlink(path)  # noqa: PTH108
+                    # With a folder's descriptor, which an absolute path does not use, Python follows the link.
+                    os.link(f"/proc/self/fd/{huge}", path, src_dir_fd=huge, follow_symlinks=True)
             except BaseException:
                 os.close(descriptor)
                 with suppress(OSError):
@@ -169,15 +178,19 @@ class Slot:
         return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
     @property
-    def map(self) -> mmap.mmap:
-        """The whole file, mapped. The first touch of each page takes longer than reading it."""
+    def map(self) -> memoryview:
+        """The whole file, mapped. The first touch of each page takes longer than reading it. Tensors over it keep it mapped."""
         if self._map is None:
-            self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size, access=self._access)
+            size_bytes = os.fstat(self._descriptor).st_size
+            if self._writable:
+                self._map = map_aligned(self._descriptor, size_bytes)
+            else:
+                self._map = memoryview(mmap.mmap(self._descriptor, size_bytes, access=mmap.ACCESS_READ))
         return self._map
 
     @property
     def data(self) -> memoryview:
-        return memoryview(self.map)[HEADER_BYTES:]
+        return self.map[HEADER_BYTES:]
 
     def read_into(self, buffer: memoryview, *, start: int) -> None:
         """Fill `buffer` with the snapshot's bytes from `start`. Raises: OSError, also if there are fewer."""
@@ -211,20 +224,17 @@ class Slot:
 
     def begin(self) -> None:
         """Mark the content as torn. The caller holds the exclusive lock."""
-        mark(memoryview(self.map)[:HEADER_BYTES], SlotState.WRITING)
+        mark(self.map[:HEADER_BYTES], SlotState.WRITING)
 
     def complete(self, facts: SnapshotFacts) -> None:
         """Mark the snapshot as complete. The caller has put all bytes in place."""
-        page = memoryview(self.map)[:HEADER_BYTES]
+        page = self.map[:HEADER_BYTES]
         write_body(page, facts)
         mark(page, SlotState.COMPLETE)
 
     def close(self) -> None:
         """Unmap and close, which releases the lock. May be called again."""
-        if self._map is not None:
-            # Tensors over the map keep it mapped until they are freed.
-            with suppress(BufferError):
-                self._map.close()
+        self._map = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

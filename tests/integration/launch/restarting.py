@@ -18,7 +18,8 @@ from elastictrain.launch.membership.records import Generation, HostRecord
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.launch.membership.made import record
 from tests.unit.launch.supervised import config

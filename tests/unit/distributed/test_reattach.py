@@ -1,4 +1,6 @@
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Literal
 
 import pytest
@@ -134,20 +136,69 @@ def test_wrappers_that_cannot_get_other_groups_are_refused(mistake: str) -> None
     assert [problem.key for problem in caught.value.problems] == ["model"]
 
 
-def test_an_abort_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
+class PlayedGroup:
+    """Its abort takes until it is released."""
 
-    release = threading.Event()
-    monkeypatch.setattr(module, "abort_groups", lambda: release.wait(20.0))
+    def __init__(self, *, fails: bool = False) -> None:
+        self.begun, self.release, self.fails = threading.Event(), threading.Event(), fails
+
+    def abort(self) -> None:
+        self.begun.set()
+        assert self.release.wait(20.0)
+        if self.fails:
+            raise RuntimeError("no")
+
+
+def play_groups(patch: pytest.MonkeyPatch, *groups: PlayedGroup, backend: str = "gloo") -> None:
+    """`detach` finds these, once."""
+    left = [[(one, backend) for one in groups]]
+    patch.setattr(module, "take_groups", lambda: left.pop() if left else [])
+    patch.setattr(module, "_aborts", [])
+
+
+def test_an_abort_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = PlayedGroup()
+    play_groups(monkeypatch, group)
     with pytest.raises(TimeoutError):
         detach(0.05)
-    release.set()
+    with pytest.raises(TimeoutError):
+        detach(0.05)
+    group.release.set()
+    detach(5.0)
 
 
 def test_an_abort_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(module, "abort_groups", fail)
+    group = PlayedGroup(fails=True)
+    group.release.set()
+    play_groups(monkeypatch, group)
     with pytest.raises(RuntimeError):
+        detach(5.0)
+    detach(5.0)
+
+
+def test_all_aborts_begin_before_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = PlayedGroup(), PlayedGroup()
+    play_groups(monkeypatch, *groups)
+    with pytest.raises(TimeoutError):
+        detach(0.05)
+    assert all(one.begun.is_set() for one in groups)
+    for one in groups:
+        one.release.set()
+    detach(5.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nccl_ends_its_abort_beside_the_next_generation(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, next_group = PlayedGroup(fails=fails), PlayedGroup()
+    play_groups(monkeypatch, group, backend="nccl")
+    for _ in range(2):  # the channel's thread, and the main thread
+        detach(5.0)
+    assert group.begun.wait(5.0)
+    next_group.release.set()
+    monkeypatch.setattr(module, "take_groups", lambda left=[next_group]: [(left.pop(), "nccl")] if left else [])
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            detach(0.05)
+    group.release.set()
+    with pytest.raises(RuntimeError) if fails else nullcontext():
         detach(5.0)

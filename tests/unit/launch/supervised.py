@@ -31,7 +31,8 @@ from elastictrain.launch.membership.observation import ClusterState, HostObserva
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from tests.unit.launch.membership.made import by_host, record
 
 BEGAN_S = 1_000.0
@@ -181,6 +182,9 @@ class FakeWorkers:
         assert self.running
         assert reason
         self.diary.note("detach")
+
+    def kill_deaf(self) -> None:
+        self.diary.note("kill-deaf")
 
     def release(self) -> None:
         assert not self.running

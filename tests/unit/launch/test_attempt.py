@@ -23,7 +23,7 @@ from elastictrain.fault.reasons import NO_RANK, Reason
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.attempt import Attempt, judge_end, what_died
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationMember
-from elastictrain.launch.worker_group import WorkersEnd
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from tests.unit.launch.membership.made import end, generation
 
 CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)

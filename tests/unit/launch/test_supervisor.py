@@ -619,6 +619,7 @@ def test_workers_that_have_lost_one_are_detached_at_once(codes: dict[int, int], 
     host.workers.codes = codes
     assert host.go(10.0) is None
     assert host.diary.when("detach") == near(lost_s)
+    assert host.diary.when("kill-deaf") == near(lost_s + 0.5)
     assert host.diary.when("kill") == near(lost_s + DETACHED_S)
     # A SIGTERM would have them save what they cannot save.
     assert host.diary.when("ask") == []

@@ -18,14 +18,16 @@ from elastictrain.fault.launcher_channel import (
     Detached,
     Introduced,
     LeaveOutSlow,
+    Leaving,
     Monitored,
 )
 from elastictrain.fault.reasons import NO_RANK, Reason, SlowRank
 from elastictrain.identity import PREVIOUS_WORKERS
 from elastictrain.launch import worker_process
 from elastictrain.launch.fork_server_link import start_ahead
-from elastictrain.launch.worker_group import WorkerGroup, WorkersEnd
+from elastictrain.launch.worker_group import WorkerGroup
 from elastictrain.launch.worker_process import BUILT_FOR
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from tests.unit.examples import examples
 from tests.unit.launch.made_workers import ARGUMENTS, FakeWorker, World, world
 
@@ -388,6 +390,36 @@ class TestStandby:
         assert world.group.run.reused
         world.train([first, standby])
         assert world.group.run.attached
+
+    @pytest.mark.parametrize("bound", [BUILT_FOR, ()])
+    @pytest.mark.parametrize("ready", [True, False])
+    @pytest.mark.parametrize("heard", [True, False])
+    def test_a_worker_that_hears_nothing_is_killed_where_one_is_built_for_its_rank(
+        self, heard: bool, ready: bool, bound: tuple[str, ...], world: World
+    ) -> None:
+        """It holds the interpreter's lock while its device takes no more work."""
+        first, dead = world.begin(2)
+        world.group.keep_standbys(world.places(2), bound=bound)
+        standbys = world.server.start_workers()
+        world.train([first, dead])
+        if ready:
+            for one in standbys:
+                one.say(Detached(0, built=True))
+        dead.die()
+        assert world.group.poll() is None
+        world.group.detach("a worker is gone")
+        if heard:
+            first.say(Leaving())
+        assert world.group.poll() is None
+        world.group.kill_deaf()
+        killed = ready and not heard and bool(bound)
+        assert first.was_killed is killed
+        assert not any(one.was_killed for one in standbys)
+        if killed:
+            first.die()
+            ended = world.group.poll()
+            assert ended is not None
+            assert ended.codes == {1: -9}, "the death that was first"
 
     def test_that_still_warms_stays_a_standby(self, world: World) -> None:
         """A new worker may be there earlier; and nobody takes its word that it is ready for the end of a generation."""

@@ -70,6 +70,7 @@ def context_of(**parts: object) -> TrainContext:
         "left_s": lambda: None,
         "stop_request": lambda: None,
         "check_attached": lambda: None,
+        "leave_if_asked": lambda: None,
     }
     return cast(TrainContext, PartOfContext(**{**usual, **parts}))
 

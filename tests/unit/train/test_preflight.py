@@ -2,12 +2,13 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from elastictrain.bounded_json import encode_record
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits, PreflightThresholds
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.store import StoreExchange
-from elastictrain.errors import HostUnfitError, PreflightError
+from elastictrain.errors import DetachedError, HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity, Launcher, RecoveryPlan, Rung
 from elastictrain.lease.chain import StartRecord, Starts
@@ -70,6 +71,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         planned: str = "ab",
         recovers: str = "",
         least: int = 1,
+        kind: Literal["ddp", "fsdp", "hsdp"] = "ddp",
     ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
@@ -91,6 +93,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
                 plain,
                 preflight=replace(settings or plain.preflight, level=level),
                 launch=replace(plain.launch, min_hosts=least),
+                parallel=replace(plain.parallel, kind=kind),
             ),
             identity=Identity(0, len(hosts), 0, 1, "a", launched=len(hosts) > 1, launcher=launcher),
             generation=AgreedGeneration(
@@ -101,6 +104,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
             journal=SimpleNamespace(record=recorded.append),
             samples=SimpleNamespace(digest="x"),
             backend=backend,
+            group=SimpleNamespace(device=torch.device("cpu"), backend=backend, control=None),
         )
         return RunPreflight(context, exchange or StoreExchange(dist.HashStore())), recorded, checked
 
@@ -279,6 +283,45 @@ class TestRecoveringInPlace:
             assert isinstance(event, Preflight)
             assert (event.stage, event.level, event.counts, event.findings) == ("group", "group", {"pass": 1}, ())
         assert summed == [[1, 1]]
+
+    @pytest.mark.parametrize(
+        ("backend", "kind", "later"),
+        [("nccl", "fsdp", True), ("nccl", "hsdp", False), ("nccl", "ddp", False), ("gloo", "fsdp", False)],
+    )
+    def test_nccl_connects_beside_the_restore(
+        self, backend: str, kind: str, later: bool, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        summed, go_on = threading.Event(), threading.Event()
+
+        def all_reduce(tensor: torch.Tensor) -> None:
+            assert go_on.wait(20.0 if later else 0.0) is later
+            tensor.fill_(3)
+            summed.set()
+
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        preflight, recorded, _ = make(hosts="ab", launcher=launched("in_place"), backend=backend, kind=kind)
+        assert preflight.connects_later is later
+        preflight.check_group(on_part=lambda _: None)
+        assert len(recorded) == (not later)
+        if later:
+            go_on.set()
+            preflight._context.await_group()
+        assert summed.is_set()
+        assert len(recorded) == 1
+
+    def test_who_waits_for_nccl_leaves_when_the_generation_ends(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        go_on = threading.Event()
+        monkeypatch.setattr(dist, "all_reduce", lambda _: go_on.wait(20.0))
+        preflight, _, _ = make(hosts="ab", launcher=launched("in_place"), backend="nccl", kind="fsdp")
+        preflight.check_group(on_part=lambda _: None)
+
+        def leave() -> None:
+            raise DetachedError("b has failed")
+
+        monkeypatch.setattr(preflight._context, "leave_if_asked", leave)
+        with pytest.raises(DetachedError):
+            preflight._context.await_group()
+        go_on.set()
 
     def test_a_world_of_one_has_no_collective(self, make: Make) -> None:
         preflight, recorded, _ = make(hosts="a", launcher=launched("in_place"))

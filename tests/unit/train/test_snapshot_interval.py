@@ -54,14 +54,14 @@ def test_the_interval_follows_the_cost(cost_s: float, interval: int) -> None:
     assert taken[0] == FIRST
     assert taken[-1] - taken[-2] == interval
     assert ranks[1].snapshots.began == ranks[0].snapshots.began
-    assert (ranks[0].learned[-1:], ranks[1].learned) == ([interval] * (interval != FIRST), [])
+    assert (ranks[0].learned[-1:], ranks[1].learned) == ([interval] * (interval != least_interval(2)), [])
 
 
 def test_the_next_generation_begins_with_what_was_learned() -> None:
     """Rank 0 alone knows it, and the other ranks learn it by the first flags."""
     ranks = world(2, interval=4)
     train(ranks, 101, 120)
-    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [103, 107, 111, 115, 119]
+    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [102, 106, 110, 114, 118]
 
 
 @pytest.mark.parametrize("seed", range(examples(50)))
@@ -90,7 +90,7 @@ def test_a_snapshot_that_finds_no_slot_is_taken_one_step_later() -> None:
     train(ranks, 21, 33)
     ranks[1].snapshots.busy = False
     train(ranks, 34, 40)
-    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [3, 13, 35]
+    assert steps_of(ranks[0]) == steps_of(ranks[1]) == [2, 12, 35]
 
 
 def test_a_checkpoint_counts_as_a_snapshot() -> None:
@@ -98,10 +98,10 @@ def test_a_checkpoint_counts_as_a_snapshot() -> None:
     train(ranks, 1, 18)
     ranks[0].saving.snapshot(18, reason=INTERVAL)
     train(ranks, 19, 30)
-    assert steps_of(ranks[0]) == [3, 13, 18, 28]
+    assert steps_of(ranks[0]) == [2, 12, 18, 28]
 
 
-@pytest.mark.parametrize(("learned", "first"), [(40, 3), (4, 3), (3, 3)])
+@pytest.mark.parametrize(("learned", "first"), [(40, 2), (4, 2), (3, 2)])
 def test_the_first_snapshot_is_early_whatever_was_learned(learned: int, first: int) -> None:
     """Where failures are more frequent than snapshots there would be no progress."""
     ranks = world(2, interval=learned)
@@ -116,7 +116,7 @@ def test_the_first_snapshot_is_early_whatever_was_learned(learned: int, first: i
 def test_snapshots_are_rarer_while_a_save_leaves_one_slot(slots: int, taken: list[int]) -> None:
     """They would be torn half of the time, and a killed worker would resume from the save."""
     ranks = world(2, slots=slots, interval=4)
-    train(ranks, 101, 109)
+    train(ranks, 102, 109)
     for one in ranks:
         one.saving.on_flags(109, StepFlags.decode(one.saving.flags(110).encode()))
         one.saving.snapshot(110, reason=INTERVAL)
@@ -130,7 +130,7 @@ def test_snapshots_are_rarer_while_replicas_leave_one_slot() -> None:
     """Rounds follow each other: the newest replicated step and the one under way keep their slots."""
     one = stage(slots=3, snapshot_every_steps="auto", replicates=True, learned_interval=3)
     train([one], 101, 110)
-    assert [step for step in one.link.sent if step is not None] == [103]
+    assert [step for step in one.link.sent if step is not None] == [102]
     one.link.sends = (False, False)
     train([one], 111, 150)
     assert len(one.link.sent) == 2
@@ -164,6 +164,6 @@ def test_a_set_interval_sends_none(every_steps: int) -> None:
     one = stage(snapshot_every_steps=every_steps)
     assert one.saving.flags(1).snapshot_interval == 0
     one = stage(snapshot_every_steps="auto")
-    assert one.saving.flags(1).snapshot_interval == FIRST
+    assert one.saving.flags(1).snapshot_interval == least_interval(2)
     one = stage(snapshot_every_steps="auto", rank=1)
     assert one.saving.flags(1).snapshot_interval == 0

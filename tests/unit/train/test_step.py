@@ -58,7 +58,7 @@ class Bench:
     ) -> StepResult:
         source = micro_batches(POINTS, step, sizes, idle=idle)
         passes = len(sizes) + len(idle)
-        return self.stepper.run(step, source, passes=passes, rate=rate, flags=flags or StepFlags()).result()
+        return self.stepper.run(step, source, passes=passes, rate=rate, flags=lambda: flags or StepFlags()).result()
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: full(tensor).detach().clone() for name, tensor in self.state.tensors().items()}
@@ -174,7 +174,7 @@ def test_what_is_not_finite_in_one_micro_batch_spoils_the_whole_step(group_of_on
     before = bench.snapshot()
     good, bad = micro_batches(POINTS, 1, (4, 4))
     bad = MicroBatch(bad.step, bad.portion, bad.sample_ids, {**bad.batch, "x": torch.full((4, 3), math.inf)})
-    result = bench.stepper.run(1, iter((bad, good)), passes=2, rate=0.1, flags=StepFlags()).result()
+    result = bench.stepper.run(1, iter((bad, good)), passes=2, rate=0.1).result()
     assert math.isnan(result.loss)
     for name, value in bench.snapshot().items():
         assert torch.equal(value, before[name]), name
@@ -199,7 +199,7 @@ def test_randomness_belongs_to_the_positions_and_not_to_the_pass(group_of_one: d
     for turn in (1, -1):
         batches = list(micro_batches(POINTS, 1, (4, 4)))[::turn]
         bench = Bench(Squares(dropout=0.5))
-        losses.append(bench.stepper.run(1, iter(batches), passes=2, rate=0.1, flags=StepFlags()).result().loss)
+        losses.append(bench.stepper.run(1, iter(batches), passes=2, rate=0.1).result().loss)
     assert losses[0] == losses[1]
 
 
@@ -243,7 +243,7 @@ def masks_of(world_size: int) -> dict[tuple[int, int], tuple[bool, ...]]:
                 MicroBatch(step - 1, one, tuple(range(one.first, one.end)), POINTS.batch(one.first, one.end))
                 for one in portions
             ]
-            bench.stepper.run(step, iter(source), passes=len(source), rate=0.1, flags=StepFlags())
+            bench.stepper.run(step, iter(source), passes=len(source), rate=0.1)
             for one, mask in zip(portions, task.masks[-len(portions) :], strict=True):
                 assert found.setdefault((step, one.first), mask) == mask
     return found
@@ -263,13 +263,13 @@ def test_randomness_follows_the_seed_and_the_step(group_of_one: dist.HashStore, 
     for seed, step in ((1, 1), (other.get("seed", 1), other.get("step", 1))):
         bench = Bench(Squares(dropout=0.5), seed=seed)
         (batch,) = micro_batches(POINTS, 1, (8,))
-        losses.append(bench.stepper.run(step, iter((batch,)), passes=1, rate=0.1, flags=StepFlags()).result().loss)
+        losses.append(bench.stepper.run(step, iter((batch,)), passes=1, rate=0.1).result().loss)
     assert losses[0] != losses[1]
 
 
 def test_the_source_is_left_at_the_next_step(group_of_one: dist.HashStore) -> None:
     source = chain(micro_batches(POINTS, 1, (4, 4)), micro_batches(POINTS, 2, (4, 4)))
-    Bench().stepper.run(1, source, passes=2, rate=0.1, flags=StepFlags())
+    Bench().stepper.run(1, source, passes=2, rate=0.1)
     assert [micro_batch.step for micro_batch in source] == [1, 1]
 
 
@@ -279,6 +279,17 @@ SAVES = StepFlags(unsaved=True, sending=True, failed_saves=3, snapshot_interval=
 @pytest.mark.parametrize("flags", [StepFlags(), StepFlags(stop=True), StepFlags(save=True), SAVES], ids=repr)
 def test_flags_ride_along(group_of_one: dist.HashStore, flags: StepFlags) -> None:
     assert Bench().step(1, flags=flags).flags == flags
+
+
+def test_flags_are_those_of_the_moment_when_the_passes_are_launched(group_of_one: dist.HashStore) -> None:
+    """A snapshot that has become whole meanwhile makes room for the next one."""
+    batches = micro_batches(POINTS, 1, (4, 4))
+    left = iter(batches)
+
+    def flags() -> StepFlags:
+        return StepFlags(save=next(left, None) is None)
+
+    assert Bench().stepper.run(1, left, passes=2, rate=0.1, flags=flags).result().flags == StepFlags(save=True)
 
 
 def test_a_flag_of_any_rank_counts() -> None:

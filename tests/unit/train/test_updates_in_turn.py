@@ -66,7 +66,7 @@ class Bench:
     def step(self, step: int, sizes: Sequence[int] = (8,), idle: Sequence[int] = ()) -> StepResult:
         source = micro_batches(POINTS, step, sizes, idle=idle)
         flags = StepFlags(save=True, busy=(True,), torn=(False,))
-        result = self.stepper.run(step, source, passes=len(sizes) + len(idle), rate=RATE, flags=flags).result()
+        result = self.stepper.run(step, source, passes=len(sizes) + len(idle), rate=RATE, flags=lambda: flags).result()
         assert result.flags == flags
         assert all(parameter.grad is None for parameter in self.wrapped.bare.parameters())
         return result

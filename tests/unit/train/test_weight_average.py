@@ -8,7 +8,7 @@ from torch import nn
 from elastictrain.config.optim import OptimGroup
 from elastictrain.train.optimizer import make_optimizers
 from elastictrain.train.state import TrainState
-from elastictrain.train.step import StepFlags, Stepper
+from elastictrain.train.step import Stepper
 from elastictrain.train.weight_average import WeightAverage
 from tests.unit.train.parts import GLOBAL_BATCH, Points, context_of, micro_batches, wrapped_model
 from tests.unit.train.test_loop import config
@@ -29,7 +29,7 @@ def test_it_follows_the_weights_and_not_a_step_that_is_left_out(group_of_one: di
     for step, poison in ((1, "none"), (2, "gradient"), (3, "none")):
         task.poison = poison
         source = micro_batches(Points(), step, (GLOBAL_BATCH,))
-        result = stepper.run(step, source, passes=1, rate=0.05, flags=StepFlags()).result()
+        result = stepper.run(step, source, passes=1, rate=0.05).result()
         assert math.isfinite(result.grad_norm) == (poison == "none")
         for name, parameter in wrapped.bare.named_parameters():
             if poison == "none":

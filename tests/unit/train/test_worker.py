@@ -178,6 +178,7 @@ class World:
 
         self.plan: list[Callable[[FakeLoop], None]] = []
         self.detach_hook: Callable[[], None] = lambda: None
+        self.on_forget: Callable[[], None] = lambda: None
         self.stop = StopListener()
         self.received: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
         own = {CHANNEL: str(launcher.theirs.fileno())} if launcher is not None else {}
@@ -187,7 +188,8 @@ class World:
         for name in ("meet", "form_group", "start_saver", "detach"):
             monkeypatch.setattr(participant, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(module, "detached", self._detached)
-        monkeypatch.setattr(module, "forget_step", lambda bare: self.calls.append(f"forget {bare}"))
+        monkeypatch.setattr(module, "refuse_fsdp", lambda bare: self.calls.append(f"refuse {bare}"))
+        monkeypatch.setattr(module, "forget_step", self._forget_step)
         monkeypatch.setattr(participant, "leave", lambda group: self.calls.append("leave"))
         monkeypatch.setattr(participant, "await_all", lambda group: self.calls.append("await all"))
         monkeypatch.setattr(module, "forget", lambda: self.calls.append("forget preparation"))
@@ -248,6 +250,10 @@ class World:
         for loop in self.loops:
             loop.freed.set()
 
+    def _forget_step(self, bare: object) -> None:
+        self.on_forget()
+        self.calls.append(f"forget {bare}")
+
     def _detached(self, loop: FakeLoop) -> object:
         self.calls.append("keep what is built")
         return SimpleNamespace(wrapped=loop.stepper.wrapped, finished_step=6, parked=None)
@@ -307,6 +313,16 @@ class TestRecovery:
         left = [call for call in world.calls if call.partition(" ")[0] in ("abort", "forget", "close")]
         assert left == ["abort in MainThread", "forget model 1", "close link", "close generation"]
         assert world.calls[-2:] == ["in order 0", "leave"]
+
+    def test_the_launcher_need_not_wait_for_a_device(self, world: World, launcher: Launcher) -> None:
+        """It finishes what it was given, and the others meet meanwhile."""
+        heard: list[FromWorker] = []
+        world.on_forget = lambda: heard.extend(world.heard())
+        world.plan = [fails(TransportError("reset by peer")), trains]
+        launcher.say(Attach(environment(2)))
+        assert world.worker.run(standby="") == EXIT_OK
+        assert heard == [Introduced(), Attached(""), LEFT]
+        assert world.heard() == [Introduced(), Attached("")], "it is said once"
 
     def test_everything_of_the_next_generation_is_new(self, world: World, launcher: Launcher) -> None:
         world.stop.quiet = True

@@ -24,13 +24,14 @@ def test_less_and_less_memory() -> None:
     assert decide(20, replicate=False) == Buffers(2, False)
     assert decide(9.9, held_gb=30.1) == Buffers(3, True)
     assert decide(0, wanted=0, replicate=False) == Buffers(0, False)
+    assert [decide(free, wanted=3).per_rank for free in (30, 29.9, 19.9, 9.9)] == [3, 2, 1, 0]
 
 
 def test_replicas_that_are_there_are_of_use_to_replicas_alone() -> None:
     memory = HostMemory(100 * GB, 10 * GB, 1000 * GB, held_bytes=20 * GB, held_replica_bytes=20 * GB)
     kept = decide_buffers(memory, wanted=2, replicate=True, snapshot_bytes=10 * GB, replica_bytes=5 * GB)
     assert kept == Buffers(3, True)
-    assert decide_buffers(memory, wanted=3, replicate=False, snapshot_bytes=10 * GB, replica_bytes=0).per_rank == 1
+    assert decide_buffers(memory, wanted=3, replicate=False, snapshot_bytes=10 * GB, replica_bytes=0).per_rank == 2
 
 
 def test_the_folder_counts_as_well() -> None:
@@ -63,11 +64,13 @@ def test_all_hosts_do_what_the_least_can() -> None:
 
 
 def test_a_person_is_told_what_follows() -> None:
-    assert "checkpoints are synchronous" in describe(Buffers(0, False, "why"))
-    assert "one buffer per rank" in describe(Buffers(1, True, "why"))
-    assert describe(Buffers(2, False, "why")) == "why; no replicas on other hosts"
-    told = [describe(Buffers(*kept, "why")) for kept in ((0, False), (1, True), (1, False), (2, False))]
+    assert "checkpoints are synchronous" in describe(Buffers(0, False, "why"), replicate=True)
+    assert "one buffer per rank" in describe(Buffers(1, True, "why"), replicate=True)
+    assert "third step" in describe(Buffers(2, False, "why"), replicate=False)
+    assert describe(Buffers(3, False, "why"), replicate=True) == "why; no replicas on other hosts"
+    told = [describe(Buffers(*kept, "why"), replicate=True) for kept in ((0, False), (1, True), (1, False), (2, False))]
     assert ["replicas" in text for text in told] == [False, False, True, True]
+    assert "replicas" not in describe(Buffers(1, False, "why"), replicate=False)
     assert ["one buffer" in text for text in told] == [False, True, True, False]
 
 

@@ -151,7 +151,7 @@ def test_what_else_takes_time_is_no_cost_of_snapshots(every: int, stall_s: float
     )
     one.run(3000)
     # With an evaluation at every second step no snapshot can be measured.
-    assert one.intervals[-1] <= (FIRST + 1 if every == 2 else 5)
+    assert one.intervals[-1] <= (least_interval(2) + 1 if every == 2 else 5)
 
 
 def test_a_first_step_that_takes_minutes_does_no_harm() -> None:
@@ -205,7 +205,7 @@ def test_one_slot_to_overwrite_makes_the_fewest_repeated_steps(age: int) -> None
 def test_steps_without_duration_decide_nothing() -> None:
     one = Training(lambda step: 0.0, lambda step: 0.0)
     one.run(500)
-    assert set(one.intervals) == {FIRST}
+    assert set(one.intervals) == {least_interval(2)}
     assert decide_interval(7, costs_s=costs(1.0), usual_s=0.0)[0] == 7
 
 
