@@ -56,6 +56,27 @@ class _Worker:
     told: bool = False
 
 
+@dataclass(slots=True)
+class _StoreProcess:
+    """Opens a store at the port that it is asked for. Made ahead: a fork of all that is imported takes a tenth of a second."""
+
+    pid: int
+    connection: socket.socket
+
+    def open(self, port: int) -> str:
+        """Returns why no store answers at `port`; empty if one does."""
+        answer = b""
+        with self.connection, suppress(OSError):
+            self.connection.settimeout(STORE_LIMIT_S)
+            self.connection.sendall(str(port).encode())
+            answer = self.connection.recv(1 << 16)
+        return "" if answer == _ANSWERS else answer.decode() or "its process has ended, or had not answered in time"
+
+    def end(self) -> None:
+        self.connection.close()
+        os.kill(self.pid, signal.SIGKILL)
+
+
 class ForkServer:
     """Runs the workers of one generation after another, and their rendezvous store if this host is the first."""
 
@@ -67,6 +88,8 @@ class ForkServer:
         self._unfit = unfit
         self._workers: list[_Worker] = []
         self._store_pid = 0
+        self._spare: _StoreProcess | None = None  # for the next generation
+        self._ended: list[int] = []  # children that have been killed
 
     def serve(self) -> int:
         """Serve until the launcher closes the socket; returns the exit code. Running workers end with this process."""
@@ -74,10 +97,11 @@ class ForkServer:
         self._tell(READY)
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
-            if (
-                self._launcher.fileno()
-                in select.select([self._launcher.fileno(), *ended], [], [], _LOOK_EVERY_S if self._workers else None)[0]
-            ):
+            ready = select.select([self._launcher.fileno(), *ended], [], [], _LOOK_EVERY_S if self._workers else None)[0]
+            if not ready and self._store_pid and self._spare is None:
+                with suppress(OSError):
+                    self._spare = self._fork_store()
+            if self._launcher.fileno() in ready:
                 # The launcher sends with each order the workers' ends of their channels.
                 try:
                     data, descriptors, _, _ = socket.recv_fds(self._launcher, 1 << 16, _MOST_WORKERS)
@@ -103,6 +127,10 @@ class ForkServer:
             if self._store_pid and os.waitpid(self._store_pid, os.WNOHANG)[0]:
                 # The launcher ends the workers, which cannot resume without the store.
                 return self._complain(_reason(EXIT_BUG, "the store that the workers meet through has ended"))
+            self._ended = [pid for pid in self._ended if not os.waitpid(pid, os.WNOHANG)[0]]
+            if self._spare is not None and os.waitpid(self._spare.pid, os.WNOHANG)[0]:
+                self._spare.connection.close()
+                self._spare = None
 
     def _start(
         self,
@@ -119,7 +147,7 @@ class ForkServer:
         # Also where another host is the first one now: the end of a store that serves nobody must not end these workers.
         if self._store_pid and store_port is not None:
             os.kill(self._store_pid, signal.SIGKILL)
-            os.waitpid(self._store_pid, 0)
+            self._ended.append(self._store_pid)
             self._store_pid = 0
         started: list[_Worker] = []
         try:
@@ -155,21 +183,19 @@ class ForkServer:
 
     def _start_store(self, port: int) -> str:
         """Start the store of this generation; returns why it does not answer, empty if it does."""
-        reader, writer = os.pipe()
-        with open(reader, "rb") as answers:  # noqa: PTH123
-            try:
-                pid = self._fork(partial(_become_store, port, writer))
-            finally:
-                os.close(writer)
-            # A child of a process that had other threads may hang before it is a store.
-            if not select.select([answers], [], [], STORE_LIMIT_S)[0]:
-                os.kill(pid, signal.SIGKILL)
-            answer = answers.readline()
-        if answer == _ANSWERS:
-            self._store_pid = pid
-            return ""
-        os.waitpid(pid, 0)
-        return answer.decode() or "its process has ended, or was killed because it had not answered in time"
+        store, self._spare = self._spare or self._fork_store(), None
+        # A child of a process that had other threads may hang before it is a store.
+        if problem := store.open(port):
+            store.end()
+            self._ended.append(store.pid)
+        else:
+            self._store_pid = store.pid
+        return problem
+
+    def _fork_store(self) -> _StoreProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return _StoreProcess(self._fork(partial(_become_store, theirs, ours)), ours)
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a process that ends with this one, in its own session: workers are killed by process group."""
@@ -242,18 +268,21 @@ def _become_worker(
     os._exit(EXIT_OK)
 
 
-def _become_store(port: int, writer: int) -> NoReturn:
+def _become_store(connection: socket.socket, servers_end: socket.socket) -> NoReturn:
     """Serve a TCPStore that outlives the workers: survivors can read what a dead worker left in it."""
     import torch.distributed as dist
 
+    servers_end.close()
+    if not (port := connection.recv(1 << 10)):
+        os._exit(EXIT_OK)
     try:
         # Over the loopback: the address that other hosts use does not matter here.
-        store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(_LOOPBACK, int(port), is_master=True, wait_for_workers=False)
     except Exception as error:  # noqa: BLE001  # reported to the launcher
-        os.write(writer, summary(error).encode())
+        connection.sendall(summary(error).encode())
         os._exit(_EXIT_FAILED)
-    os.write(writer, _ANSWERS)
-    os.close(writer)
+    connection.sendall(_ANSWERS)
+    connection.close()
     while store:
         signal.pause()
     os._exit(EXIT_OK)

@@ -1,6 +1,7 @@
 """What ties a loop to its run: after each step, whoever has computed it, snapshots and saves, agreed stops and the records of a
 recovery. The trainer's loop and loops of users (`elastictrain.attach`) have one each."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -95,6 +96,7 @@ class Attachment:
     def first_step_done(self) -> None:
         """Compilation and other one-time work of this process is over."""
         context = self.context
+        gc.enable()
         context.tracker.first_step_done()
         if context.identity.local_rank == 0:
             tell_launcher(context.identity, Begun(self.first_step - 1))

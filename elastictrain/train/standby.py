@@ -10,6 +10,7 @@ from itertools import islice
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
@@ -98,6 +99,8 @@ def _build(context: TrainContext) -> BuiltState:
     identity = context.identity
     context.generation = AgreedGeneration("", (Introduction(identity.host, identity.local_world_size, context.backend, ""),))
     context.group = lone_group(identity, backend=context.backend, on_gpu=context.on_gpu)
+    if context.backend == "nccl":
+        _warm_nccl(context)
     use_host_folder(context.config, task=context.task, device=context.group.device)
     wrapped, state = build_state(context)
     _run_step(context, Stepper(context, wrapped, state.optimizer))
@@ -105,6 +108,12 @@ def _build(context: TrainContext) -> BuiltState:
     forget_step(wrapped.bare)
     wrapped.float8.forget()
     return BuiltState(wrapped, state)
+
+
+def _warm_nccl(context: TrainContext) -> None:
+    """Have NCCL load its kernels and look at the host, once per process, with a group of this rank alone."""
+    group = dist.new_group([context.identity.rank], backend="nccl", use_local_synchronization=True)
+    dist.all_reduce(torch.zeros(1, device=context.group.device), group=group)
 
 
 def _run_step(context: TrainContext, stepper: Stepper) -> None:

@@ -132,6 +132,9 @@ class Worker:
         context = self.checked = (
             self.checked.for_next(part.identity) if self.checked is not None else self._check_alone(tried=True)
         )
+        if built is not None:
+            # Each collection takes as long as a part of the start. `Attachment.first_step_done` ends that.
+            gc.disable()
         if built is None or built.parked is not None:
             claim_memory(context, parked=built.parked if built is not None else None)
         link = part.join(context, finished_step=built.finished_step if built is not None else 0)
