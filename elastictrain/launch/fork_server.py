@@ -97,8 +97,10 @@ class ForkServer:
         self._tell(READY)
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
-            ready = select.select([self._launcher.fileno(), *ended], [], [], _LOOK_EVERY_S if self._workers else None)[0]
-            if not ready and self._store_pid and self._spare is None:
+            lacks_store = self._store_pid and self._spare is None
+            limit_s = _LOOK_EVERY_S if self._workers or lacks_store else None
+            ready = select.select([self._launcher.fileno(), *ended], [], [], limit_s)[0]
+            if not ready and lacks_store:
                 with suppress(OSError):
                     self._spare = self._fork_store()
             if self._launcher.fileno() in ready:
@@ -183,14 +185,18 @@ class ForkServer:
 
     def _start_store(self, port: int) -> str:
         """Start the store of this generation; returns why it does not answer, empty if it does."""
-        store, self._spare = self._spare or self._fork_store(), None
-        # A child of a process that had other threads may hang before it is a store.
-        if problem := store.open(port):
+        while True:
+            store, is_spare = self._spare or self._fork_store(), self._spare is not None
+            self._spare = None
+            # A child of a process that had other threads may hang before it is a store.
+            if not (problem := store.open(port)):
+                self._store_pid = store.pid
+                return ""
             store.end()
             self._ended.append(store.pid)
-        else:
-            self._store_pid = store.pid
-        return problem
+            # A spare one may have been killed meanwhile.
+            if not is_spare:
+                return problem
 
     def _fork_store(self) -> _StoreProcess:
         ours, theirs = socket.socketpair()

@@ -40,6 +40,7 @@ def test_a_kill_repeats_at_most_the_interval_and_one_step(tmp_path: Path) -> Non
         gaps = [after - step for step, after in pairwise(taken)]
         # The interval may have grown with the last snapshot.
         assert killed - row["step"] <= 2 * max(gaps[-3:]) + 1, (taken, killed, row["step"])
-        assert min(gaps) >= least_interval(2)
+        assert min(gaps) >= least_interval(3)
     first = min(one["step"] for one in events(run_dir, "snapshot"))
-    assert first == FIRST
+    # Slots are made once the first step is done, and flags tell of them a step later.
+    assert FIRST <= first <= FIRST + 2
