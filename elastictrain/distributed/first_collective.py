@@ -21,6 +21,8 @@ class FirstCollective:
 
     def __init__(self, group: Group, identity: Identity) -> None:
         self._device, self._rank, self._world_size = group.device, identity.rank, identity.world_size
+        # Its thread may be late, and would find the default group of the next generation.
+        self._default = dist.group.WORLD
         self._began, self._seconds = time.monotonic(), 0.0
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="first-collective", daemon=True)
@@ -51,6 +53,6 @@ class FirstCollective:
 
     def _sum(self) -> None:
         ranks = torch.full((2,), self._rank + 1, dtype=torch.int64, device=self._device)
-        dist.all_reduce(ranks)
+        dist.all_reduce(ranks, group=self._default)
         if (found := ranks.tolist()) != [self._world_size * (self._world_size + 1) // 2] * 2:
             raise PreflightError(f"the first collective of the new group returned {found}, which is wrong")

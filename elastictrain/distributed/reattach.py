@@ -6,6 +6,7 @@ raises out of its step, calls `forget_step`, makes a new default group, and call
 `Wrapping.wrap` and `finish`: these communicate as `reattach` does.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ from elastictrain.distributed.wrapping import Wrapped, Wrapping, attach_ddp
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.torch_private_groups import clear_fsdp, forget_groups, keep_mesh, move_fsdp, take_groups
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 0.01
 
 _detaching = threading.Lock()  # torch's registry of groups is not made for two threads
@@ -35,18 +38,22 @@ class _Abort(threading.Thread):
         super().__init__(name="abort-group", daemon=True)
         self._group: dist.ProcessGroup | None = group
         self.is_awaited = is_awaited  # whether the groups are left only once it has ended
-        self.error: Exception | None = None  # raised by `detach`
+        self.error: Exception | None = None  # of one that was awaited from the beginning
 
     def run(self) -> None:
+        is_awaited = self.is_awaited
         try:
             assert self._group is not None  # noqa: S101
             self._group.abort()
         except Exception as error:  # noqa: BLE001
-            self.error = error
+            if is_awaited:
+                self.error = error
+            else:
+                logger.warning("a communicator of an earlier generation could not be taken down: %s", error)
         self._group = None
 
 
-_aborts: list[_Abort] = []  # begun, and not known to have ended
+_aborts: list[_Abort] = []  # those of the groups that were found last, and older ones that have not ended
 
 
 def detach(limit_s: float) -> None:
@@ -63,28 +70,25 @@ def _detach(limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     cut_gloo_connections()
     if groups := take_groups():
-        # NCCL's abort frees the device at once, and then waits up to a second for threads of its own, beside the next
-        # generation. That one cannot be left before.
+        _aborts[:] = [one for one in _aborts if one.is_alive()]
         for abort in _aborts:
             abort.is_awaited = True
+        # NCCL's abort frees the device at once, and then waits up to a second for threads of its own, beside the next
+        # generation. That one cannot be left before.
         for group, backend in groups:
             _aborts.append(_Abort(group, is_awaited=backend != "nccl"))
             _aborts[-1].start()
     # A connection may be made, or be hidden by one that is closed, while this looks: until there is none twice in a row.
-    while (awaited := _take_ended()) or cut_gloo_connections() or cut_gloo_connections():
+    while (awaited := [one for one in _aborts if one.is_awaited and one.is_alive()]) or (
+        cut_gloo_connections() or cut_gloo_connections()
+    ):
         for abort in awaited[:1]:
             abort.join(_POLL_S)
         if time.monotonic() >= deadline:
             raise TimeoutError(f"the process groups were not aborted in {limit_s:g} s")
-
-
-def _take_ended() -> list[_Abort]:
-    """Drop the aborts that have ended; returns those that are awaited still. Raises: the error of one that failed."""
-    ended = [one for one in _aborts if not one.is_alive()]
-    _aborts[:] = [one for one in _aborts if one not in ended]
-    for error in filter(None, [one.error for one in ended]):
+    # Each caller learns of it: the main thread is not the first one.
+    for error in filter(None, [one.error for one in _aborts]):
         raise error
-    return [one for one in _aborts if one.is_awaited]
 
 
 def forget_step(model: nn.Module) -> None:

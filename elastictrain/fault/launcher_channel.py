@@ -76,8 +76,8 @@ class LeaveOutSlow(msgspec.Struct, tag="straggler", frozen=True):
     slow: SlowRank | None
 
 
-class Leaving(msgspec.Struct, tag="leaving", frozen=True):
-    """From a worker: it has heard that its generation has ended."""
+class DetachReceived(msgspec.Struct, tag="detach_received", frozen=True):
+    """From a worker: it has been told to detach, and its threads run."""
 
 
 class Detached(msgspec.Struct, tag="detached", frozen=True):
@@ -88,7 +88,7 @@ class Detached(msgspec.Struct, tag="detached", frozen=True):
 
 
 ToWorker = Attach | Detach | AskToStop
-FromWorker = Introduced | Monitored | Attached | Begun | LeaveOutSlow | Reason | Leaving | Detached
+FromWorker = Introduced | Monitored | Attached | Begun | LeaveOutSlow | Reason | DetachReceived | Detached
 
 
 def tell_launcher(identity: Identity, message: FromWorker) -> None:
@@ -170,7 +170,7 @@ class LauncherChannel:
             self._offers.put(message)
         elif isinstance(message, Detach):
             with suppress(OSError):
-                self._connection.send(encode_line(Leaving()))
+                self._connection.send(encode_line(DetachReceived()))
             self.end_generation(message.reason)
         else:
             self.on_stop(message)

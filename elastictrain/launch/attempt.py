@@ -21,7 +21,7 @@ _REUSED_S = 10.0  # after its start, workers that have everything built must hav
 _IN_PLACE_S = 10.0  # limit for making the groups of a recovery in place on one host
 _MARGIN_S = 10.0  # a worker has limits of its own, and reports more when it ends itself
 _DETACHED_S = 2.5  # after it was told to detach, a worker that still takes part is killed: it hangs, or has not begun to listen
-_HEARD_S = 0.5  # after it was told to detach, a worker that has not heard of it is killed where another one is ready
+_ACKNOWLEDGE_S = 0.5  # a worker that does not answer for so long when it is to detach is killed, where another one is ready
 # Exit codes that name a cause, the clearest first. After them come a worker's death and a transport failure, often its effect.
 _EXPLAINS_MOST = (errors.EXIT_CONFIG, errors.EXIT_USAGE, errors.EXIT_UNFIT, errors.EXIT_BUG, errors.EXIT_STORAGE)
 
@@ -44,7 +44,7 @@ class Attempt:
     host_stays: bool = False  # whether this host takes part in a later generation, as its workers were told
     asked_s: float = inf
     detach_s: float = inf  # when to have the workers detach
-    heard_by_s: float = inf  # by when they must have heard of it
+    acknowledge_by_s: float = inf  # by when they must have said that they were told
     ask_s: float = inf  # when to ask the workers to stop; repeated, as they forget what they hear before they begin their part
     kill_s: float = inf
     codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of its workers that failed first, by local rank
@@ -86,8 +86,11 @@ class Attempt:
         """The group is broken, and its workers have nothing to save: have them detach at once."""
         if not self.broken_off:
             self.broken_off, self.broken_at, self.detach_s = True, event_time(), now_s
-            self.heard_by_s = now_s + _HEARD_S
-            self.kill_s = min(self.kill_s, now_s + _DETACHED_S)
+
+    def detaching(self, *, now_s: float) -> None:
+        """The workers are told to detach now, which may be late: they have as much time as ever."""
+        self.detach_s, self.acknowledge_by_s = inf, now_s + _ACKNOWLEDGE_S
+        self.kill_s = min(self.kill_s, now_s + _DETACHED_S)
 
     def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, request: StopRequest | None) -> bool:
         """End the generation here; returns whether this is the first request. `stop_limit_s` limits an orderly end; `request`:

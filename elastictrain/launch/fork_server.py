@@ -89,6 +89,7 @@ class ForkServer:
         self._workers: list[_Worker] = []
         self._store_pid = 0
         self._spare: _StoreProcess | None = None  # for the next generation
+        self._wants_spare = False
         self._ended: list[int] = []  # children that have been killed
 
     def serve(self) -> int:
@@ -97,10 +98,11 @@ class ForkServer:
         self._tell(READY)
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
-            lacks_store = self._store_pid and self._spare is None
+            lacks_store = self._store_pid and self._wants_spare
             limit_s = _LOOK_EVERY_S if self._workers or lacks_store else None
             ready = select.select([self._launcher.fileno(), *ended], [], [], limit_s)[0]
             if not ready and lacks_store:
+                self._wants_spare = False
                 with suppress(OSError):
                     self._spare = self._fork_store()
             if self._launcher.fileno() in ready:
@@ -169,6 +171,7 @@ class ForkServer:
                 else:
                     others = [one for one in channels if one != channel]
                     others += [one.descriptor for one in (*self._workers, *started) if one.descriptor >= 0]
+                    others += [self._spare.connection.fileno()] if self._spare is not None else []
                     pid = self._fork(partial(_become_worker, self._arguments, environment, self._composed, others))
                 started.append(_Worker(order, index, pid, identify(pid), _descriptor_of(pid)))
         except OSError as error:
@@ -190,7 +193,7 @@ class ForkServer:
             self._spare = None
             # A child of a process that had other threads may hang before it is a store.
             if not (problem := store.open(port)):
-                self._store_pid = store.pid
+                self._store_pid, self._wants_spare = store.pid, True
                 return ""
             store.end()
             self._ended.append(store.pid)

@@ -239,11 +239,11 @@ class Supervisor:
     def _tell_workers(self, attempt: Attempt, *, now_s: float) -> None:
         """What is due by now."""
         if now_s >= attempt.detach_s:
-            attempt.detach_s = float("inf")
+            attempt.detaching(now_s=now_s)
             self.workers.detach(attempt.reason)
-        if now_s >= attempt.heard_by_s:
-            attempt.heard_by_s = float("inf")
-            self.workers.kill_deaf()
+        if now_s >= attempt.acknowledge_by_s:
+            attempt.acknowledge_by_s = float("inf")
+            self.workers.kill_unresponsive()
         if now_s >= attempt.ask_s:
             attempt.ask_s = now_s + _ASK_EVERY_S
             self.workers.ask_to_stop(attempt.stop_message(now_s=now_s))

@@ -137,15 +137,17 @@ class WorkerGroup:
                 if not one.over:
                     one.send(Detach(reason))
 
-    def kill_deaf(self) -> None:
-        """Kill workers that did not answer to `detach`, where a standby is built for their rank: while a device takes no more
-        work, its worker may hold the interpreter's lock, and can leave no group."""
+    def kill_unresponsive(self) -> None:
+        """Kill workers that have not acknowledged `detach`, where a standby is built for their rank: while a device takes no
+        more work, its worker may hold the interpreter's lock, and can leave no group."""
+        self._receive()
         standbys = [one for one in self._workers if one.standby and one.bound == BUILT_FOR and one.waiting is not None]
-        run = self.run.workers if self.run is not None else ()
-        deaf = [one for one in run if not (one.over or one.leaving) and any(each.fits(one.environment) for each in standbys)]
-        for one in deaf:
+        silent = [one for one in self.run.workers if not (one.over or one.detaching)] if self.run is not None else []
+        silent = [one for one in silent if any(each.fits(one.environment) for each in standbys)]
+        for one in silent:
             one.killed = True
-        self._kill_family([one.process for one in deaf if one.process is not None], released=False)
+        if silent:
+            self._kill_family([one.process for one in silent if one.process is not None], released=False)
 
     def ask_to_stop(self, message: AskToStop) -> None:
         for one in self.run.workers if self.run is not None else ():

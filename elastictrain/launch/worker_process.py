@@ -17,10 +17,10 @@ from elastictrain.fault.launcher_channel import (
     Attached,
     Begun,
     Detached,
+    DetachReceived,
     FromWorker,
     Introduced,
     LeaveOutSlow,
-    Leaving,
     Monitored,
     ToWorker,
     encode_line,
@@ -58,7 +58,7 @@ class WorkerProcess:
     attached: bool = False  # whether its groups are made
     monitor: RankMonitor | None = None  # of this host, if this process has asked for it
     begun: int | None = None  # the step whose state was restored, once this process has reported its first step
-    leaving: bool = False  # whether it has heard that the generation has ended
+    detaching: bool = False  # whether it has acknowledged that it is to detach
     slow: SlowRank | None = None  # for which it asks to leave this host out
     reason: Reason | None = None  # that it has left
     _lines: JsonLines[FromWorker] = field(default_factory=lambda: JsonLines(FromWorker, lenient=True))  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ class WorkerProcess:
     def choose(self, environment: Mapping[str, str]) -> None:
         """It takes part in the next generation with this rank, from `attach` on."""
         self.environment, self.standby = environment, False
-        self.waiting, self.introduced, self.attached, self.leaving = None, False, False, False
+        self.waiting, self.introduced, self.attached, self.detaching = None, False, False, False
         self.monitor = self.begun = self.slow = self.reason = None
 
     def attach(self) -> None:
@@ -114,8 +114,8 @@ class WorkerProcess:
                                 self.monitor = _start_monitor(folder, facts)
                         case Attached(transport):
                             self.attached, self.transport = True, transport
-                        case Leaving():
-                            self.leaving = True
+                        case DetachReceived():
+                            self.detaching = True
                         case Detached(exit_code, built):
                             self.waiting, self.built = exit_code, built
 

@@ -1,7 +1,6 @@
 """What ties a loop to its run: after each step, whoever has computed it, snapshots and saves, agreed stops and the records of a
 recovery. The trainer's loop and loops of users (`elastictrain.attach`) have one each."""
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -46,7 +45,7 @@ class Attachment:
             self._tuner = SaveTuner(self.context.job.memory.failures, max_lost_s=options.max_lost_s)
 
     def flags(self, step: int) -> StepFlags:
-        """This rank's requests and the status of its saves when it begins a step."""
+        """This rank's requests and the status of its saves in a step whose passes are launched."""
         since_save_s = self.clock() - self._last_save_s
         due = 0 < 60 * self.context.config.checkpoint.every_minutes <= since_save_s
         if self._tuner is not None:
@@ -59,7 +58,7 @@ class Attachment:
         )
 
     def finish(self, step: int, flags: StepFlags) -> StepFlags:
-        """The figures of a step are known, and the flags that all ranks had when it began. Returns those that still count."""
+        """The figures of a step are known, and the flags that all ranks had in it. Returns those that still count."""
         self.finished_step = step
         # Before the saver counts the step as whole.
         self.comparison.check(step)
@@ -96,7 +95,6 @@ class Attachment:
     def first_step_done(self) -> None:
         """Compilation and other one-time work of this process is over."""
         context = self.context
-        gc.enable()
         context.tracker.first_step_done()
         if context.identity.local_rank == 0:
             tell_launcher(context.identity, Begun(self.first_step - 1))

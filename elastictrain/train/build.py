@@ -118,7 +118,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     if compile_cache is not None:
         compile_cache.wait()
     context.times.end_part("compile_cache")
-    with context.timed("preflight_group", Phase.PREFLIGHT):
+    with context.timed("preflight_group", Phase.RESTORE):
         context.await_group()
     return Loop(
         context=context,

@@ -1,6 +1,7 @@
 """A process's part in the generations of a run, whoever has written the loop that trains in it: it meets the other ranks,
 leaves when the generation ends, and waits for a rank in the next one."""
 
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,8 @@ from elastictrain.train.context import TrainContext
 from elastictrain.train.exit_report import ExitReport, Reported
 from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.snapshot_memory import start_saver
+
+logger = logging.getLogger(__name__)
 
 _AGAIN_S = 0.02
 _FREE_S = 5.0  # by then a main thread whose groups were aborted must have left the generation, or this process ends
@@ -59,7 +62,7 @@ class Participant:
     report: ExitReport = field(init=False)  # of the present generation
     link: SaverLink | None = field(default=None, init=False)  # likewise
     _left: threading.Event = field(default_factory=threading.Event, init=False)  # whether the main thread has raised
-    _announced: bool = field(default=False, init=False)  # whether the launcher knows that this process waits for a rank
+    _limit: threading.Timer | None = field(default=None, init=False)  # of what is left since `announce`
     _ending_s: float | None = field(default=None, init=False)  # since when the watchdog has it leave the generation
 
     def __post_init__(self) -> None:
@@ -156,23 +159,20 @@ class Participant:
             return False
         return self.told_to_leave or self.report.classify(error).exit_code == EXIT_TRANSPORT
 
-    def leave(self, error: Exception, context: TrainContext, *, free: Callable[[], None], built: bool | None = None) -> int:
+    def leave(self, error: Exception, context: TrainContext, *, free: Callable[[], None]) -> int:
         """Leave a generation that has failed; returns the exit code with which this process would have ended. `free` is called
-        once the groups are aborted: it clears what the step has left. `built`: whether this process then has its part of the
-        model; with it the launcher hears that this process waits for a rank before `free` is over. Raises: TransportError if a
+        once the groups are aborted: it clears what the step has left, and may `announce` before. Raises: TransportError if a
         part of the generation cannot be ended."""
         self._left.set()
         failure = self.report.detached(error)
         self.tracker.set_phase(Phase.DETACH, step=self.tracker.mark.step)
         if self.channel is not None:
             self.channel.on_detach(None)
-
-        def announce_and_free() -> None:
-            if built is not None:
-                self._announce(failure.exit_code, built=built)
-            free()
-
-        self._free(announce_and_free)
+        try:
+            self._free(free)
+        finally:
+            if self._limit is not None:
+                self._limit.cancel()
         if self.link is not None:
             self.link.close()
         self.report.close_generation(context, failure)
@@ -182,18 +182,22 @@ class Participant:
         """Wait for a rank in the next generation, and adopt it; False if the launcher has ended."""
         assert self.channel is not None  # noqa: S101
         self.tracker.set_phase(Phase.STANDBY)
-        if not self._announced:
-            self._announce(exit_code, built=built)
-        self._announced = False
+        if self._limit is None:
+            tell_launcher(self.identity, Detached(exit_code, built))
+        self._limit = None
         environment = self.channel.wait()
         if environment is None:
             return False
         self._adopt(environment)
         return True
 
-    def _announce(self, exit_code: int, *, built: bool) -> None:
-        self._announced = True
-        tell_launcher(self.identity, Detached(exit_code, built))
+    def announce(self, *, built: bool) -> None:
+        """While this process leaves a generation: tell the launcher now that it waits for a rank. What is left to do then may
+        take `_DETACH_S`, or this process ends."""
+        self._limit = threading.Timer(_DETACH_S, self._give_up)
+        self._limit.daemon = True
+        self._limit.start()
+        tell_launcher(self.identity, Detached(EXIT_TRANSPORT, built))
 
     def _adopt(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
@@ -216,11 +220,15 @@ class Participant:
 
     def _abort(self) -> None:
         """Free the main thread from what it waits for in this generation; called by another thread."""
-        self.interrupt()
+        try:
+            self.interrupt()
+        except Exception:
+            # The main thread may still leave without it.
+            logger.exception("the step could not be interrupted")
         until_s = time.monotonic() + _DETACH_S
         # Groups that the main thread is making at this moment can be aborted a moment later.
         while not self._left.is_set() and time.monotonic() < until_s:
-            with suppress(TimeoutError):
+            with suppress(Exception):  # the main thread gets it, too
                 detach(_DETACH_S)
             self._left.wait(_AGAIN_S)
 

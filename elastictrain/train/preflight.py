@@ -198,9 +198,10 @@ class RunPreflight:
                 level, reason, counts = self.chosen.level.value, self.chosen.reason, {"pass": 1}
                 self._record(Preflight(stage="group", level=level, reason=reason, counts=counts, findings=(), seconds=seconds))
 
-        context.await_group = finish
-        if not self.connects_later:
-            context.await_group()
+        if self.connects_later:
+            context.await_group = finish
+        else:
+            finish()
 
     def _choose(self) -> Chosen:
         """The level that rank 0 chooses for all ranks."""

@@ -2,6 +2,8 @@
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -64,6 +66,18 @@ def run_worker(config: RunConfig, identity: Identity, *, parent: int, standby: s
     return code
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No collection of garbage in the block: of all that is imported and built, it takes as long as a part of a recovery."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 @dataclass(slots=True)
 class Worker:
     """This process trains a task in the generations that `part` joins. The main thread calls `run`."""
@@ -76,6 +90,11 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.part.interrupt = self._interrupt
+
+    @property
+    def has_built(self) -> bool:
+        """Whether this process has its part of the model."""
+        return self.built is not None and self.built.parked is None
 
     def run(self, *, standby: str) -> int:
         """Take part in one generation after the other; returns the exit code. Raises: what ends this process."""
@@ -132,13 +151,11 @@ class Worker:
         context = self.checked = (
             self.checked.for_next(part.identity) if self.checked is not None else self._check_alone(tried=True)
         )
-        if built is not None:
-            # Each collection takes as long as a part of the start. `Attachment.first_step_done` ends that.
-            gc.disable()
-        if built is None or built.parked is not None:
-            claim_memory(context, parked=built.parked if built is not None else None)
-        link = part.join(context, finished_step=built.finished_step if built is not None else 0)
-        loop = self.loop = report.loop = build(context, link, built)
+        with nullcontext() if built is None else _without_collection():
+            if built is None or built.parked is not None:
+                claim_memory(context, parked=built.parked if built is not None else None)
+            link = part.join(context, finished_step=built.finished_step if built is not None else 0)
+            loop = self.loop = report.loop = build(context, link, built)
         code, reason = EXIT_OK, "done"
         try:
             loop.run()
@@ -164,8 +181,7 @@ class Worker:
 
     def _leave(self, error: Exception, context: TrainContext) -> int:
         """Leave the generation; returns the exit code with which this process would have ended. Raises: TransportError."""
-        has_built = self.loop is not None or (self.built is not None and self.built.parked is None)
-        exit_code = self.part.leave(error, context, free=self._free, built=has_built)
+        exit_code = self.part.leave(error, context, free=self._free)
         if self.built is None:
             # What was half built is held by cycles of references, and would be built a second time beside it.
             gc.collect()
@@ -174,6 +190,8 @@ class Worker:
     def _free(self) -> None:
         if self.loop is not None:
             self.built = detached(self.loop)
+        # The device may have much to do: the others meet meanwhile.
+        self.part.announce(built=self.has_built)
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -183,7 +201,7 @@ class Worker:
     def _wait(self, exit_code: int) -> bool:
         """Wait for a rank in the next generation; False if the launcher has ended."""
         part, before = self.part, self.part.identity
-        if not part.wait(exit_code, built=self.built is not None and self.built.parked is None):
+        if not part.wait(exit_code, built=self.has_built):
             return False
         set_up_logging(part.prefix)
         now = part.identity

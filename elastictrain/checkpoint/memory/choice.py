@@ -15,7 +15,7 @@ class SlotBook:
         self._torn = [False] * len(steps)
 
     def update(self, step: int, *, busy: Sequence[bool], torn: Sequence[bool]) -> None:
-        """The flags at the beginning of `step`: which slots are busy or torn on some rank."""
+        """The flags in `step`: which slots are busy or torn on some rank."""
         self._known_step = step
         self._busy, self._torn = list(busy), list(torn)
 
@@ -68,7 +68,7 @@ class Rounds:
         return (self.safe, self.under_way)
 
     def update(self, step: int, *, sending: bool, failed: bool) -> None:
-        """The flags at the beginning of `step`: some host still sends, or has failed to."""
+        """The flags in `step`: some host still sends, or has failed to."""
         if self.under_way is None or step <= self.asked_at or sending:
             return
         if not failed:

@@ -24,7 +24,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def make_huge_file(folder: str, size_bytes: int) -> int | None:
     """A file without a name, of which as much as possible is allocated in huge pages; the caller allocates the rest, and may
-    `os.link` it. None where the kernel gives none. Raises: OSError where memory is short."""
+    `os.link` it. None where the kernel refuses some of the first ones. Raises: OSError where memory is short."""
     wanted = size_bytes // PAGE_BYTES * PAGE_BYTES
     if not wanted:
         return None

@@ -117,6 +117,7 @@ class Slot:
                 os.unlink(path)  # noqa: PTH108
             # While it is empty, it is being allocated.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            made = os.fstat(descriptor)
             try:
                 if (huge := make_huge_file(os.path.dirname(path), total_bytes)) is not None:  # noqa: PTH120
                     os.close(descriptor)
@@ -124,13 +125,16 @@ class Slot:
                 # Allocate all of it now: if memory ran out during a copy, SIGBUS would end the process.
                 os.posix_fallocate(descriptor, 0, total_bytes)
                 if huge is not None:
+                    if os.stat(path).st_ino != made.st_ino:  # noqa: PTH116
+                        raise OSError(errno.EEXIST, "another process has made it meanwhile")
                     os.unlink(path)  # noqa: PTH108
                     # With a folder's descriptor, which an absolute path does not use, Python follows the link.
                     os.link(f"/proc/self/fd/{huge}", path, src_dir_fd=huge, follow_symlinks=True)
             except BaseException:
                 os.close(descriptor)
                 with suppress(OSError):
-                    os.unlink(path)  # noqa: PTH108
+                    if os.stat(path).st_ino == made.st_ino:  # noqa: PTH116
+                        os.unlink(path)  # noqa: PTH108
                 raise
             return cls(path, descriptor=descriptor, writable=True)
         except OSError as error:

@@ -1,6 +1,5 @@
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Literal
 
 import pytest
@@ -171,9 +170,9 @@ def test_an_abort_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     group = PlayedGroup(fails=True)
     group.release.set()
     play_groups(monkeypatch, group)
-    with pytest.raises(RuntimeError):
-        detach(5.0)
-    detach(5.0)
+    for _ in range(2):  # the channel's thread, and the main thread: this process cannot go on
+        with pytest.raises(RuntimeError):
+            detach(5.0)
 
 
 def test_all_aborts_begin_before_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,5 +199,4 @@ def test_nccl_ends_its_abort_beside_the_next_generation(fails: bool, monkeypatch
         with pytest.raises(TimeoutError):
             detach(0.05)
     group.release.set()
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        detach(5.0)
+    detach(5.0)

@@ -18,11 +18,11 @@ from elastictrain.fault.launcher_channel import (
     Begun,
     Detach,
     Detached,
+    DetachReceived,
     FromWorker,
     Introduced,
     LauncherChannel,
     LeaveOutSlow,
-    Leaving,
     encode_line,
     has_been_called,
     open_channel,
@@ -137,13 +137,13 @@ class TestActing:
         wait_for(lambda: acts)
         assert acts == ["launcher-channel"], "the main thread is blocked in a collective"
 
-    def test_the_launcher_hears_at_once_that_it_was_heard(self, launcher: Launcher) -> None:
+    def test_it_is_acknowledged_before_the_act(self, launcher: Launcher) -> None:
         """It kills those that cannot hear; leaving may take longer than it waits for that."""
         go_on = threading.Event()
         launcher.channel.on_detach(lambda: go_on.wait(20.0))
         launcher.say(Detach("over"))
         launcher.connection.settimeout(10.0)
-        assert launcher.connection.recv(1 << 16) == encode_line(Leaving())
+        assert launcher.connection.recv(1 << 16) == encode_line(DetachReceived())
         go_on.set()
 
     def test_the_reason_is_there_before_the_act(self, launcher: Launcher) -> None:

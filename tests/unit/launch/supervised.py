@@ -183,8 +183,8 @@ class FakeWorkers:
         assert reason
         self.diary.note("detach")
 
-    def kill_deaf(self) -> None:
-        self.diary.note("kill-deaf")
+    def kill_unresponsive(self) -> None:
+        self.diary.note("kill-unresponsive")
 
     def release(self) -> None:
         assert not self.running

@@ -1,6 +1,7 @@
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import combinations
 from math import inf
@@ -203,7 +204,11 @@ def attempt(*, hosts: int = 1) -> Attempt:
 
 
 def times(one: Attempt) -> tuple[float, float, float]:
-    return one.detach_s, one.ask_s, one.kill_s
+    """When the workers are told to detach, are asked, and are killed, if they are told in time."""
+    detach_s, told = one.detach_s, copy(one)
+    if detach_s < inf:
+        told.detaching(now_s=detach_s)
+    return detach_s, one.ask_s, told.kill_s
 
 
 class TestLosingWorkers:
@@ -245,8 +250,7 @@ class TestLosingWorkers:
     def test_an_error_after_the_group_was_broken_brings_no_workers_back(self) -> None:
         one = attempt()
         one.break_off(now_s=100.0)
-        # The supervisor has carried it out.
-        one.detach_s = inf
+        one.detaching(now_s=100.0)
         one.lose_worker({0: -9}, now_s=101.0)
         one.break_off(now_s=102.0)
         assert (one.detach_s, one.kill_s) == (inf, 100.0 + DETACHED_S), "they are told once"
@@ -269,7 +273,13 @@ class TestFinishing:
         assert self.finish(one, at_once=True)
         assert times(one) == (100.0, inf, 100.0 + DETACHED_S)
         assert not self.finish(one, at_once=True, now_s=105.0)
-        assert one.kill_s == 100.0 + DETACHED_S
+        assert times(one) == (100.0, inf, 100.0 + DETACHED_S)
+
+    def test_who_is_told_late_has_as_much_time(self) -> None:
+        one = attempt()
+        self.finish(one, at_once=True)
+        one.detaching(now_s=107.0)
+        assert (one.detach_s, one.acknowledge_by_s, one.kill_s) == (inf, 107.5, 107.0 + DETACHED_S)
 
     def test_in_order_they_are_asked_and_keep_their_group(self) -> None:
         one = attempt()

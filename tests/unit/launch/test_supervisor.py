@@ -14,6 +14,7 @@ from elastictrain.fault.reasons import Reason, SlowRank
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.records import GenerationEnded, LauncherEnded, WorkersNotForked
+from elastictrain.launch.workers_of_generation import WorkersEnd
 from tests.unit.launch.membership.made import end, generation, observed, record
 from tests.unit.launch.supervised import FakeSaverProcess, SupervisedHost
 
@@ -619,10 +620,25 @@ def test_workers_that_have_lost_one_are_detached_at_once(codes: dict[int, int], 
     host.workers.codes = codes
     assert host.go(10.0) is None
     assert host.diary.when("detach") == near(lost_s)
-    assert host.diary.when("kill-deaf") == near(lost_s + 0.5)
+    assert host.diary.when("kill-unresponsive") == near(lost_s + 0.5)
     assert host.diary.when("kill") == near(lost_s + DETACHED_S)
     # A SIGTERM would have them save what they cannot save.
     assert host.diary.when("ask") == []
+
+
+def test_a_launcher_that_was_held_up_gives_them_the_whole_time_to_answer(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    host.workers.codes = {1: -9}
+    real, stalls = host.workers.poll, [3.0]
+
+    def poll() -> WorkersEnd | None:
+        host.diary.now_s += stalls.pop() if stalls else 0.0
+        return real()
+
+    host.workers.poll = poll  # type: ignore[method-assign]
+    assert host.go(10.0) is None
+    (told_s,) = host.diary.when("detach")
+    assert host.diary.when("kill-unresponsive") == near(told_s + 0.5)
 
 
 @pytest.mark.parametrize("code", [64, 69, 70, 74, 75, 78])

@@ -16,9 +16,9 @@ from elastictrain.fault.launcher_channel import (
     Begun,
     Detach,
     Detached,
+    DetachReceived,
     Introduced,
     LeaveOutSlow,
-    Leaving,
     Monitored,
 )
 from elastictrain.fault.reasons import NO_RANK, Reason, SlowRank
@@ -394,7 +394,7 @@ class TestStandby:
     @pytest.mark.parametrize("bound", [BUILT_FOR, ()])
     @pytest.mark.parametrize("ready", [True, False])
     @pytest.mark.parametrize("heard", [True, False])
-    def test_a_worker_that_hears_nothing_is_killed_where_one_is_built_for_its_rank(
+    def test_a_worker_that_does_not_answer_is_killed_where_one_is_built_for_its_rank(
         self, heard: bool, ready: bool, bound: tuple[str, ...], world: World
     ) -> None:
         """It holds the interpreter's lock while its device takes no more work."""
@@ -409,9 +409,9 @@ class TestStandby:
         assert world.group.poll() is None
         world.group.detach("a worker is gone")
         if heard:
-            first.say(Leaving())
+            first.say(DetachReceived())
         assert world.group.poll() is None
-        world.group.kill_deaf()
+        world.group.kill_unresponsive()
         killed = ready and not heard and bool(bound)
         assert first.was_killed is killed
         assert not any(one.was_killed for one in standbys)

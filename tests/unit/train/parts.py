@@ -71,6 +71,7 @@ def context_of(**parts: object) -> TrainContext:
         "stop_request": lambda: None,
         "check_attached": lambda: None,
         "leave_if_asked": lambda: None,
+        "await_group": lambda: None,
     }
     return cast(TrainContext, PartOfContext(**{**usual, **parts}))
 

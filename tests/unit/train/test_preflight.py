@@ -267,7 +267,7 @@ class TestRecoveringInPlace:
     ) -> None:
         summed: list[list[int]] = []
 
-        def all_reduce(tensor: torch.Tensor) -> None:
+        def all_reduce(tensor: torch.Tensor, *, group: object) -> None:
             summed.append(tensor.tolist())
             tensor.copy_(torch.tensor(sums))
 
@@ -293,7 +293,7 @@ class TestRecoveringInPlace:
     ) -> None:
         summed, go_on = threading.Event(), threading.Event()
 
-        def all_reduce(tensor: torch.Tensor) -> None:
+        def all_reduce(tensor: torch.Tensor, *, group: object) -> None:
             assert go_on.wait(20.0 if later else 0.0) is later
             tensor.fill_(3)
             summed.set()
@@ -303,15 +303,14 @@ class TestRecoveringInPlace:
         assert preflight.connects_later is later
         preflight.check_group(on_part=lambda _: None)
         assert len(recorded) == (not later)
-        if later:
-            go_on.set()
-            preflight._context.await_group()
+        go_on.set()
+        preflight._context.await_group()
         assert summed.is_set()
         assert len(recorded) == 1
 
     def test_who_waits_for_nccl_leaves_when_the_generation_ends(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         go_on = threading.Event()
-        monkeypatch.setattr(dist, "all_reduce", lambda _: go_on.wait(20.0))
+        monkeypatch.setattr(dist, "all_reduce", lambda _, group: go_on.wait(20.0))
         preflight, _, _ = make(hosts="ab", launcher=launched("in_place"), backend="nccl", kind="fsdp")
         preflight.check_group(on_part=lambda _: None)
 

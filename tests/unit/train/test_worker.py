@@ -1,5 +1,6 @@
 """The life of a worker over several generations, with everything that it does in them made up."""
 
+import gc
 import logging
 import os
 import threading
@@ -179,6 +180,7 @@ class World:
         self.plan: list[Callable[[FakeLoop], None]] = []
         self.detach_hook: Callable[[], None] = lambda: None
         self.on_forget: Callable[[], None] = lambda: None
+        self.on_build: Callable[[], None] = lambda: None
         self.stop = StopListener()
         self.received: JsonLines[FromWorker] = JsonLines(FromWorker)  # type: ignore[arg-type]
         own = {CHANNEL: str(launcher.theirs.fileno())} if launcher is not None else {}
@@ -235,6 +237,7 @@ class World:
         return cast(SaverLink, SimpleNamespace(close=lambda: self.calls.append("close link")))
 
     def _build(self, context: object, link: object, before: object) -> FakeLoop:
+        self.on_build()
         self.built_upon.append(before)
         self.loops.append(FakeLoop(self.plan.pop(0), len(self.loops) + 1))
         return self.loops[-1]
@@ -323,6 +326,61 @@ class TestRecovery:
         assert world.worker.run(standby="") == EXIT_OK
         assert heard == [Introduced(), Attached(""), LEFT]
         assert world.heard() == [Introduced(), Attached("")], "it is said once"
+
+    def test_the_next_rank_and_its_end_may_come_while_the_device_is_waited_for(self, world: World, launcher: Launcher) -> None:
+        def forget() -> None:
+            world.on_forget = lambda: None
+            launcher.say(Attach(environment(2)), Detach("rank 0 died again"))
+            wait_for(lambda: launcher.channel.detach_reason == "rank 0 died again")
+
+        world.on_forget = forget
+        world.plan = [fails(TransportError("reset by peer")), trains]
+        say_later(launcher, Attach(environment(3)), after_s=0.3)
+        assert world.worker.run(standby="") == EXIT_OK
+        assert len(world.meetings) == 2, "it met nobody in the second"
+        assert world.heard().count(LEFT) == 2
+
+    def test_a_device_that_is_never_done_ends_the_process(
+        self, world: World, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The launcher counts on it already."""
+        monkeypatch.setattr(participant, "_DETACH_S", 0.05)
+        world.on_forget = lambda: wait_for(lambda: f"end with {EXIT_TRANSPORT}" in world.calls)
+        world.plan = [fails(TransportError("reset by peer")), trains]
+        launcher.say(Attach(environment(2)))
+        assert world.worker.run(standby="") == EXIT_OK, "a real process would have ended"
+        assert world.calls.count(f"end with {EXIT_TRANSPORT}") == 1
+
+    def test_a_step_that_cannot_be_interrupted_is_freed_all_the_same(self, world: World, launcher: Launcher) -> None:
+        def fail() -> None:
+            raise ValueError("no")
+
+        world.worker.part.interrupt = fail
+        world.plan = [blocks, trains]
+        say_later(launcher, Detach("b has failed"))
+        say_later(launcher, Attach(environment(2)), after_s=0.3)
+        assert world.worker.run(standby="") == EXIT_OK
+
+    @pytest.mark.parametrize("collects", [True, False])
+    def test_no_garbage_is_collected_until_it_is_built(self, collects: bool, world: World, launcher: Launcher) -> None:
+        seen: list[bool] = []
+        world.on_build = lambda: seen.append(gc.isenabled())
+
+        def looks(loop: FakeLoop) -> None:
+            seen.append(gc.isenabled())
+            if len(seen) == 2:
+                raise TransportError("reset by peer")
+
+        world.plan = [looks, looks]
+        launcher.say(Attach(environment(2)))
+        if not collects:
+            gc.disable()
+        try:
+            assert world.worker.run(standby="") == EXIT_OK
+            # The first build has no other rank that waits for it.
+            assert seen == [collects, collects, False, collects]
+        finally:
+            gc.enable()
 
     def test_everything_of_the_next_generation_is_new(self, world: World, launcher: Launcher) -> None:
         world.stop.quiet = True
