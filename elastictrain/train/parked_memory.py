@@ -1,7 +1,6 @@
 """Device memory that a standby gives back until it has a rank."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +31,6 @@ class ParkedMemory:
         return cls(tuple(found.values()), peak_bytes)
 
     def take(self) -> None:
-        """Get the memory back; where there is much more, also that for a step, in one piece: the first step would ask the
-        driver for each part of it. Raises: torch.OutOfMemoryError."""
+        """Raises: torch.OutOfMemoryError."""
         for storage, size_bytes in self.storages:
             storage.resize_(size_bytes)
-        rest_bytes = self.peak_bytes - sum(size for _, size in self.storages)
-        # Other streams than this one have memory of their own, and cannot have a part of a piece that is in use.
-        if rest_bytes > 0 and torch.cuda.mem_get_info()[0] >= 2 * rest_bytes:
-            with suppress(torch.OutOfMemoryError):
-                # The allocator keeps it when it is freed.
-                torch.empty(rest_bytes, dtype=torch.uint8, device="cuda")
