@@ -154,7 +154,7 @@ def test_an_update_that_is_not_done_is_not_saved(program: Path, tmp_path: Path) 
         with started(command_of(program, folder, 20), log=tmp_path / "log.txt") as run:
             assert run.wait(60) == 0, run.output()
         assert 9 not in elastictrain_steps(folder)
-    assert events(folder, "resume")[-1]["step"] == 7
+    assert events(folder, "resume")[-1]["step"] == 8
 
 
 def elastictrain_steps(folder: Path) -> list[int]:
