@@ -1,4 +1,4 @@
-"""The first collective of a new group, in a thread: NCCL connects the ranks in it, which takes half a second, while the main
+"""The first collective of a new group, in a thread: NCCL connects the ranks in it, which takes 0.2 s and more, while the main
 thread restores the state."""
 
 import threading

@@ -41,6 +41,7 @@ class _Abort(threading.Thread):
         self.error: Exception | None = None  # of one that was awaited from the beginning
 
     def run(self) -> None:
+        """Never raises: `detach` reports what failed, or the log does."""
         is_awaited = self.is_awaited
         try:
             assert self._group is not None  # noqa: S101

@@ -64,17 +64,13 @@ class _StoreProcess:
     connection: socket.socket
 
     def open(self, port: int) -> str:
-        """Returns why no store answers at `port`; empty if one does."""
+        """Returns why no store answers at `port`; empty if one does. To be called once."""
         answer = b""
         with self.connection, suppress(OSError):
             self.connection.settimeout(STORE_LIMIT_S)
             self.connection.sendall(str(port).encode())
             answer = self.connection.recv(1 << 16)
         return "" if answer == _ANSWERS else answer.decode() or "its process has ended, or had not answered in time"
-
-    def end(self) -> None:
-        self.connection.close()
-        os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -132,9 +128,6 @@ class ForkServer:
                 # The launcher ends the workers, which cannot resume without the store.
                 return self._complain(_reason(EXIT_BUG, "the store that the workers meet through has ended"))
             self._ended = [pid for pid in self._ended if not os.waitpid(pid, os.WNOHANG)[0]]
-            if self._spare is not None and os.waitpid(self._spare.pid, os.WNOHANG)[0]:
-                self._spare.connection.close()
-                self._spare = None
 
     def _start(
         self,
@@ -195,7 +188,7 @@ class ForkServer:
             if not (problem := store.open(port)):
                 self._store_pid, self._wants_spare = store.pid, True
                 return ""
-            store.end()
+            os.kill(store.pid, signal.SIGKILL)
             self._ended.append(store.pid)
             # A spare one may have been killed meanwhile.
             if not is_spare:

@@ -62,6 +62,7 @@ class WorkersOfGeneration:
         return self.failed or left
 
     def end(self, code: int) -> WorkersEnd:
+        """How it ended; `code` counts where no worker failed."""
         reasons = {one.rank: one for one in (self.reason, *(one.reason for one in self.workers)) if one is not None}
         monitors = [one.monitor for one in self.workers if one.monitor is not None]
         for reason, own_counts in (pair for one in monitors for pair in one.reasons):

@@ -184,7 +184,7 @@ class Participant:
         self.tracker.set_phase(Phase.STANDBY)
         if self._limit is None:
             tell_launcher(self.identity, Detached(exit_code, built))
-        self._limit = None
+        self._limit = None  # with it `announce` has told it
         environment = self.channel.wait()
         if environment is None:
             return False

@@ -203,7 +203,7 @@ def _choose_saving(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in
             raise CheckpointError(f"rank {rank} has other tensors than rank 0, so what they save would not fit together")
     buffers = _agree_on_buffers(memory, layout, context, allocating=arena is not None)
     if buffers.shortage and identity.is_log_rank:
-        message = describe(buffers, replicate=context.config.checkpoint.replicate and memory.others is not None)
+        message = describe(buffers, replicate=_wants_replicas(memory, context))
         context.journal.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
         synchronous.observer.print_line(message)
     restored_step = None if in_storage else state.step
@@ -293,11 +293,15 @@ def _without_memory(memory: SnapshotMemory, synchronous: SynchronousSaving, *, i
     return synchronous
 
 
+def _wants_replicas(memory: SnapshotMemory, context: TrainContext) -> bool:
+    return context.config.checkpoint.replicate and memory.others is not None
+
+
 def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: TrainContext, *, allocating: bool) -> Buffers:
     """The slots for which all hosts have room; existing slots are used again. `allocating`: as in `slot_indices`. Collective:
     yes."""
     options, identity, group = context.config.checkpoint, context.identity, context.group.control
-    replicate = options.replicate and memory.others is not None
+    replicate = _wants_replicas(memory, context)
     most = most_buffers(options.buffers, replicate=replicate)
     _, fitting = slot_indices(
         memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=most, allocating=allocating

@@ -14,11 +14,13 @@ from torchruns import wait_until
 
 from elastictrain.fault.exits import decode
 from elastictrain.identity import FOLDER, GENERATION, LAUNCHER
+from elastictrain.launch.worker_process import BUILT_FOR
 from elastictrain.launch.workers_of_generation import WorkersEnd
 
-# Speaks with its launcher as a worker does, and notes where it took part; of rank `DEAF` it does not listen.
+# Speaks with its launcher as a worker does, and notes where it took part; of rank `DEAF` it does not listen, and of rank
+# `LOCKED` no thread of it runs in the first generation.
 WORKER = """
-import os, time
+import ctypes, os, time
 from pathlib import Path
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, Attached, Detached, Introduced, open_channel, tell_launcher
 from elastictrain.fault.stop import StopListener
@@ -37,6 +39,8 @@ while environment is not None:
     )
     tell_launcher(identity, Introduced())
     tell_launcher(identity, Attached(f'{{"OF": "{rank}"}}'))
+    if (number, rank) == ("1", os.environ.get("LOCKED")):
+        ctypes.PyDLL(None).sleep(600)
     while channel.detach_reason is None or rank == os.environ.get("DEAF"):
         time.sleep(0.01)
     tell_launcher(identity, Detached(71))
@@ -79,11 +83,11 @@ class Host:
         pid, _, previous = (self.server.folder / f"part-{self.number}-{rank}").read_text().partition(" ")
         return int(pid), previous
 
-    def keep_standby(self, count: int) -> int:
+    def keep_standby(self, count: int, *, bound: tuple[str, ...] = ()) -> int:
         """Returns its pid, once it waits."""
         assert self.process is not None
         before = set(self.process.children())
-        self.server.group.keep_standbys(self.environments(count)[-1:], bound=())
+        self.server.group.keep_standbys(self.environments(count)[-1:], bound=bound)
         wait_until(lambda: len(set(self.process.children()) - before) == 1, timeout_s=30, what="the standby")  # type: ignore[union-attr]
         (standby,) = set(self.process.children()) - before
         wait_until((self.server.folder / f"standby-{standby.pid}").exists, timeout_s=30, what="its word")
@@ -186,6 +190,20 @@ def test_a_worker_that_does_not_detach_is_killed_and_the_others_are_kept(host: H
     wait_until(lambda: deaf is None or is_gone(deaf), timeout_s=10, what="the end of the one that does not listen")
     assert host.waiting == {"0": first["0"]}
     assert host.begin(2)["0"] == first["0"]
+
+
+def test_a_worker_whose_interpreter_is_locked_is_replaced_by_its_standby(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKED", "2")
+    first, group = host.begin(3), host.server.group
+    standby = host.keep_standby(3, bound=BUILT_FOR)
+    os.kill(first["0"], signal.SIGKILL)
+    wait_until(lambda: group.poll() is None and group.run.codes == {0: -9}, timeout_s=20, what="the death")
+    group.detach("a worker has died")
+    wait_until(lambda: group.poll() is None and set(host.waiting) == {"1"}, timeout_s=20, what="the one that runs")
+    group.kill_unresponsive()
+    assert host.server.end(timeout_s=20) == WorkersEnd(1, {0: -9}), "the death that came first"
+    second = host.begin(3)
+    assert (second["1"], second["2"]) == (first["1"], standby)
 
 
 def test_workers_that_wait_end_with_their_fork_server_and_the_next_ones_are_new(host: Host) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 PAGE_BYTES = 2 << 20
-_SMALL_BYTES = 4096
 _AT_ONCE = 128  # pages: each call makes all processors of the host put their lists of pages in order
 _COLLAPSE = 25  # MADV_COLLAPSE, madvise(2)
 _NO_ACCESS, _FIXED = 0, 0x10  # PROT_NONE and MAP_FIXED, mmap(2)
@@ -40,7 +39,7 @@ def make_huge_file(folder: str, size_bytes: int) -> int | None:
                 end = min(wanted, start + _AT_ONCE * PAGE_BYTES)
                 # The kernel fills a range that has a page; to touch one would be fatal where memory is short.
                 for page in range(start, end, PAGE_BYTES):
-                    os.posix_fallocate(descriptor, page, _SMALL_BYTES)
+                    os.posix_fallocate(descriptor, page, mmap.PAGESIZE)
                 if _libc.madvise(begin + start, end - start, _COLLAPSE) and not start:
                     return None
         undo.pop_all()
