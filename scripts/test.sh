@@ -63,7 +63,7 @@ run() {
 
 # Cheap tests first. More at a time than there are cores: those with processes wait more than they compute. Those that measure
 # rates and delays run two files at a time, beside nothing else; those on devices one by one.
-quiet=(tests/network/test_links.py tests/network/test_preflight.py tests/network/test_rendezvous.py)
+quiet=(tests/network/test_{links,preflight,rendezvous}.py tests/process/test_stragglers.py)
 run tests/unit tests/integration tests/process tests/network "${quiet[@]/#/--ignore=}" -n "${ELASTICTRAIN_TEST_JOBS:-4}" --no-loadscope-reorder "$@"
 checked
 run "${quiet[@]}" -n 2 "$@"

@@ -22,7 +22,16 @@ from elastictrain.checkpoint.memory.budget import (
     memory_of,
     most_buffers,
 )
-from elastictrain.checkpoint.memory.folder import SlotName, SnapshotSet, look, make_private, run_folder, run_name
+from elastictrain.checkpoint.memory.choice import Rounds
+from elastictrain.checkpoint.memory.folder import (
+    SlotName,
+    SnapshotSet,
+    look,
+    make_private,
+    run_folder,
+    run_name,
+    sets_to_keep,
+)
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory_restore import MemoryRestore
@@ -215,8 +224,8 @@ def _choose_saving(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in
     if memory.others is not None:
         memory.others.close()
         link.replicates = buffers.replicate
-    restored = None if in_storage else memory.restore.best()
-    steps = _agree_on_steps(memory, indices, synchronous, restored=restored, layout=layout.digest)
+    kept = () if in_storage else sets_to_keep(memory.restore.whole())
+    steps = _agree_on_steps(memory, indices, synchronous, kept=kept, layout=layout.digest)
     device = context.group.device
     if arena is None or not arena.take_over(layout, [SlotName("own", identity.rank, index) for index in indices]):
         if arena is not None:
@@ -236,7 +245,8 @@ def _choose_saving(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in
     )
     # Remotely each snapshot sends the records of its steps: one more object for each log.
     pause_s = 0.0 if isinstance(context.store, LocalStore) else _REMOTE_PAUSE_S
-    return SnapshotSaving(synchronous, snapshots, link, pause_s=pause_s, keeps=memory.kept)
+    rounds = Rounds.after(kept, steps=steps, incarnation=context.generation.name) if buffers.replicate else None
+    return SnapshotSaving(synchronous, snapshots, link, rounds=rounds, pause_s=pause_s, keeps=memory.kept)
 
 
 def share_arena(context: TrainContext, state: SavedState) -> Arena | None:
@@ -346,18 +356,18 @@ def _choose_slots(
 
 
 def _agree_on_steps(
-    memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, restored: SnapshotSet | None, layout: str
+    memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, kept: Sequence[SnapshotSet], layout: str
 ) -> list[int | None]:
-    """Step of the snapshot that every rank already holds in the same slot, by slot: only the restored one counts. Two
+    """Step of the snapshot that every rank already holds in the same slot, by slot: only those of the sets `kept` count. Two
     generations may have reached the same step, and a slot may have the size of another layout. Collective: yes."""
-    context, step = synchronous.context, synchronous.state.step
-    wanted = (restored.incarnation, restored.world_size, step, layout) if restored is not None else None
+    context = synchronous.context
+    wanted = {(one.incarnation, one.world_size, one.step, layout) for one in kept}
     held = {
-        one.slot: (one.facts.incarnation, one.facts.world_size, one.facts.step, one.facts.layout)
+        one.slot: one.facts.step
         for one in look(memory.folder, host=0)
         if one.facts.run == memory.restore.run
+        and (one.facts.incarnation, one.facts.world_size, one.facts.step, one.facts.layout) in wanted
     }
-    slots = [str(SlotName("own", context.identity.rank, index)) for index in indices]
-    whole: list[JsonValue] = [slot in held and held[slot] == wanted for slot in slots]
-    rows = as_record(gather_json(whole, group=context.group.control), list[list[bool]])
-    return [step if all(row[place] for row in rows) else None for place in range(len(indices))]
+    told: list[JsonValue] = [held.get(str(SlotName("own", context.identity.rank, index))) for index in indices]
+    rows = as_record(gather_json(told, group=context.group.control), list[list[int | None]])
+    return [of_ranks[0] if len({*of_ranks}) == 1 else None for of_ranks in zip(*rows, strict=True)]

@@ -42,21 +42,21 @@ class SnapshotSaving:
         snapshots: Snapshots,
         link: SaverLink,
         *,
+        rounds: Rounds | None = None,
         pause_s: float = 0.0,
         keeps: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pause_s`: least time between snapshots whose interval is learned; `keeps`: ranks whose replicas this host keeps."""
+        """`rounds`: of replicas, if any; `pause_s`: least time between learned snapshots; `keeps`: ranks with replicas here."""
         self._synchronous, self._context = synchronous, synchronous.context
         self._snapshots, self._link = snapshots, link
-        self._keeps, self._clock = keeps, clock
+        self._rounds, self._keeps, self._clock = rounds, keeps, clock
         self._first = self._context.identity.rank == 0
         self._group = self._context.group.control
         self._options = self._context.config.checkpoint
         self._save_timeout_s = self._context.config.fault.save_timeout_s
         self._finished_s = clock()
         self._book = SlotBook(snapshots.steps)
-        self._rounds = Rounds() if link.replicates else None
         every_steps = self._options.snapshot_every_steps
         self._cadence: Cadence | None = None
         if every_steps == "auto":
@@ -142,7 +142,7 @@ class SnapshotSaving:
             wanted = self._rounds.next(self._book.newest_whole(), at=step)
             self._snapshots.spare(self._rounds.protected)
             if wanted is not None:
-                self._link.send(wanted)
+                self._link.send(self._rounds.id_of(wanted), safe=self._rounds.safe_id)
         if self._pending_reason is None:
             self._pending_since_s = self._clock()
         self._pending_reason = reason or self._pending_reason
@@ -316,7 +316,7 @@ class SnapshotSaving:
             left_s = least([one.left_s for one in told])
             if self._rounds is not None and not replicating and left_s is not None:
                 # No rank trains any more, so an unpaced transfer slows nothing down.
-                self._link.send(step, unpaced=True)
+                self._link.send(self._rounds.id_of(step), unpaced=True, safe=self._rounds.safe_id)
                 replicating = True
             if self._first:
                 until_s = deadline_s if left_s is None else min(deadline_s, self._clock() + left_s)

@@ -1,7 +1,10 @@
 """Which slot takes the next snapshot. Pure: all ranks compute the same answer from the same flags."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastictrain.checkpoint.memory.folder import SnapshotSet
+from elastictrain.checkpoint.memory.slot import SnapshotId
 
 
 class SlotBook:
@@ -59,13 +62,29 @@ class Rounds:
     the hosts keep it until all replicas of a newer step have arrived.
     """
 
+    incarnation: str = ""  # the present one
     safe: int | None = None
+    inherited: Mapping[int, str] = field(default_factory=dict)  # incarnations of the steps in slots that are of earlier ones
     under_way: int | None = None
     asked_at: int = -1  # step at which the round began
 
     @property
     def protected(self) -> tuple[int | None, int | None]:
         return (self.safe, self.under_way)
+
+    @classmethod
+    def after(cls, kept: Sequence[SnapshotSet], *, steps: Collection[int | None], incarnation: str) -> "Rounds":
+        """Those of a new incarnation that goes on from the sets of `kept`. `steps`: in the slots of all ranks."""
+        here = [one for one in kept if one.step in steps]
+        safe = next((one.step for one in here if one.on_two_hosts), None)
+        return cls(incarnation, safe, {one.step: one.incarnation for one in here})
+
+    def id_of(self, step: int) -> SnapshotId:
+        return SnapshotId(self.inherited.get(step, self.incarnation), step)
+
+    @property
+    def safe_id(self) -> SnapshotId | None:
+        return None if self.safe is None else self.id_of(self.safe)
 
     def update(self, step: int, *, sending: bool, failed: bool) -> None:
         """The flags in `step`: some host still sends, or has failed to."""

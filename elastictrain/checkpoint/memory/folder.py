@@ -4,9 +4,10 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import xxhash
 
@@ -89,6 +90,11 @@ class SnapshotSet:
     sources: tuple[tuple[Held, ...], ...]
     in_lineage: bool = True  # on the lineage of the run, as far as known
 
+    @property
+    def on_two_hosts(self) -> bool:
+        """Whether it stays complete, whichever host is lost."""
+        return all(len({one.host for one in sources}) > 1 for sources in self.sources)
+
 
 def whole_sets(held: Iterable[Held], *, run: str, off_lineage: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:
     """The complete steps in memory, newest first, those `off_lineage` (incarnation, step) last. Pure."""
@@ -105,6 +111,16 @@ def whole_sets(held: Iterable[Held], *, run: str, off_lineage: Collection[tuple[
             )
             sets.append(SnapshotSet(incarnation, step, world_size, sources, in_lineage=(incarnation, step) not in off_lineage))
     return tuple(sorted(sets, key=lambda one: not one.in_lineage))
+
+
+def sets_to_keep(whole: Sequence[SnapshotSet]) -> tuple[SnapshotSet, ...]:
+    """Of `whole_sets`: the one to restore, and the newest that the loss of any one host leaves complete. Both stay until
+    replicas of a newer step have arrived. Pure."""
+    if not whole:
+        return ()
+    best, *others = whole
+    safe = (one for one in others if one.on_two_hosts and one.in_lineage and one.step < best.step)
+    return (best,) if best.on_two_hosts else (best, *islice(safe, 1))
 
 
 def slot_names(folder: str) -> list[SlotName]:

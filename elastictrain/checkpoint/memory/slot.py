@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
 
@@ -46,6 +46,13 @@ class SlotState(IntEnum):
     COMPLETE = 2
 
 
+class SnapshotId(NamedTuple):
+    """The snapshots of all ranks of one step."""
+
+    incarnation: str
+    step: Count
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotFacts:
     version: Literal[1]
@@ -63,6 +70,10 @@ class SnapshotFacts:
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is not below the world size {self.world_size}")
+
+    @property
+    def id(self) -> SnapshotId:
+        return SnapshotId(self.incarnation, self.step)
 
 
 def mark(page: memoryview, state: SlotState) -> None:

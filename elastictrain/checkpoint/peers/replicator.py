@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.layout import RankDigests
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, SnapshotId, facts_in
 from elastictrain.checkpoint.peers.client import PeerConnection
 from elastictrain.checkpoint.peers.pace import Pacer
 from elastictrain.checkpoint.peers.placement import Peer
@@ -60,6 +60,7 @@ class Replicator:
         self._target = target
         self._condition = threading.Condition()
         self._waiting: tuple[Held, ...] = ()
+        self._safe: SnapshotId | None = None
         self._failures = 0
         self._reported: tuple[int, int, str] | None = None
         self._not_before = 0.0
@@ -69,10 +70,11 @@ class Replicator:
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
         self._thread.start()
 
-    def send(self, held: Sequence[Held]) -> None:
-        """Send the whole snapshots of one step, one per rank; replaces an older step that still waits."""
+    def send(self, held: Sequence[Held], *, safe: SnapshotId | None = None) -> None:
+        """Send the whole snapshots of one step, one per rank; replaces an older step that still waits. The replicas of `safe`
+        stay."""
         with self._condition:
-            self._waiting = tuple(held)
+            self._waiting, self._safe = tuple(held), safe
             self._condition.notify_all()
 
     def step_took(self, seconds: float) -> None:
@@ -147,7 +149,7 @@ class Replicator:
                 slots.append(slot)
             for one, slot, of_slot in zip(held, slots, digests, strict=True):
                 try:
-                    put = Put(one.facts, load_layout(self._folder, one.facts.layout), of_slot)
+                    put = Put(one.facts, load_layout(self._folder, one.facts.layout), of_slot, self._safe)
                     began = time.monotonic()
                     self._deadline = began + DEADLINE_S
                     sent = self._connection.put(put, slot, before_frame=self._before_frame)

@@ -10,7 +10,7 @@ import msgspec
 from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record
 from elastictrain.checkpoint.manifest import Count, JsonValue
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes
-from elastictrain.checkpoint.memory.slot import SnapshotFacts
+from elastictrain.checkpoint.memory.slot import SnapshotFacts, SnapshotId
 from elastictrain.errors import CheckpointError
 from elastictrain.net.channel import Handshake
 
@@ -57,15 +57,17 @@ class _PutRecord(msgspec.Struct, frozen=True, tag_field="op", tag="put"):
     layout: str
     digests: RankDigests
     size_bytes: Count
+    safe: SnapshotId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A replica; its bytes follow once the peer asks for them."""
+    """A replica; its bytes follow once the peer asks for them. It overwrites none of `safe`."""
 
     facts: SnapshotFacts
     layout: RankLayout
     digests: RankDigests
+    safe: SnapshotId | None = None
 
 
 def request_to_json(request: Get | Put) -> dict[str, JsonValue]:
@@ -73,7 +75,7 @@ def request_to_json(request: Get | Put) -> dict[str, JsonValue]:
     record: Get | _PutRecord
     if isinstance(request, Put):
         layout = request.layout
-        record = _PutRecord(request.facts, layout.to_bytes().decode(), request.digests, layout.size_bytes)
+        record = _PutRecord(request.facts, layout.to_bytes().decode(), request.digests, layout.size_bytes, request.safe)
     else:
         record = request
     message: dict[str, JsonValue] = msgspec.to_builtins(record)
@@ -97,7 +99,7 @@ def parse_request(message: Mapping[str, JsonValue]) -> Get | Put:
         problem = f"it is no replica: {error}"
     if problem:
         raise RefusedError(problem, code="malformed")
-    return Put(record.facts, layout, record.digests)
+    return Put(record.facts, layout, record.digests, record.safe)
 
 
 def _mismatch(record: _PutRecord, layout: RankLayout) -> str:

@@ -12,7 +12,7 @@ from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS, decide_buffers,
 from elastictrain.checkpoint.memory.folder import SlotName, remove_slot, slot_names
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests, store_layout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, SnapshotId, facts_in
 from elastictrain.checkpoint.peers.requests import (
     HANDSHAKE,
     Get,
@@ -45,14 +45,15 @@ def locked_snapshot(folder: str, get: Get) -> Iterator[Slot]:
     raise RefusedError(f"{get} is not here", code="missing")
 
 
-def choose_replica_slot(held: Sequence[SnapshotFacts | None]) -> int:
-    """Return the slot for the next replica: one without a whole snapshot first, never the newest whole one. Pure.
+def choose_replica_slot(held: Sequence[SnapshotFacts | None], *, safe: SnapshotId | None = None) -> int:
+    """Return the slot for the next replica: one without a whole snapshot first, then the oldest, never that of `safe`: of no
+    newer step may all ranks have replicas. Pure.
 
     `held[i]` is the whole snapshot in slot i. Incarnations are compared before steps: after a restart from an older step, a
     higher step of the old incarnation is not the newest.
     """
-    whole = {index: (facts.incarnation, facts.step) for index, facts in enumerate(held) if facts is not None}
-    return next((index for index in range(len(held)) if index not in whole), min(whole, key=whole.__getitem__, default=0))
+    whole = [(facts is not None, facts is not None and facts.id == safe, facts.id if facts else ()) for facts in held]
+    return min(range(len(held)), key=whole.__getitem__)
 
 
 class ReplicaSlots:
@@ -97,7 +98,7 @@ class ReplicaSlots:
                 if facts is not None and facts == put.facts and load_digests(path, facts) == put.digests:
                     return False
             held = [facts if facts is not None and (facts.run, facts.rank) == (run, rank) else None for facts in found]
-            self._fill(paths[choose_replica_slot(held)], put, go=go, receive=receive)
+            self._fill(paths[choose_replica_slot(held, safe=put.safe)], put, go=go, receive=receive)
             return True
         finally:
             with self._lock:

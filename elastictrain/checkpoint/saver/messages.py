@@ -9,6 +9,7 @@ import msgspec
 from elastictrain.bounded_json import MalformedJsonError, encode_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.manifest import Count
+from elastictrain.checkpoint.memory.slot import SnapshotId
 from elastictrain.checkpoint.peers.placement import Peer, check_roster
 
 
@@ -73,10 +74,12 @@ class SaverRoster(_Message, frozen=True, tag="roster"):
 
 
 class SendReplicas(_Message, frozen=True, tag="send"):
-    """Send the snapshots of a step to the other host; None: stop. `unpaced`: without a speed limit."""
+    """Send the snapshots of a step to the other host; None: stop. `unpaced`: without a speed limit. `safe`: of which all
+    replicas are there, and stay."""
 
-    step: Count | None
+    snapshot: SnapshotId | None
     unpaced: bool = False
+    safe: SnapshotId | None = None
 
 
 class StepTook(_Message, frozen=True, tag="step"):

@@ -358,8 +358,10 @@ def test_more_than_was_announced(target: Host) -> None:
     with connection:
         channel.send_json(MESSAGE, limit_s=2.0)
         assert channel.receive_json(limit_s=2.0) == {"ok": True, "send": True}
-        for start in range(0, len(DATA), 1 << 20):
-            channel.send_data(memoryview(bytes(DATA[start : start + (1 << 20)]).ljust(1 << 20)), limit_s=2.0)
+        with suppress(ChannelError):
+            # The frame that is too long has its length in front: the server may hang up before it has read all of it.
+            for start in range(0, len(DATA), 1 << 20):
+                channel.send_data(memoryview(bytes(DATA[start : start + (1 << 20)]).ljust(1 << 20)), limit_s=2.0)
         assert ends(connection)
     assert 7 not in target.replicas().values()
 

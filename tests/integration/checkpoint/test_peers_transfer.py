@@ -115,6 +115,9 @@ def test_where_the_next_one_goes() -> None:
     assert choose_replica_slot([facts_of(step=3), facts_of(step=2)]) == 1
     new = facts_of(step=2, incarnation="i00002-bb")
     assert choose_replica_slot([facts_of(step=9), new]) == 0
+    # What all ranks have replicas of stays, though another is newer.
+    assert choose_replica_slot([facts_of(step=3), facts_of(step=2)], safe=facts_of(step=2).id) == 0
+    assert choose_replica_slot([facts_of(step=2), None], safe=facts_of(step=2).id) == 1
 
 
 @pytest.mark.parametrize("frames", [0, 1, 2])

@@ -5,24 +5,29 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+from msgspec import to_builtins
 
 from elastictrain.checkpoint import writer
+from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.records import load_digests
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotId
+from elastictrain.checkpoint.peers.placement import Peer
+from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.saver import commit_protocol, connections, event_log, service
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol
-from elastictrain.checkpoint.saver.messages import encode
+from elastictrain.checkpoint.saver.messages import SaverRoster, SendReplicas, encode
 from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, with_digests
 from elastictrain.checkpoint.saver.process import SaverStarter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey, proof_of
 from elastictrain.errors import StorageError
 from elastictrain.storage.opening import open_store
-from tests.unit.checkpoint.memory.madeslots import facts_of, flip, layout_of, put
+from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, layout_of, put
 from tests.unit.checkpoint.saver.running import FACTS, Worker, checkpoints, events, held_up, keeping, until
 
 
@@ -54,6 +59,30 @@ def test_the_ranks_of_other_hosts_are_told_that_no_more_will_be_said(memory: Pat
         assert other.hear("released") == {"op": "released", "step": 5, "done": True}
         other.send(op="finish")
         other.bye()
+
+
+def test_a_restored_step_is_replicated_and_the_replicas_that_are_there_stay(memory: Path, run: Path, tmp_path: Path) -> None:
+    """The other host has a newer one of this rank. Not all ranks may have it there."""
+    before, token = "000001-aa", bytes(8)
+    (tmp_path / "b").mkdir(mode=0o700)
+    with keeping(memory, run), closing(PeerServer(str(tmp_path / "b"), run=RUN, address="127.0.0.1")) as server:
+        put(tmp_path / "b", facts_of(3), kind="replica", index=0)
+        put(tmp_path / "b", facts_of(5), kind="replica", index=1)
+        server.set_token(token)
+        server.replicas.kept = frozenset({0})
+        put(memory, facts_of(7))
+        worker = Worker(memory, incarnation="000002-bb")
+        names = [("a", 1, (0,)), ("b", server.port, (1,))]
+        hosts = [Peer(name, "127.0.0.1", port, ranks, number) for number, (name, port, ranks) in enumerate(names)]
+        worker.send(**to_builtins(SaverRoster(tuple(hosts), 0, token.hex())))
+        worker.send(**to_builtins(SendReplicas(SnapshotId(before, 7), safe=SnapshotId(before, 3))))
+        assert worker.hear("sent") == {"op": "sent", "step": 7, "whole": True}
+        assert {one.slot: one.facts.step for one in look(str(tmp_path / "b"), host=0)} == {
+            "replica-r00000-s0": 3,
+            "replica-r00000-s1": 7,
+        }
+        worker.send(op="finish")
+        worker.bye()
 
 
 def test_who_comes_again_is_told_what_was_saved_meanwhile(memory: Path, run: Path) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from elastictrain.checkpoint.memory.cadence import FIRST, RARE, least_interval
+from elastictrain.checkpoint.memory.choice import Rounds
 from elastictrain.checkpoint.saver.messages import Saved
 from elastictrain.train.step import StepFlags
 from tests.unit.examples import examples
@@ -128,7 +129,7 @@ def test_snapshots_are_rarer_while_a_save_leaves_one_slot(slots: int, taken: lis
 
 def test_snapshots_are_rarer_while_replicas_leave_one_slot() -> None:
     """Rounds follow each other: the newest replicated step and the one under way keep their slots."""
-    one = stage(slots=3, snapshot_every_steps="auto", replicates=True, learned_interval=3)
+    one = stage(slots=3, snapshot_every_steps="auto", rounds=Rounds(), learned_interval=3)
     train([one], 101, 110)
     assert [step for step in one.link.sent if step is not None] == [102]
     one.link.sends = (False, False)

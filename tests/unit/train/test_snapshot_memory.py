@@ -130,7 +130,7 @@ def test_what_cannot_be_stored_stays_in_host_memory(tmp_path: Path) -> None:
     assert scene.did == ["close", "failed save", "failed save"]
 
 
-def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> None:
+def test_of_what_lies_in_slots_only_what_is_to_be_kept_counts(tmp_path: Path) -> None:
     put(tmp_path, facts_of(STEP, incarnation="000001-aa"), index=0)
     put(tmp_path, facts_of(STEP, incarnation="000002-bb"), index=1)
     put(tmp_path, facts_of(STEP - 1, incarnation="000002-bb"), index=2)
@@ -138,12 +138,14 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     recall.look()
     memory = SnapshotMemory(cast(SaverLink, Scene()), recall, None)
 
-    def steps(restored: SnapshotSet | None, layout: str = layout_of().digest) -> list[int | None]:
-        return _agree_on_steps(memory, [0, 1, 2], synchronous(Scene()), restored=restored, layout=layout)
+    def steps(*kept: SnapshotSet, layout: str = layout_of().digest) -> list[int | None]:
+        return _agree_on_steps(memory, [0, 1, 2], synchronous(Scene()), kept=kept, layout=layout)
 
-    assert steps(recall.best()) == [None, STEP, None]
-    assert steps(recall.best(), layout="another") == [None] * 3
-    assert steps(None) == [None] * 3
+    best, _, older = recall.whole()
+    assert steps(best) == [None, STEP, None]
+    assert steps(best, older) == [None, STEP, STEP - 1]
+    assert steps(best, layout="another") == [None] * 3
+    assert steps() == [None] * 3
 
 
 def savers_connected(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPatch, *, others: str = "") -> SnapshotMemory:

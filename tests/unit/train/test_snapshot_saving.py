@@ -12,7 +12,9 @@ from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.earlier_commits import JobMemory
+from elastictrain.checkpoint.memory.choice import Rounds
 from elastictrain.checkpoint.memory.folder import SlotName
+from elastictrain.checkpoint.memory.slot import SnapshotId
 from elastictrain.checkpoint.saver.link import News, SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
 from elastictrain.checkpoint.snapshots import Snapshots
@@ -119,6 +121,7 @@ class FakeLink:
     slow: list[SlowSave] = field(default_factory=list)
     told: list[Mapping[str, object]] = field(default_factory=list)
     sent: list[object] = field(default_factory=list)
+    ids: list[tuple[SnapshotId | None, SnapshotId | None]] = field(default_factory=list)
     sends: tuple[bool, bool] = (False, False)
     replicates: bool = False
     broken: str = ""
@@ -126,8 +129,10 @@ class FakeLink:
     news: list[Callable[[], None]] = field(default_factory=list)
     """What happens while it is waited for, one after another."""
 
-    def send(self, step: int | None, *, unpaced: bool = False) -> None:
+    def send(self, snapshot: SnapshotId | None, *, unpaced: bool = False, safe: SnapshotId | None = None) -> None:
+        step = snapshot.step if snapshot is not None else None
         self.sent.append(step if not unpaced else (step, "unpaced"))
+        self.ids.append((snapshot, safe))
         self.sends = (step is not None, False)
 
     def take_news(self) -> list[News]:
@@ -185,7 +190,7 @@ def stage(
     slots: int = 2,
     snapshot_every_steps: int | Literal["auto"] = 2,
     save_timeout_s: float = 100.0,
-    replicates: bool = False,
+    rounds: Rounds | None = None,
     steps: list[int | None] | None = None,
     max_failed_saves: int = 2,
     rank: int = 0,
@@ -196,7 +201,7 @@ def stage(
     request: StopRequest | None = None,
 ) -> Stage:
     snapshots = FakeSnapshots(slots, steps or [None] * slots)
-    link, checkpointer = FakeLink(replicates=replicates), FakeCheckpointer()
+    link, checkpointer = FakeLink(), FakeCheckpointer()
     said: list[str] = []
     events: list[Event] = []
     clock = [0.0]
@@ -235,6 +240,7 @@ def stage(
         synchronous,
         cast(Snapshots, snapshots),
         cast(SaverLink, link),
+        rounds=rounds,
         keeps=keeps,
         clock=look,
     )
@@ -279,7 +285,7 @@ def test_a_snapshot_of_the_incarnation_before_is_none_of_this_one() -> None:
 
 def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
     """With them go the replicas of the older ones, which are what there is when a host is lost."""
-    one = stage(slots=3, snapshot_every_steps=1, replicates=True)
+    one = stage(slots=3, snapshot_every_steps=1, rounds=Rounds())
     for step in range(1, 8):
         one.step(step)
     assert (one.link.sent, one.link.told) == ([1], [])
@@ -287,6 +293,22 @@ def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
     for step in range(8, 10):
         one.step(step)
     assert one.link.told == [OldSlots(7)]
+
+
+def test_until_other_hosts_hold_the_restored_step_the_one_that_they_hold_stays() -> None:
+    """A host that is lost soon after a recovery takes no step away but those that nobody else had."""
+    before = "000001-aa"
+    rounds = Rounds("000002-bb", 7, {12: before, 7: before})
+    one = stage(slots=3, snapshot_every_steps=1, steps=[12, None, 7], rounds=rounds)
+    for step in range(13, 18):
+        one.step(step)
+    assert one.link.ids == [((before, 12), (before, 7))]
+    assert {place for place, *_ in one.snapshots.began} == {1}
+    one.link.sends = (False, False)
+    for step in range(18, 21):
+        one.step(step)
+    assert one.link.ids[1:] == [(("000002-bb", 17), (before, 12))]
+    assert {place for place, *_ in one.snapshots.began} == {1, 2}
 
 
 def test_a_save_that_finds_no_slot_is_pending_and_comes_with_the_next_step() -> None:
@@ -454,7 +476,7 @@ def test_a_save_that_cannot_be_put_off_does_not_need_a_slot() -> None:
 
 
 def test_what_is_being_sent_keeps_its_slot_until_it_has_arrived_or_failed() -> None:
-    one = stage(snapshot_every_steps=1, replicates=True)
+    one = stage(snapshot_every_steps=1, rounds=Rounds())
     for step in range(1, 8):
         one.step(step)
     assert one.link.sent == [1]
@@ -476,7 +498,7 @@ STOP = cast(SaveReason, "stop")
 
 
 def test_without_a_deadline_storage_is_waited_for_and_peers_are_not() -> None:
-    one = stage(replicates=True)
+    one = stage(rounds=Rounds())
     one.link.news = [lambda: None, lambda: one.link.saved.append(Saved(9, "step-9", 8))]
     assert one.saving.save_now(9, STOP) == Reached(9, "storage")
     assert one.link.sent == [None]
@@ -494,7 +516,7 @@ def test_storage_is_waited_for_as_long_as_there_is_time() -> None:
 def test_out_of_time_memory_is_what_was_reached_and_the_peers_if_all_of_it_arrived(
     arrives: tuple[bool, bool], tier: str
 ) -> None:
-    one = stage(replicates=True)
+    one = stage(rounds=Rounds())
     one.left[0] = 3.0
     one.link.news = [lambda: setattr(one.link, "sends", arrives), lambda: one.left.__setitem__(0, 0.0)]
     assert one.saving.save_now(9, STOP) == Reached(9, tier)  # type: ignore[arg-type]
@@ -503,7 +525,7 @@ def test_out_of_time_memory_is_what_was_reached_and_the_peers_if_all_of_it_arriv
 
 
 def test_a_request_that_comes_while_storage_is_waited_for_counts_too() -> None:
-    one = stage(replicates=True)
+    one = stage(rounds=Rounds())
     one.link.news = [lambda: one.left.__setitem__(0, 2.0), lambda: None, lambda: one.left.__setitem__(0, -0.1)]
     assert one.saving.save_now(9, INTERVAL) == Reached(9, "memory")
     assert one.link.sent == [None, (9, "unpaced")]
@@ -523,7 +545,7 @@ def test_the_step_of_a_host_that_leaves_must_be_on_one_that_stays(
 ) -> None:
     leaves = SaveStatus(60.0, busy=(False, False), torn=(False, False))
     monkeypatch.setattr("elastictrain.train.snapshot_saving.gather_records", lambda own, *, group: [own, leaves])
-    one = stage(replicates=True, keeps=keeps, request=StopRequest("b leaves", 0.0, 60.0, host_stays=True))
+    one = stage(rounds=Rounds(), keeps=keeps, request=StopRequest("b leaves", 0.0, 60.0, host_stays=True))
     one.left[0] = 60.0
     one.link.news = [lambda: setattr(one.link, "sends", (False, False)), lambda: one.link.saved.append(Saved(9, "step-9", 8))]
     assert one.saving.save_now(9, STOP) == Reached(9, reached)
@@ -569,7 +591,7 @@ def test_storage_that_refuses_is_an_error_as_long_as_nobody_has_to_go() -> None:
 
 
 def test_the_step_that_is_whole_on_two_hosts_stays_where_another_slot_can_be_had() -> None:
-    one = stage(snapshot_every_steps=1, replicates=True)
+    one = stage(snapshot_every_steps=1, rounds=Rounds())
     for step in (1, 2, 3):
         one.step(step)
     one.link.sends = (False, False)

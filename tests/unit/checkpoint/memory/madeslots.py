@@ -44,11 +44,11 @@ def fill(slot: Slot, facts: SnapshotFacts, layout: RankLayout) -> None:
     slot.complete(facts)
 
 
-def put(folder: Path, facts: SnapshotFacts, *, index: int = 0, digests: bool = True) -> str:
+def put(folder: Path, facts: SnapshotFacts, *, kind: str = "own", index: int = 0, digests: bool = True) -> str:
     """A whole snapshot in a slot of its own, nobody holding it; returns the slot's name."""
     layout = layout_of(facts.rank, world_size=facts.world_size)
     store_layout(str(folder), layout)
-    name = str(SlotName("own", facts.rank, index))
+    name = str(SlotName(kind, facts.rank, index))
     slot = Slot.make(f"{folder}/{name}", size_bytes=layout.size_bytes)
     fill(slot, facts, layout)
     if digests:

@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
+from elastictrain.checkpoint.memory.folder import Held, SlotName, SnapshotSet, sets_to_keep, whole_sets
+from elastictrain.checkpoint.memory.slot import SnapshotFacts, SnapshotId
+from elastictrain.checkpoint.peers.server import choose_replica_slot
+from tests.unit.checkpoint.memory.madeslots import RUN, facts_of
 from tests.unit.examples import examples
 
 
@@ -114,3 +119,89 @@ def test_rounds_of_replicas_follow_each_other() -> None:
     rounds.update(24, sending=False, failed=True)
     assert rounds.protected == (10, None)
     assert rounds.next(30, at=31) == 30
+
+
+@dataclass
+class Hosts:
+    """A rank on each simulated host: by slot, the snapshot of all ranks, and by rank, the replicas that the next host keeps."""
+
+    num_hosts: int
+    chance: random.Random
+    own: list[SnapshotId | None]
+    replicas: list[list[SnapshotId | None]]
+    copies: dict[int, tuple[SnapshotId, int]] = field(default_factory=dict)
+    """By slot: what is being copied into it, and when that ends."""
+
+    arrivals: list[tuple[int, int, SnapshotId, SnapshotId | None]] = field(default_factory=list)
+    """When a replica arrives, of which rank and snapshot, and which one stays."""
+
+    def kill_workers(self) -> None:
+        self.copies, self.arrivals = {}, []
+
+    def tick(self, now: int) -> None:
+        for slot, (snapshot, ends) in list(self.copies.items()):
+            if now >= ends:
+                self.own[slot] = snapshot
+                del self.copies[slot]
+        for _, rank, snapshot, safe in [one for one in self.arrivals if one[0] <= now]:
+            assert snapshot in self.own, "what is being sent stays in its slot"
+            held = [self.facts(one, rank) for one in self.replicas[rank]]
+            self.replicas[rank][choose_replica_slot(held, safe=safe)] = snapshot
+        self.arrivals = [one for one in self.arrivals if one[0] > now]
+
+    def begin(self, slot: int, snapshot: SnapshotId) -> None:
+        self.own[slot] = None
+        self.copies[slot] = (snapshot, snapshot.step + self.chance.choice([0, 1, 2]))
+
+    def send(self, snapshot: SnapshotId, safe: SnapshotId | None, *, now: int) -> None:
+        when = [now + self.chance.choice([1, 2, 6, 20]) for _ in range(self.num_hosts)]
+        self.arrivals = [(at, rank, snapshot, safe) for rank, at in enumerate(when)]
+
+    def facts(self, one: SnapshotId | None, rank: int) -> SnapshotFacts | None:
+        if one is None:
+            return None
+        return facts_of(one.step, rank=rank, world_size=self.num_hosts, incarnation=one.incarnation)
+
+    def whole(self, *, without: int = -1) -> tuple[SnapshotSet, ...]:
+        held = []
+        for rank, replicas in enumerate(self.replicas):
+            for kind, host, slots in (("own", rank, self.own), ("replica", (rank + 1) % self.num_hosts, replicas)):
+                for index, one in enumerate(slots):
+                    if (facts := self.facts(one, rank)) is not None and host != without:
+                        held.append(Held(host, str(SlotName(kind, rank, index)), facts))
+        return whole_sets(held, run=RUN)
+
+
+@pytest.mark.parametrize("seed", range(examples(60)))
+def test_a_host_lost_at_any_moment_takes_no_safe_step_away_however_often_workers_were_killed(seed: int) -> None:
+    """Also before any replica of their generation has arrived, or with those of some ranks only."""
+    chance = random.Random(seed)
+    num_hosts, num_slots = chance.choice([2, 3, 4]), chance.choice([3, 4])
+    hosts = Hosts(num_hosts, chance, [None] * num_slots, [[None] * REPLICA_SLOTS for _ in range(num_hosts)])
+    safe_step = -1
+    for generation in range(1, 16):
+        incarnation = f"{generation:06d}-aa"
+        kept = sets_to_keep(hosts.whole())
+        ids = {(one.incarnation, one.step) for one in kept}
+        steps = [one.step if one is not None and one in ids else None for one in hosts.own]
+        rounds, book = Rounds.after(kept, steps=steps, incarnation=incarnation), SlotBook(steps)
+        flags: tuple[list[bool], list[bool], bool] | None = None
+        first = kept[0].step + 1 if kept else 1
+        for step in range(first, first + chance.choice([1, 3, 5, 8, 40])):
+            if flags is not None:
+                busy, torn, sending = flags
+                book.update(step - 1, busy=busy, torn=torn)
+                rounds.update(step - 1, sending=sending, failed=False)
+            flags = [one in hosts.copies for one in range(num_slots)], [one is None for one in hosts.own], bool(hosts.arrivals)
+            if (wanted := rounds.next(book.newest_whole(), at=step)) is not None:
+                hosts.send(rounds.id_of(wanted), rounds.safe_id, now=step)
+            if step % 2 == 0 and (slot := book.choose(protected=rounds.protected)) is not None:
+                hosts.begin(slot, SnapshotId(incarnation, step))
+                book.started(slot, step)
+            hosts.tick(step)
+            for lost in range(num_hosts):
+                left = max((one.step for one in hosts.whole(without=lost)), default=-1)
+                assert left >= safe_step, f"host {lost} lost after step {step} of generation {generation}"
+            safe_step = max(safe_step, rounds.safe if rounds.safe is not None else -1)
+        hosts.kill_workers()
+    assert safe_step > 0

@@ -1,4 +1,5 @@
 import os
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from elastictrain.checkpoint.memory.folder import (
     make_private,
     run_folder,
     run_name,
+    sets_to_keep,
     slot_names,
     whole_sets,
 )
@@ -53,6 +55,27 @@ def test_the_newest_comes_first_and_own_snapshots_before_replicas() -> None:
         (5, "000001-aa", 2),
     ]
     assert [(one.host, one.replica) for one in sets[2].sources[1]] == [(0, False), (2, False), (0, True)]
+
+
+def test_beside_the_restored_step_the_newest_one_on_two_hosts_is_kept() -> None:
+    def on(*steps: int, host: int, kind: str = "own", rank: int, incarnation: str = "000001-aa") -> list[Held]:
+        all_facts = (facts_of(step, rank=rank, world_size=2, incarnation=incarnation) for step in steps)
+        return [held(facts, host=host, kind=kind) for facts in all_facts]
+
+    def kept(*found: list[Held], off_lineage: tuple[tuple[str, int], ...] = ()) -> list[int]:
+        return [one.step for one in sets_to_keep(whole_sets(chain(*found), run=RUN, off_lineage=off_lineage))]
+
+    own = on(7, 9, 12, host=0, rank=0), on(7, 9, 12, host=1, rank=1)
+    assert kept(*own) == [12]
+    assert kept(*own, on(5, 7, host=1, kind="replica", rank=0), on(7, 9, host=0, kind="replica", rank=1)) == [12, 7]
+    everywhere = on(7, 12, host=1, kind="replica", rank=0), on(7, 12, host=0, kind="replica", rank=1)
+    assert kept(*own, *everywhere) == [12]
+    # The run has left this one's history behind.
+    assert kept(*own, on(7, host=1, rank=0), on(7, host=0, rank=1), off_lineage=(("000001-aa", 7),)) == [12]
+    # Another snapshot of the restored step does not count.
+    twice = (on(12, host=host, rank=rank, incarnation="000000-aa") for host in (0, 1) for rank in (0, 1))
+    assert kept(*own, *twice) == [12]
+    assert kept() == []
 
 
 def test_only_whole_snapshots_in_their_own_slots_are_seen(tmp_path: Path) -> None:

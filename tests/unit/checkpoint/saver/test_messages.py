@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.bounded_json import RECORD, JsonLines, MalformedJsonError, as_record
+from elastictrain.checkpoint.memory.slot import SnapshotId
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.saver.messages import (
     HostRanks,
@@ -88,7 +89,7 @@ def test_what_is_no_count_is_refused(value: object) -> None:
 
 def test_the_kinds_on_the_wire() -> None:
     assert as_record(HELLO, ToSaver).host_ranks == HostRanks("000001-aa", 4, (2, 3))
-    assert encode(SendReplicas(5)) == b'{"op":"send","step":5,"unpaced":false}\n'
+    assert encode(SendReplicas(SnapshotId("a", 5))) == b'{"op":"send","snapshot":["a",5],"unpaced":false,"safe":null}\n'
     assert encode(RunFinished()) == b'{"op":"finish"}\n'
     assert encode(Saved(5, "c", 7)) == b'{"op":"saved","step":5,"checkpoint":"c","bytes":7}\n'
     assert as_record({"op": "slow", "step": 5, "seconds": 30}, ToWorker) == SlowSave(5, 30, "")
