@@ -18,6 +18,7 @@ class Invariant(StrEnum):
     SAMPLES_ONCE = "samples_once"
     ONE_COMMITTER = "one_committer"
     NEWEST_KEPT = "newest_kept"
+    REPLICAS_KEPT = "replicas_kept"
     RIGHT_CULPRIT = "right_culprit"
     NO_LEAK = "no_leak"
     NO_ORPHAN = "no_orphan"
@@ -53,6 +54,17 @@ class ResumeFact:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFact:
+    """A generation: its launchers, and the newest step of which other hosts got the replicas of all ranks; 0: of none.
+    `spoilt`: what it had in memory, or computed, was damaged."""
+
+    generation: int
+    launchers: AbstractSet[str]
+    replicated: int = 0
+    spoilt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Blamed:
     """An injected fault, and what the report of the run says of the failure that followed; None: it tells of none. `rank`: of
     the worker that was struck, -1 if none was."""
@@ -82,6 +94,7 @@ class ChaosFacts:
     undisturbed_ledger: Sequence[Row] = ()
     commits: Sequence[CommitFact] = ()
     resumes: Sequence[ResumeFact] = ()
+    groups: Sequence[GroupFact] = ()
     damaged: AbstractSet[int] = frozenset()
     blamed: Sequence[Blamed] = ()
     usage: Sequence[Usage] = ()
@@ -92,7 +105,8 @@ class ChaosFacts:
 
 def check(facts: ChaosFacts) -> list[Violation]:
     """Every violation, a few of each kind."""
-    found = [*_losses(facts), *_ledger(facts), *_commits(facts), *_culprits(facts.blamed), *_leaks(facts.usage)]
+    found = [*_losses(facts), *_ledger(facts), *_commits(facts), *_replicas(facts)]
+    found += [*_culprits(facts.blamed), *_leaks(facts.usage)]
     found += [Violation(Invariant.NO_ORPHAN, f"is left: {one}") for one in facts.orphans]
     found += [
         Violation(Invariant.EXIT_CODES, f"{name} must end with one of {sorted(facts.allowed_codes)}, but ended with {code}")
@@ -148,6 +162,22 @@ def _commits(facts: ChaosFacts) -> Iterator[Violation]:
         again = resumed.get(max(before.generation, after.generation)) == after.step
         if (before.generation > after.generation or twice) and not (twice and again):
             yield Violation(Invariant.ONE_COMMITTER, f"{before} and {after} are both in the history of the run")
+
+
+def _replicas(facts: ChaosFacts) -> Iterator[Violation]:
+    """A step that two hosts have outlives the loss of one."""
+    resumed = {one.generation: one.step for one in facts.resumes}
+    trained = sorted((one for one in facts.groups if one.generation in resumed), key=lambda one: one.generation)
+    on_two_hosts = 0
+    for before, after in pairwise(trained):
+        on_two_hosts = max(before.replicated, on_two_hosts)
+        lost = before.launchers - after.launchers
+        spoilt = any(one.spoilt for one in facts.groups if before.generation <= one.generation < after.generation)
+        if resumed[after.generation] < on_two_hosts and len(lost) <= 1 and not spoilt:
+            what = f"resumed at {resumed[after.generation]}, though replicas of step {on_two_hosts} were there"
+            yield Violation(Invariant.REPLICAS_KEPT, f"generation {after.generation} {what}, and at most one host was lost")
+        if lost or spoilt:
+            on_two_hosts = 0
 
 
 def on_lineage(commit: CommitFact, resumes: Sequence[ResumeFact], *, until: int | None = None) -> bool:

@@ -19,6 +19,7 @@ from elastictrain.chaos.invariants import (
     ENDS_GENERATION,
     ChaosFacts,
     CommitFact,
+    GroupFact,
     Invariant,
     ResumeFact,
     Usage,
@@ -40,6 +41,7 @@ _SETTLED_STEPS = 3  # one may have been in flight, and one may be done before a 
 _ORPHAN_S = 75.0  # a saver that no worker has ever connected to waits for a minute
 _NOTICED = ENDS_GENERATION | {ChaosKind.FLIP_GRADIENT, ChaosKind.FLIP_SNAPSHOT, ChaosKind.FLIP_REPLICA, ChaosKind.FLIP_SHARD}
 _NOTICED_WITHIN_S = 40.0
+_SPOILS = frozenset((ChaosKind.FLIP_SNAPSHOT, ChaosKind.FLIP_REPLICA, ChaosKind.FLIP_GRADIENT))
 _ALLOWED = {"open files": 25.0, "threads": 12.0, "MB": 80.0}
 
 Teller = Callable[[str], None]
@@ -319,12 +321,27 @@ class ChaosRun:
         return ChaosFacts(
             commits=[*self._commits.values()],
             resumes=[ResumeFact(made[number], number, step) for number, step in resumed.items() if number in made],
+            groups=[*self._groups()],
             damaged=self.injectors.damaged,
             blamed=blamed,
             usage=[Usage(f"{kind}, {what}", values, _ALLOWED[what]) for (kind, what), values in self._usage.items()],
             orphans=orphans or [],
             exit_codes=self._codes,
         )
+
+    def _groups(self) -> Iterator[GroupFact]:
+        """The generations, with what their savers have replicated."""
+        fleet, arrived = self.injectors.fleet, defaultdict[tuple[int, int], set[int]](set)
+        for row in fleet.events.savers:
+            if row["event"] == "replicated":
+                arrived[generation_of(row["incarnation"]), row["step"]].add(row["of_rank"])
+        spoilt = {one.generation for one in self.struck if one.fault.kind in _SPOILS}
+        for record in fleet.generations():
+            number, members = record["number"], record["members"]
+            ranks = sum(member["processes"] for member in members)
+            steps = [step for (generation, step), of in arrived.items() if generation == number and len(of) == ranks]
+            launchers = {member["host"] for member in members}
+            yield GroupFact(number, launchers, max(steps, default=0), spoilt=number in spoilt)
 
 
 def own_failure(error: Exception) -> Violation:

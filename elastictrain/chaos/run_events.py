@@ -11,17 +11,19 @@ EventRow = Mapping[str, Any]
 
 @dataclass(slots=True)
 class RunEvents:
-    """Rows of rank 0 and of launchers, each by time."""
+    """Rows of rank 0, of launchers and of savers, each by time."""
 
     run_dir: Path
     rows: list[EventRow] = field(default_factory=list)
     launcher: list[EventRow] = field(default_factory=list)
+    savers: list[EventRow] = field(default_factory=list)
     last_step: int = 0
     _read: dict[str, int] = field(default_factory=dict)
 
     def update(self) -> list[EventRow]:
         """Read what is new; returns the rows of rank 0."""
-        for known, pattern in ((self.rows, "*-r00000*.jsonl"), (self.launcher, "launcher-*.jsonl")):
+        patterns = ("*-r00000*.jsonl", "launcher-*.jsonl", "*-k*.jsonl")
+        for known, pattern in zip((self.rows, self.launcher, self.savers), patterns, strict=True):
             new = [row for path in sorted((self.run_dir / "events").glob(pattern)) for row in self._new_rows(path)]
             if new:
                 known.extend(new)

@@ -7,6 +7,7 @@ from elastictrain.chaos.invariants import (
     Blamed,
     ChaosFacts,
     CommitFact,
+    GroupFact,
     Invariant,
     ResumeFact,
     Usage,
@@ -84,6 +85,28 @@ def test_a_run_that_begins_anew_has_lost_its_commits() -> None:
 def test_a_lost_commit_is_told_once_for_the_generation_that_lost_it() -> None:
     resumes = [ResumeFact(0.0, 1, 0), ResumeFact(3.0, 2, 10), ResumeFact(5.0, 3, 10)]
     assert found(commits=[CommitFact(1.0, 1, 10), CommitFact(2.0, 1, 20)], resumes=resumes) == [Invariant.NEWEST_KEPT]
+
+
+@pytest.mark.parametrize(
+    ("groups", "right"),
+    [
+        ([GroupFact(1, {"a", "b", "c"}, 21), GroupFact(2, {"a", "b"})], False),
+        ([GroupFact(1, {"a", "b", "c"}, 20), GroupFact(2, {"a", "b"})], True),
+        ([GroupFact(1, {"a", "b", "c"}, 21), GroupFact(2, {"a", "b", "d"})], False),
+        ([GroupFact(1, {"a", "b", "c"}, 21), GroupFact(2, {"a"})], True),
+        ([GroupFact(1, {"a", "b"}, 21, spoilt=True), GroupFact(2, {"a", "b"})], True),
+        # Without a new replica the next one keeps those of the one before, but for what a lost host has taken.
+        ([GroupFact(1, {"a", "b"}, 20), GroupFact(2, {"a", "b"}), GroupFact(3, {"a"})], False),
+        ([GroupFact(1, {"a", "b", "c"}, 20), GroupFact(2, {"a", "b"}), GroupFact(3, {"a"})], True),
+        ([GroupFact(1, {"a", "b", "c"}, 20), GroupFact(2, {"a", "b"}, 25), GroupFact(3, {"a"})], False),
+        # One that has not resumed has not trained.
+        ([GroupFact(1, {"a", "b"}, 21), GroupFact(4, {"b"})], True),
+        ([GroupFact(1, {"a", "b"}, 21), GroupFact(4, {"b"}), GroupFact(2, {"b"})], False),
+    ],
+)
+def test_a_step_that_two_hosts_have_outlives_the_loss_of_one(groups: list[GroupFact], right: bool) -> None:
+    resumes = [ResumeFact(0.0, 1, 0), ResumeFact(3.0, 2, 20), ResumeFact(5.0, 3, 15)]
+    assert found(groups=groups, resumes=resumes, commits=[]) == ([] if right else [Invariant.REPLICAS_KEPT])
 
 
 def test_two_generations_in_one_history() -> None:
