@@ -22,7 +22,7 @@ from elastictrain.checkpoint.memory.budget import (
     memory_of,
     most_buffers,
 )
-from elastictrain.checkpoint.memory.choice import Rounds
+from elastictrain.checkpoint.memory.choice import Rounds, agreed_step
 from elastictrain.checkpoint.memory.folder import (
     SlotName,
     SnapshotSet,
@@ -358,8 +358,9 @@ def _choose_slots(
 def _agree_on_steps(
     memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, kept: Sequence[SnapshotSet], layout: str
 ) -> list[int | None]:
-    """Step of the snapshot that every rank already holds in the same slot, by slot: only those of the sets `kept` count. Two
-    generations may have reached the same step, and a slot may have the size of another layout. Collective: yes."""
+    """Step of the snapshot that every rank already holds in the same slot, or another host for it, by slot: only those of the
+    sets `kept` count. Two generations may have reached the same step, and a slot may have the size of another layout.
+    Collective: yes."""
     context = synchronous.context
     wanted = {(one.incarnation, one.world_size, one.step, layout) for one in kept}
     held = {
@@ -370,4 +371,4 @@ def _agree_on_steps(
     }
     told: list[JsonValue] = [held.get(str(SlotName("own", context.identity.rank, index))) for index in indices]
     rows = as_record(gather_json(told, group=context.group.control), list[list[int | None]])
-    return [of_ranks[0] if len({*of_ranks}) == 1 else None for of_ranks in zip(*rows, strict=True)]
+    return [agreed_step(of_ranks, kept) for of_ranks in zip(*rows, strict=True)]

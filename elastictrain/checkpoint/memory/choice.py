@@ -7,6 +7,19 @@ from elastictrain.checkpoint.memory.folder import SnapshotSet
 from elastictrain.checkpoint.memory.slot import SnapshotId
 
 
+def agreed_step(of_ranks: Sequence[int | None], kept: Sequence[SnapshotSet]) -> int | None:
+    """The step that a slot must keep, one of the sets `kept` or None. `of_ranks[r]`: which of their steps rank r holds there.
+    For a rank that has come to a new host, and holds nothing, a replica on another host will do."""
+    for one in kept:
+        steps = [*of_ranks[: one.world_size], *[None] * (one.world_size - len(of_ranks))]
+        if one.step in steps and all(
+            step == one.step or (step is None and any(held.replica for held in sources))
+            for step, sources in zip(steps, one.sources, strict=True)
+        ):
+            return one.step
+    return None
+
+
 class SlotBook:
     """The state of the slots. Each rank keeps the same one, from the same decisions and agreed flags."""
 

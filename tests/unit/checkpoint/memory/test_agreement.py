@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS
-from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
+from elastictrain.checkpoint.memory.choice import Rounds, SlotBook, agreed_step
 from elastictrain.checkpoint.memory.folder import Held, SlotName, SnapshotSet, sets_to_keep, whole_sets
 from elastictrain.checkpoint.memory.slot import SnapshotFacts, SnapshotId
 from elastictrain.checkpoint.peers.server import choose_replica_slot
@@ -121,41 +121,76 @@ def test_rounds_of_replicas_follow_each_other() -> None:
     assert rounds.next(30, at=31) == 30
 
 
+def test_a_slot_keeps_what_all_ranks_have_in_it_or_have_replicas_of() -> None:
+    def held(rank: int, step: int, kind: str) -> Held:
+        return Held(rank, str(SlotName(kind, rank, 0)), facts_of(step, rank=rank, world_size=2))
+
+    both = [held(rank, 9, "own") for rank in range(2)]
+    (own,) = whole_sets(both, run=RUN)
+    (replicated,) = whole_sets([*both, held(1, 9, "replica")], run=RUN)
+    assert agreed_step([9, 9], [own]) == 9
+    assert agreed_step([9, 9, None], [own]) == 9, "the new world is larger"
+    assert agreed_step([9, None], [own]) is None
+    assert agreed_step([9], [own]) is None, "it is smaller"
+    assert agreed_step([9, None], [replicated]) == agreed_step([9], [replicated]) == 9
+    assert agreed_step([9, 7], [replicated]) is None
+    assert agreed_step([None, None], [replicated]) is None
+    assert agreed_step([9, 9], []) is None
+
+
 @dataclass
 class Hosts:
-    """A rank on each simulated host: by slot, the snapshot of all ranks, and by rank, the replicas that the next host keeps."""
+    """A rank on each simulated host: by rank and slot, its snapshots, and the replicas that the next host keeps of them."""
 
     num_hosts: int
+    num_slots: int
     chance: random.Random
-    own: list[SnapshotId | None]
-    replicas: list[list[SnapshotId | None]]
-    copies: dict[int, tuple[SnapshotId, int]] = field(default_factory=dict)
-    """By slot: what is being copied into it, and when that ends."""
+    own: list[list[SnapshotId | None]] = field(default_factory=list)
+    replicas: list[list[SnapshotId | None]] = field(default_factory=list)
+    copies: list[tuple[int, int, int, SnapshotId]] = field(default_factory=list)
+    """When each copy ends, of which rank, into which slot, of what."""
 
     arrivals: list[tuple[int, int, SnapshotId, SnapshotId | None]] = field(default_factory=list)
     """When a replica arrives, of which rank and snapshot, and which one stays."""
 
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.own = [[None] * self.num_slots for _ in range(self.num_hosts)]
+        self.replicas = [[None] * REPLICA_SLOTS for _ in range(self.num_hosts)]
+
     def kill_workers(self) -> None:
-        self.copies, self.arrivals = {}, []
+        self.copies, self.arrivals = [], []
+
+    def replace(self, host: int) -> None:
+        self.own[host] = [None] * self.num_slots
+        self.replicas[host - 1] = [None] * REPLICA_SLOTS
 
     def tick(self, now: int) -> None:
-        for slot, (snapshot, ends) in list(self.copies.items()):
-            if now >= ends:
-                self.own[slot] = snapshot
-                del self.copies[slot]
+        for _, rank, slot, snapshot in [one for one in self.copies if one[0] <= now]:
+            self.own[rank][slot] = snapshot
         for _, rank, snapshot, safe in [one for one in self.arrivals if one[0] <= now]:
-            assert snapshot in self.own, "what is being sent stays in its slot"
+            assert snapshot in self.own[rank], "what is being sent stays in its slot"
             held = [self.facts(one, rank) for one in self.replicas[rank]]
             self.replicas[rank][choose_replica_slot(held, safe=safe)] = snapshot
+        self.copies = [one for one in self.copies if one[0] > now]
         self.arrivals = [one for one in self.arrivals if one[0] > now]
 
+    def flags(self) -> tuple[list[bool], set[int]]:
+        """Which slots are busy on some rank, and where some rank lacks what it has begun."""
+        return [slot in {one[2] for one in self.copies} for slot in range(self.num_slots)], {one[2] for one in self.copies}
+
     def begin(self, slot: int, snapshot: SnapshotId) -> None:
-        self.own[slot] = None
-        self.copies[slot] = (snapshot, snapshot.step + self.chance.choice([0, 1, 2]))
+        for rank, slots in enumerate(self.own):
+            slots[slot] = None
+            self.copies.append((snapshot.step + self.chance.choice([0, 1, 2, 5]), rank, slot, snapshot))
 
     def send(self, snapshot: SnapshotId, safe: SnapshotId | None, *, now: int) -> None:
-        when = [now + self.chance.choice([1, 2, 6, 20]) for _ in range(self.num_hosts)]
-        self.arrivals = [(at, rank, snapshot, safe) for rank, at in enumerate(when)]
+        """A host that has nothing to send says so at once."""
+        self.failed = any(snapshot not in slots for slots in self.own)
+        for rank, slots in enumerate(self.own):
+            if snapshot in slots:
+                self.arrivals.append((now + self.chance.choice([1, 2, 6, 20]), rank, snapshot, safe))
 
     def facts(self, one: SnapshotId | None, rank: int) -> SnapshotFacts | None:
         if one is None:
@@ -164,44 +199,54 @@ class Hosts:
 
     def whole(self, *, without: int = -1) -> tuple[SnapshotSet, ...]:
         held = []
-        for rank, replicas in enumerate(self.replicas):
-            for kind, host, slots in (("own", rank, self.own), ("replica", (rank + 1) % self.num_hosts, replicas)):
+        for rank in range(self.num_hosts):
+            places = ("own", rank, self.own[rank]), ("replica", (rank + 1) % self.num_hosts, self.replicas[rank])
+            for kind, host, slots in places:
                 for index, one in enumerate(slots):
                     if (facts := self.facts(one, rank)) is not None and host != without:
                         held.append(Held(host, str(SlotName(kind, rank, index)), facts))
         return whole_sets(held, run=RUN)
 
+    def newest(self, *, without: int = -1) -> int:
+        return max((one.step for one in self.whole(without=without)), default=-1)
+
 
 @pytest.mark.parametrize("seed", range(examples(60)))
-def test_a_host_lost_at_any_moment_takes_no_safe_step_away_however_often_workers_were_killed(seed: int) -> None:
-    """Also before any replica of their generation has arrived, or with those of some ranks only."""
+def test_no_kill_goes_back_before_the_last_one_and_no_lost_host_before_what_is_safe(seed: int) -> None:
+    """Workers are killed over and over, also before any replica of their generation has arrived, or with those of some ranks
+    only; now and then a host is replaced."""
     chance = random.Random(seed)
-    num_hosts, num_slots = chance.choice([2, 3, 4]), chance.choice([3, 4])
-    hosts = Hosts(num_hosts, chance, [None] * num_slots, [[None] * REPLICA_SLOTS for _ in range(num_hosts)])
-    safe_step = -1
-    for generation in range(1, 16):
+    hosts = Hosts(chance.choice([2, 3, 4]), chance.choice([3, 4]), chance)
+    safe_step, safe_ever = -1, False
+    for generation in range(1, 20):
         incarnation = f"{generation:06d}-aa"
         kept = sets_to_keep(hosts.whole())
         ids = {(one.incarnation, one.step) for one in kept}
-        steps = [one.step if one is not None and one in ids else None for one in hosts.own]
+        held = [[one.step if one is not None and one in ids else None for one in slots] for slots in hosts.own]
+        steps = [agreed_step(of_ranks, kept) for of_ranks in zip(*held, strict=True)]
         rounds, book = Rounds.after(kept, steps=steps, incarnation=incarnation), SlotBook(steps)
-        flags: tuple[list[bool], list[bool], bool] | None = None
-        first = kept[0].step + 1 if kept else 1
-        for step in range(first, first + chance.choice([1, 3, 5, 8, 40])):
-            if flags is not None:
-                busy, torn, sending = flags
+        restored, told = kept[0].step if kept else 0, None
+        for step in range(restored + 1, restored + 1 + chance.choice([1, 3, 5, 8, 40])):
+            if told is not None:
+                busy, copying, sending = told
+                torn = [one in copying or book_step is None for one, book_step in enumerate(steps)]
                 book.update(step - 1, busy=busy, torn=torn)
-                rounds.update(step - 1, sending=sending, failed=False)
-            flags = [one in hosts.copies for one in range(num_slots)], [one is None for one in hosts.own], bool(hosts.arrivals)
+                rounds.update(step - 1, sending=sending, failed=hosts.failed)
+            told = (*hosts.flags(), bool(hosts.arrivals))
             if (wanted := rounds.next(book.newest_whole(), at=step)) is not None:
                 hosts.send(rounds.id_of(wanted), rounds.safe_id, now=step)
             if step % 2 == 0 and (slot := book.choose(protected=rounds.protected)) is not None:
                 hosts.begin(slot, SnapshotId(incarnation, step))
                 book.started(slot, step)
+                steps[slot] = step
             hosts.tick(step)
-            for lost in range(num_hosts):
-                left = max((one.step for one in hosts.whole(without=lost)), default=-1)
-                assert left >= safe_step, f"host {lost} lost after step {step} of generation {generation}"
+            assert hosts.newest() >= restored or not kept, f"killed after step {step} of generation {generation}"
+            left = min(hosts.newest(without=host) for host in range(hosts.num_hosts))
+            assert left >= safe_step, f"host lost after step {step} of generation {generation}"
             safe_step = max(safe_step, rounds.safe if rounds.safe is not None else -1)
+            safe_ever = safe_ever or safe_step > 0
         hosts.kill_workers()
-    assert safe_step > 0
+        if safe_step > 0 and chance.random() < 0.3:
+            hosts.replace(chance.randrange(hosts.num_hosts))
+            safe_step = -1
+    assert safe_ever
