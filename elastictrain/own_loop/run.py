@@ -301,7 +301,7 @@ class Run:
         """End saving in this generation; the next one uses the slots again."""
         if self._attachment is not None:
             self._attachment.saving.detach()
-            self._finished_step = self._attachment.finished_step
+            self._finished_step = self._attachment.finished_step or self._finished_step
         elif self._memory is not None and self._memory.others is not None:
             self._memory.others.close()
         self._attachment = self._memory = None

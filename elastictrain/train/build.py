@@ -69,12 +69,14 @@ class BuiltState:
     parked: ParkedMemory | None = None  # what a standby has given back to the device
 
 
-def detached(loop: Loop) -> BuiltState:
-    """End a loop, and return what the next one in this process can use. Raises: CheckpointError if a copy to host memory does
-    not end."""
+def detached(loop: Loop, before: BuiltState | None) -> BuiltState:
+    """End a loop, and return what the next one in this process can use. `before`: what this one got. Raises: CheckpointError if
+    a copy to host memory does not end."""
     pool, wrapped = loop.loader.release(), loop.stepper.wrapped
     loop.saving.detach()
-    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, loop.attachment.finished_step)
+    # A generation that fails before its first step takes nothing from what the process had done before.
+    finished_step = loop.attachment.finished_step or (before.finished_step if before is not None else 0)
+    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, finished_step)
 
 
 def build(context: TrainContext, link: SaverLink | None, before: BuiltState | None = None) -> Loop:

@@ -223,7 +223,8 @@ def check_and_test(folder: Path) -> None:
     assert [len(noted(folder, name)) for name in ("mypy", "lint-imports")] == [1, 1]
     suites = [line.split()[2:] for line in noted(folder, "python") if line.startswith("-m pytest")]
     folders = [word for words in suites for word in words if word.startswith("tests/")]
-    alone = [f"tests/network/test_{name}.py" for name in ("links", "preflight", "rendezvous")]
+    alone = [*(f"tests/network/test_{name}.py" for name in ("links", "preflight", "rendezvous"))]
+    alone.append("tests/process/test_stragglers.py")
     assert folders == ["tests/unit", "tests/integration", "tests/process", "tests/network", *alone, "tests/gpu"]
     assert [word for words in suites for word in words if word.startswith("--ignore=")] == [f"--ignore={one}" for one in alone]
     assert all((REPOSITORY / name).exists() for name in folders)

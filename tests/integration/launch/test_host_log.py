@@ -111,7 +111,9 @@ def test_signals_that_a_scheduler_sends_to_all_processes_leave_the_copier(after_
 def test_what_is_printed_survives_the_copier(tmp_path: Path) -> None:
     times = 100_000
     child = f"subprocess.run([sys.executable, '-c', {PRINTS.format(times=times)!r}])"
-    kill = "print('one', flush=True); time.sleep(0.3); copier.kill()"
+    # What it has read and not yet written would go with it.
+    copied = f"[time.sleep(0.01) for _ in iter(lambda: os.path.getsize(glob.glob({str(tmp_path / 'a-*.log')!r})[0]), 4)]"
+    kill = f"print('one', flush=True); import glob; {copied}; time.sleep(0.3); copier.kill()"
     ended = run(tmp_path, f"{COPIER}; {kill}; print('two', flush=True); {child}", code=75)
     assert ended.returncode == 75
     assert ended.stdout == b"one\ntwo\n" + b"out\n" * times
