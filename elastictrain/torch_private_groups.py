@@ -4,7 +4,7 @@ They are checked before use like those of `torch_private`. The attributes of FSD
 checked on the model that is at hand.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -56,6 +56,9 @@ GATHERS = (
 )
 """What gathers parameters in another form than they have."""
 
+GLOO = (PrivateName(_C10D, "ProcessGroupGloo"),)
+"""What torch calls to make a group of gloo."""
+
 FAKE_GROUP = (PrivateName("torch.testing._internal.distributed.fake_pg", "FakeStore"),)
 """Its module registers the backend `fake`."""
 
@@ -95,6 +98,33 @@ def forget_groups() -> None:
     for name in REGISTRY[1:]:
         name.find()()
     world.group_count = 0
+
+
+class _GlooGroups:
+    """Stands for torch's class of gloo's groups, and has them made by somebody else."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual = usual
+        self.make: Callable[[Callable[[], Any]], Any] = lambda construct: construct()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.make(lambda: self.usual(*arguments, **options))
+
+    def __instancecheck__(self, one: object) -> bool:
+        return isinstance(one, self.usual)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.usual, name)
+
+
+def make_gloo_groups_by(make: Callable[[Callable[[], Any]], Any]) -> None:
+    """From now on torch makes groups of gloo in `make`, which calls its argument for one: that connects to all ranks, and may
+    never return. Raises: HostUnfitError."""
+    c10d: Any = dist.distributed_c10d
+    require(GLOO)
+    if not isinstance(c10d.ProcessGroupGloo, _GlooGroups):
+        c10d.ProcessGroupGloo = _GlooGroups(c10d.ProcessGroupGloo)
+    c10d.ProcessGroupGloo.make = make
 
 
 def init_fake_group(*, rank: int, world_size: int) -> None:

@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 
 import torch
 import torch.distributed as dist
 
+from elastictrain.distributed.bounded import call_until
 from elastictrain.distributed.device import Backend, settle
 from elastictrain.distributed.store import PolledStore
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 from elastictrain.torch_private import set_group_timeout
-from elastictrain.torch_private_groups import init_fake_group
+from elastictrain.torch_private_groups import init_fake_group, make_gloo_groups_by
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +85,11 @@ def make_group(
     poll: Callable[[], None] = lambda: None,
 ) -> Group:
     """Make the training group and its control group over a store that no other generation uses. Collective: yes. `poll` is
-    called while gloo waits for another rank, here and where a group is made later, and may raise to leave early; NCCL's threads
-    use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`. `connects_later`: NCCL connects in the first
-    collective, and not here."""
+    called while gloo waits for another rank or connects to it, here and where a group is made later, and may raise to leave
+    early; NCCL's threads use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`. `connects_later`: NCCL
+    connects in the first collective, and not here."""
+    # A rank that dies between the store and the connection lets the others wait in C++, some of them without a socket.
+    make_gloo_groups_by(lambda construct: call_until(construct, left_s=lambda: inf, poll=poll))
     device = _use_device(identity, backend == "nccl" if on_gpu is None else on_gpu)
     if backend == "gloo":
         store = PolledStore(store, limit_s=init_timeout_s, poll=poll)

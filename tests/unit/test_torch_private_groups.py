@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from elastictrain.torch_private_groups import (
     forget_groups,
     fsdp_changes,
     init_fake_group,
+    make_gloo_groups_by,
     move_ddp,
     move_fsdp,
     refuse_fsdp,
@@ -140,6 +141,29 @@ def test_ddp_moves_to_another_group() -> None:
     move_ddp(ddp, dist.group.WORLD)
     assert ddp.process_group is dist.group.WORLD
     ddp(torch.ones(1, 2)).sum().backward()
+
+
+def test_groups_of_gloo_are_made_by_who_wants_to() -> None:
+    made: list[object] = []
+
+    def make(construct: Callable[[], object]) -> object:
+        made.append(construct())
+        return made[-1]
+
+    try:
+        for _ in range(2):
+            make_gloo_groups_by(make)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.new_group(backend="gloo")
+        assert len(made) == 2
+        assert all(isinstance(one, dist.ProcessGroupGloo) for one in made)
+        # What torch asks of its own name for the class.
+        assert isinstance(made[0], dist.distributed_c10d.ProcessGroupGloo)
+        assert dist.distributed_c10d.ProcessGroupGloo.create_device is not None
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.destroy_process_group()
+    finally:
+        make_gloo_groups_by(lambda construct: construct())
 
 
 def test_names_of_groups_begin_anew() -> None:
