@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 
@@ -138,6 +139,11 @@ def test_a_slot_keeps_what_all_ranks_have_in_it_or_have_replicas_of() -> None:
     assert agreed_step([9, 9], []) is None
 
 
+@cache
+def _facts(one: SnapshotId, rank: int, world_size: int) -> SnapshotFacts:
+    return facts_of(one.step, rank=rank, world_size=world_size, incarnation=one.incarnation)
+
+
 @dataclass
 class Hosts:
     """A rank on each simulated host: by rank and slot, its snapshots, and the replicas that the next host keeps of them."""
@@ -193,9 +199,7 @@ class Hosts:
                 self.arrivals.append((now + self.chance.choice([1, 2, 6, 20]), rank, snapshot, safe))
 
     def facts(self, one: SnapshotId | None, rank: int) -> SnapshotFacts | None:
-        if one is None:
-            return None
-        return facts_of(one.step, rank=rank, world_size=self.num_hosts, incarnation=one.incarnation)
+        return None if one is None else _facts(one, rank, self.num_hosts)
 
     def whole(self, *, without: int = -1) -> tuple[SnapshotSet, ...]:
         held = []
