@@ -54,7 +54,7 @@ class ResumeFact:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFact:
+class GenerationFact:
     """A generation: its launchers, and the newest step of which other hosts got the replicas of all ranks; 0: of none.
     `spoilt`: what it had in memory, or computed, was damaged."""
 
@@ -94,7 +94,7 @@ class ChaosFacts:
     undisturbed_ledger: Sequence[Row] = ()
     commits: Sequence[CommitFact] = ()
     resumes: Sequence[ResumeFact] = ()
-    groups: Sequence[GroupFact] = ()
+    generations: Sequence[GenerationFact] = ()
     damaged: AbstractSet[int] = frozenset()
     blamed: Sequence[Blamed] = ()
     usage: Sequence[Usage] = ()
@@ -167,12 +167,12 @@ def _commits(facts: ChaosFacts) -> Iterator[Violation]:
 def _replicas(facts: ChaosFacts) -> Iterator[Violation]:
     """A step that two hosts have outlives the loss of one."""
     resumed = {one.generation: one.step for one in facts.resumes}
-    trained = sorted((one for one in facts.groups if one.generation in resumed), key=lambda one: one.generation)
+    trained = sorted((one for one in facts.generations if one.generation in resumed), key=lambda one: one.generation)
     on_two_hosts = 0
     for before, after in pairwise(trained):
         on_two_hosts = max(before.replicated, on_two_hosts)
         lost = before.launchers - after.launchers
-        spoilt = any(one.spoilt for one in facts.groups if before.generation <= one.generation < after.generation)
+        spoilt = any(one.spoilt for one in facts.generations if before.generation <= one.generation < after.generation)
         if resumed[after.generation] < on_two_hosts and len(lost) <= 1 and not spoilt:
             what = f"resumed at {resumed[after.generation]}, though replicas of step {on_two_hosts} were there"
             yield Violation(Invariant.REPLICAS_KEPT, f"generation {after.generation} {what}, and at most one host was lost")

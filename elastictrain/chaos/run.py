@@ -19,7 +19,7 @@ from elastictrain.chaos.invariants import (
     ENDS_GENERATION,
     ChaosFacts,
     CommitFact,
-    GroupFact,
+    GenerationFact,
     Invariant,
     ResumeFact,
     Usage,
@@ -28,6 +28,7 @@ from elastictrain.chaos.invariants import (
 )
 from elastictrain.chaos.plan import ChaosKind, FaultPlan, PlannedFault
 from elastictrain.chaos.processes import StuckError, savers
+from elastictrain.chaos.run_events import generation_facts
 from elastictrain.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
 from elastictrain.events import event_time
 from elastictrain.report.failures import FailureRecord
@@ -321,7 +322,7 @@ class ChaosRun:
         return ChaosFacts(
             commits=[*self._commits.values()],
             resumes=[ResumeFact(made[number], number, step) for number, step in resumed.items() if number in made],
-            groups=[*self._groups()],
+            generations=self._generations(),
             damaged=self.injectors.damaged,
             blamed=blamed,
             usage=[Usage(f"{kind}, {what}", values, _ALLOWED[what]) for (kind, what), values in self._usage.items()],
@@ -329,19 +330,9 @@ class ChaosRun:
             exit_codes=self._codes,
         )
 
-    def _groups(self) -> Iterator[GroupFact]:
-        """The generations, with what their savers have replicated."""
-        fleet, arrived = self.injectors.fleet, defaultdict[tuple[int, int], set[int]](set)
-        for row in fleet.events.savers:
-            if row["event"] == "replicated":
-                arrived[generation_of(row["incarnation"]), row["step"]].add(row["of_rank"])
-        spoilt = {one.generation for one in self.struck if one.fault.kind in _SPOILS}
-        for record in fleet.generations():
-            number, members = record["number"], record["members"]
-            ranks = sum(member["processes"] for member in members)
-            steps = [step for (generation, step), of in arrived.items() if generation == number and len(of) == ranks]
-            launchers = {member["host"] for member in members}
-            yield GroupFact(number, launchers, max(steps, default=0), spoilt=number in spoilt)
+    def _generations(self) -> list[GenerationFact]:
+        fleet, spoilt = self.injectors.fleet, {one.generation for one in self.struck if one.fault.kind in _SPOILS}
+        return generation_facts(fleet.generations(), savers=fleet.events.savers, spoilt=spoilt)
 
 
 def own_failure(error: Exception) -> Violation:

@@ -1,10 +1,14 @@
 """The events of a run, read as they are written."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from elastictrain.chaos.damage import generation_of
+from elastictrain.chaos.invariants import GenerationFact
 
 EventRow = Mapping[str, Any]
 
@@ -49,3 +53,25 @@ def steps_of(rows: Iterable[EventRow]) -> list[EventRow]:
 
 def last_step(rows: Iterable[EventRow]) -> int:
     return max((row["step"] for row in steps_of(rows)), default=0)
+
+
+def generation_facts(
+    records: Iterable[Mapping[str, Any]], *, savers: Iterable[EventRow], spoilt: Collection[int] = ()
+) -> list[GenerationFact]:
+    """The generations of these records, with what their savers have replicated. A step of which a replica has failed once does
+    not count: the workers go on to the next, though it may arrive later. `spoilt`: numbers of generations."""
+    arrived, failed = defaultdict[tuple[int, int], set[int]](set), set[tuple[int, int]]()
+    for row in savers:
+        key = generation_of(row["incarnation"]), row.get("step", 0)
+        if row["event"] == "replicated":
+            arrived[key].add(row["of_rank"])
+        elif row["event"] == "replication_failed":
+            failed.add(key)
+    found = []
+    for record in records:
+        number, members = record["number"], record["members"]
+        ranks = set(range(sum(member["processes"] for member in members)))
+        steps = [key[1] for key, of in arrived.items() if key[0] == number and of >= ranks and key not in failed]
+        launchers = {member["host"] for member in members}
+        found.append(GenerationFact(number, launchers, max(steps, default=0), spoilt=number in spoilt))
+    return found

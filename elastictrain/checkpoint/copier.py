@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -202,11 +202,11 @@ def slot_indices(
     return (fitting + free)[:wanted], fitting
 
 
-def free_indices(folder: str, *, rank: int, size_bytes: int, wanted: int, restored_step: int | None) -> None:
+def free_indices(folder: str, *, rank: int, size_bytes: int, wanted: int, kept_steps: Collection[int]) -> None:
     """Make `slot_indices` find as many as `wanted`, though starts with other world sizes have left their slots.
 
-    Removes as few as possible, the oldest first, and none of the restored step: until a newer snapshot is complete, it may be
-    the only one.
+    Removes as few as possible, the oldest first, and none of `kept_steps`: until newer snapshots are complete, they may be the
+    only ones.
     """
     missing = wanted - len(slot_indices(folder, rank=rank, size_bytes=size_bytes, wanted=wanted)[0])
     if missing <= 0:
@@ -216,7 +216,7 @@ def free_indices(folder: str, *, rank: int, size_bytes: int, wanted: int, restor
     for name in slot_names(folder):
         age = held.get(str(name), ("", -1))
         other_size = (name.kind, name.rank) == ("own", rank) and os.stat(f"{folder}/{name}").st_size != size_bytes  # noqa: PTH116
-        if other_size and (restored_step is None or age[1] != restored_step):
+        if other_size and age[1] not in kept_steps:
             unused.append((age, name.index, name))
     for _, _, name in sorted(unused, key=lambda one: one[:2])[:missing]:
         logger.warning("%s is removed: starts with other world sizes have left slots under all names", name)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from elastictrain.torch_private import set_group_timeout
 from elastictrain.torch_private_groups import init_fake_group, make_gloo_groups_by
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NCCL_MARGIN_S = 10.0
 _CONNECT_MARGIN_S = 30.0
@@ -85,14 +88,16 @@ def make_group(
     poll: Callable[[], None] = lambda: None,
 ) -> Group:
     """Make the training group and its control group over a store that no other generation uses. Collective: yes. `poll` is
-    called while gloo waits for another rank or connects to it, here and where a group is made later, and may raise to leave
-    early; NCCL's threads use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`. `connects_later`: NCCL
-    connects in the first collective, and not here."""
-    # A rank that dies between the store and the connection lets the others wait in C++, some of them without a socket.
-    make_gloo_groups_by(lambda construct: call_until(construct, left_s=lambda: inf, poll=poll))
+    called while gloo waits for another rank or connects to it, here and where a group is made later, by two threads, and may
+    raise to leave early; NCCL's threads use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`.
+    `connects_later`: NCCL connects in the first collective, and not here."""
     device = _use_device(identity, backend == "nccl" if on_gpu is None else on_gpu)
+    make_gloo_groups_by(_construct)
     if backend == "gloo":
         store = PolledStore(store, limit_s=init_timeout_s, poll=poll)
+        # A rank that dies between the store and the connection lets the others wait in C++, some of them without a socket. With
+        # NCCL the abandoned call could wait in the store instead, whose connection NCCL's threads use, too.
+        make_gloo_groups_by(lambda construct: call_until(construct, left_s=lambda: inf, poll=poll))
     dist.init_process_group(
         backend,
         store=store,
@@ -149,3 +154,8 @@ def leave(group: Group) -> None:
     """Wait until no rank needs another one, then destroy the group. Collective: yes."""
     await_all(group)
     dist.destroy_process_group()
+    make_gloo_groups_by(_construct)
+
+
+def _construct(construct: Callable[[], T]) -> T:
+    return construct()

@@ -69,7 +69,7 @@ class BuiltState:
     parked: ParkedMemory | None = None  # what a standby has given back to the device
 
 
-def detached(loop: Loop, before: BuiltState | None) -> BuiltState:
+def detached(loop: Loop, *, before: BuiltState | None) -> BuiltState:
     """End a loop, and return what the next one in this process can use. `before`: what this one got. Raises: CheckpointError if
     a copy to host memory does not end."""
     pool, wrapped = loop.loader.release(), loop.stepper.wrapped

@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from elastictrain.checkpoint.memory.budget import (
     memory_of,
     most_buffers,
 )
-from elastictrain.checkpoint.memory.choice import Rounds, agreed_step
+from elastictrain.checkpoint.memory.choice import Rounds, agreed_steps
 from elastictrain.checkpoint.memory.folder import (
     SlotName,
     SnapshotSet,
@@ -215,17 +215,16 @@ def _choose_saving(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in
         message = describe(buffers, replicate=_wants_replicas(memory, context))
         context.journal.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
         synchronous.observer.print_line(message)
-    restored_step = None if in_storage else state.step
+    sets = () if in_storage else sets_to_keep(memory.restore.whole())
     indices = _choose_slots(
-        memory, layout, context, wanted=buffers.per_rank, restored_step=restored_step, allocating=arena is not None
+        memory, layout, context, wanted=buffers.per_rank, kept_steps=[one.step for one in sets], allocating=arena is not None
     )
     if not indices:
         return _without_memory(memory, synchronous, in_storage=in_storage)
     if memory.others is not None:
         memory.others.close()
         link.replicates = buffers.replicate
-    kept = () if in_storage else sets_to_keep(memory.restore.whole())
-    steps = _agree_on_steps(memory, indices, synchronous, kept=kept, layout=layout.digest)
+    steps = _agree_on_steps(memory, indices, synchronous, sets=sets, layout=layout.digest)
     device = context.group.device
     if arena is None or not arena.take_over(layout, [SlotName("own", identity.rank, index) for index in indices]):
         if arena is not None:
@@ -245,7 +244,7 @@ def _choose_saving(memory: SnapshotMemory, synchronous: SynchronousSaving, *, in
     )
     # Remotely each snapshot sends the records of its steps: one more object for each log.
     pause_s = 0.0 if isinstance(context.store, LocalStore) else _REMOTE_PAUSE_S
-    rounds = Rounds.after(kept, steps=steps, incarnation=context.generation.name) if buffers.replicate else None
+    rounds = Rounds.after(sets, incarnation=context.generation.name) if buffers.replicate else None
     return SnapshotSaving(synchronous, snapshots, link, rounds=rounds, pause_s=pause_s, keeps=memory.kept)
 
 
@@ -343,26 +342,26 @@ def _choose_slots(
     context: TrainContext,
     *,
     wanted: int,
-    restored_step: int | None,
+    kept_steps: Collection[int],
     allocating: bool,
 ) -> Sequence[int]:
     """The numbers of this rank's slots, equally many on all ranks; ranks refer to slots by their index. `allocating`: as in
     `slot_indices`. Collective: yes."""
     rank, size_bytes = context.identity.rank, layout.file_bytes
     with suppress(OSError):
-        free_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted, restored_step=restored_step)
+        free_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted, kept_steps=kept_steps)
     indices, _ = slot_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted, allocating=allocating)
     return indices[: min(as_record(gather_json(len(indices), group=context.group.control), list[int]))]
 
 
 def _agree_on_steps(
-    memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, kept: Sequence[SnapshotSet], layout: str
+    memory: SnapshotMemory, indices: Sequence[int], synchronous: SynchronousSaving, *, sets: Sequence[SnapshotSet], layout: str
 ) -> list[int | None]:
-    """Step of the snapshot that every rank already holds in the same slot, or another host for it, by slot: only those of the
-    sets `kept` count. Two generations may have reached the same step, and a slot may have the size of another layout.
-    Collective: yes."""
+    """Step of the snapshot that every rank already holds in the same slot, or another host for it, by slot: only those of these
+    sets count. Two generations may have reached the same step, and a slot may have the size of another layout. Collective:
+    yes."""
     context = synchronous.context
-    wanted = {(one.incarnation, one.world_size, one.step, layout) for one in kept}
+    wanted = {(one.incarnation, one.world_size, one.step, layout) for one in sets}
     held = {
         one.slot: one.facts.step
         for one in look(memory.folder, host=0)
@@ -371,4 +370,4 @@ def _agree_on_steps(
     }
     told: list[JsonValue] = [held.get(str(SlotName("own", context.identity.rank, index))) for index in indices]
     rows = as_record(gather_json(told, group=context.group.control), list[list[int | None]])
-    return [agreed_step(of_ranks, kept) for of_ranks in zip(*rows, strict=True)]
+    return agreed_steps(rows, sets=sets)

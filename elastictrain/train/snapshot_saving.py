@@ -137,12 +137,11 @@ class SnapshotSaving:
             self._synchronous.snapshot(step, reason=reason)
             return
         if self._rounds is not None:
-            # Start the next round of replicas when all hosts have finished the last one. All ranks derive the same protected
-            # slots, and do not use them.
+            # The next round of replicas begins when all hosts have finished the last one. All ranks protect the same slots.
             wanted = self._rounds.next(self._book.newest_whole(), at=step)
             self._snapshots.spare(self._rounds.protected)
             if wanted is not None:
-                self._link.send(self._rounds.id_of(wanted), safe=self._rounds.safe_id)
+                self._link.send(wanted, safe=self._rounds.safe)
         if self._pending_reason is None:
             self._pending_since_s = self._clock()
         self._pending_reason = reason or self._pending_reason
@@ -156,7 +155,7 @@ class SnapshotSaving:
         self._pending_reason = None
         # The snapshot that has just begun is not whole, so the newest whole one lies in another slot.
         if not self._dropped_old and self._is_ours(self._book.newest_whole()):
-            if self._rounds is not None and not self._is_ours(self._rounds.safe):
+            if self._rounds is not None and not self._is_ours(self._rounds.safe_step):
                 # Replicas of older generations on other hosts are the only ones if this host is lost.
                 return
             # All ranks hold a whole snapshot of this generation, and keep it until the next is whole: older ones are of no use.
@@ -241,7 +240,8 @@ class SnapshotSaving:
         """The interval, longer while a save or replicas leave one slot to overwrite: during each copy into it only an older
         snapshot is whole."""
         protected = self._rounds.protected if self._rounds is not None else ()
-        held = [one for one in {self._durable_step if unsaved else None, *protected} if one is not None]
+        held = {one for one in protected if one is not None and self._book.holds(one)}
+        held |= {self._durable_step} if unsaved else set()
         if len(self._snapshots.steps) - len(held) > 1:
             return interval
         return max(interval, spread_interval(max(0, step - max(held))) if held else RARE)
@@ -316,7 +316,7 @@ class SnapshotSaving:
             left_s = least([one.left_s for one in told])
             if self._rounds is not None and not replicating and left_s is not None:
                 # No rank trains any more, so an unpaced transfer slows nothing down.
-                self._link.send(self._rounds.id_of(step), unpaced=True, safe=self._rounds.safe_id)
+                self._link.send(step, unpaced=True, safe=self._rounds.safe)
                 replicating = True
             if self._first:
                 until_s = deadline_s if left_s is None else min(deadline_s, self._clock() + left_s)
@@ -347,7 +347,7 @@ class SnapshotSaving:
         snapshots can be taken. Collective: yes."""
         deadline_s = self._clock() + _SHARE * self._save_timeout_s
         # The step that is whole on two hosts stays while another slot can be had.
-        safe = (self._rounds.safe,) if self._rounds is not None else ()
+        safe = (self._rounds.safe_step,) if self._rounds is not None else ()
         notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
             busy, torn = self._snapshots.status(due=True, none_had=self._none_had)

@@ -171,7 +171,7 @@ class Worker:
 
     def _keep(self) -> None:
         if self.loop is not None:
-            self.built, self.loop, self.part.report.loop = detached(self.loop, self.built), None, None
+            self.built, self.loop, self.part.report.loop = detached(self.loop, before=self.built), None, None
 
     def _interrupt(self) -> None:
         # The main thread lets go of it at an orderly end.
@@ -189,7 +189,7 @@ class Worker:
 
     def _free(self) -> None:
         if self.loop is not None:
-            self.built = detached(self.loop, self.built)
+            self.built = detached(self.loop, before=self.built)
         # The device may have much to do: the others meet meanwhile.
         self.part.announce(built=self.has_built)
         self._forget_step()

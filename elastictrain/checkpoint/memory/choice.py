@@ -1,23 +1,29 @@
 """Which slot takes the next snapshot. Pure: all ranks compute the same answer from the same flags."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from elastictrain.checkpoint.memory.folder import SnapshotSet
 from elastictrain.checkpoint.memory.slot import SnapshotId
 
 
-def agreed_step(of_ranks: Sequence[int | None], kept: Sequence[SnapshotSet]) -> int | None:
-    """The step that a slot must keep, one of the sets `kept` or None. `of_ranks[r]`: which of their steps rank r holds there.
-    For a rank that has come to a new host, and holds nothing, a replica on another host will do."""
-    for one in kept:
-        steps = [*of_ranks[: one.world_size], *[None] * (one.world_size - len(of_ranks))]
-        if one.step in steps and all(
-            step == one.step or (step is None and any(held.replica for held in sources))
-            for step, sources in zip(steps, one.sources, strict=True)
-        ):
-            return one.step
-    return None
+def agreed_steps(rows: Sequence[Sequence[int | None]], *, sets: Sequence[SnapshotSet]) -> list[int | None]:
+    """The step of one of these sets that each slot must keep, if any. `rows[r][s]`: which of their steps rank r has in slot s.
+    For a rank that has come to a new host, with none of a set, a replica on another host will do."""
+
+    def keeps(one: SnapshotSet, slot: int) -> bool:
+        there = [rows[rank][slot] if rank < len(rows) else None for rank in range(one.world_size)]
+        return one.step in there and all(
+            step == one.step
+            or (
+                step is None
+                and any(held.replica for held in sources)
+                and all(one.step not in row for row in rows[rank : rank + 1])
+            )
+            for rank, (step, sources) in enumerate(zip(there, one.sources, strict=True))
+        )
+
+    return [next((one.step for one in sets if keeps(one, slot)), None) for slot in range(len(rows[0]))]
 
 
 class SlotBook:
@@ -38,9 +44,11 @@ class SlotBook:
     def choose(self, *, protected: Collection[int | None] = ()) -> int | None:
         """The slot for a snapshot now, if any; the snapshots of `protected` steps stay.
 
-        The oldest snapshot is overwritten first, and only while another complete one remains or there is no other slot.
+        The oldest snapshot is overwritten first, and only while another complete one remains or there is no other slot. The
+        newest complete one is not, while a newer one is being copied.
         """
-        candidates = []
+        candidates, newest = [], self.newest_whole()
+        copying = any(step is not None and not self._is_whole(index) for index, step in enumerate(self._steps))
         for index, step in enumerate(self._steps):
             if self._busy[index] or not self._is_known(step):
                 continue
@@ -48,9 +56,14 @@ class SlotBook:
             if step is None or self._torn[index]:
                 # A snapshot that is torn on one rank is of no use on any.
                 candidates.append((0, index))
-            elif step not in protected and (not others or any(map(self._is_whole, others))):
+            elif (
+                step not in protected and (not others or any(map(self._is_whole, others))) and not (copying and step == newest)
+            ):
                 candidates.append((step, index))
         return min(candidates)[1] if candidates else None
+
+    def holds(self, step: int) -> bool:
+        return step in self._steps
 
     def newest_whole(self) -> int | None:
         return max((step for index, step in enumerate(self._steps) if step and self._is_whole(index)), default=None)
@@ -76,39 +89,38 @@ class Rounds:
     """
 
     incarnation: str = ""  # the present one
-    safe: int | None = None
-    inherited: Mapping[int, str] = field(default_factory=dict)  # incarnations of the steps in slots that are of earlier ones
+    safe: SnapshotId | None = None
     under_way: int | None = None
     asked_at: int = -1  # step at which the round began
+    after_step: int = -1  # only newer steps are replicated
+
+    @classmethod
+    def after(cls, sets: Sequence[SnapshotSet], *, incarnation: str) -> "Rounds":
+        """Those of a new incarnation that goes on from the first of these `sets_to_keep`. Without one on two hosts the restored
+        one stays as if it were: after the loss of another host it may be complete all the same."""
+        if not sets:
+            return cls(incarnation)
+        safe = next((one for one in sets if one.on_two_hosts), sets[0])
+        return cls(incarnation, SnapshotId(safe.incarnation, safe.step), after_step=sets[0].step)
+
+    @property
+    def safe_step(self) -> int | None:
+        return None if self.safe is None else self.safe.step
 
     @property
     def protected(self) -> tuple[int | None, int | None]:
-        return (self.safe, self.under_way)
-
-    @classmethod
-    def after(cls, kept: Sequence[SnapshotSet], *, steps: Collection[int | None], incarnation: str) -> "Rounds":
-        """Those of a new incarnation that goes on from the sets of `kept`. `steps`: in the slots of all ranks."""
-        here = [one for one in kept if one.step in steps]
-        safe = next((one.step for one in here if one.on_two_hosts), None)
-        return cls(incarnation, safe, {one.step: one.incarnation for one in here})
-
-    def id_of(self, step: int) -> SnapshotId:
-        return SnapshotId(self.inherited.get(step, self.incarnation), step)
-
-    @property
-    def safe_id(self) -> SnapshotId | None:
-        return None if self.safe is None else self.id_of(self.safe)
+        return (self.safe_step, self.under_way)
 
     def update(self, step: int, *, sending: bool, failed: bool) -> None:
         """The flags in `step`: some host still sends, or has failed to."""
         if self.under_way is None or step <= self.asked_at or sending:
             return
         if not failed:
-            self.safe = self.under_way
+            self.safe, self.after_step = SnapshotId(self.incarnation, self.under_way), self.under_way
         self.under_way = None
 
     def next(self, newest: int | None, *, at: int) -> int | None:
-        if self.under_way is not None or newest is None or newest <= (self.safe if self.safe is not None else -1):
+        if self.under_way is not None or newest is None or newest <= self.after_step:
             return None
         self.under_way, self.asked_at = newest, at
         return newest

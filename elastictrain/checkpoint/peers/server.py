@@ -46,8 +46,8 @@ def locked_snapshot(folder: str, get: Get) -> Iterator[Slot]:
 
 
 def choose_replica_slot(held: Sequence[SnapshotFacts | None], *, safe: SnapshotId | None = None) -> int:
-    """Return the slot for the next replica: one without a whole snapshot first, then the oldest, never that of `safe`: of no
-    newer step may all ranks have replicas. Pure.
+    """Return the slot for the next replica: one without a whole snapshot first, then the oldest, never that of `safe`: it may
+    be the newest step of which all ranks have replicas. Pure.
 
     `held[i]` is the whole snapshot in slot i. Incarnations are compared before steps: after a restart from an older step, a
     higher step of the old incarnation is not the newest.
@@ -76,7 +76,7 @@ class ReplicaSlots:
         """Store a replica; returns False, with nothing received, if it is here already.
 
         `go` is called when there is room; `receive` fills the beginning of a buffer, and returns how much. After any failure
-        the newest whole replica of the rank is unchanged.
+        the rank's replica of `put.safe`, or without it the newest whole one, is unchanged.
 
         Raises: RefusedError if it is not wanted, or not now; CheckpointError if memory is short, or the bytes do not match
         their digests; OSError; the errors of `go` and `receive`.

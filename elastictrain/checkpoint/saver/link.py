@@ -194,15 +194,15 @@ class SaverLink:
                 # reconnect.
                 self._hang_up()
 
-    def send(self, snapshot: SnapshotId | None, *, unpaced: bool = False, safe: SnapshotId | None = None) -> None:
+    def send(self, step: int | None, *, unpaced: bool = False, safe: SnapshotId | None = None) -> None:
         """Have the saver send the snapshots of a step, and none older, to another host; None: stop sending. `sending` reports
         the end. `unpaced`: nothing is training that could be slowed down. `safe`: of which all replicas are there, and stay."""
         with self._changed:
             if self._starts:
                 # Without a saver there is no answer, and its successor does not get this message.
-                lost = snapshot is not None and self._socket is None
-                self._sending, self._sending_failed = (None if snapshot is None or lost else snapshot.step, lost)
-                self.send_message(messages.SendReplicas(snapshot, unpaced, safe))
+                lost = step is not None and self._socket is None
+                self._sending, self._sending_failed = (None if lost else step, lost)
+                self.send_message(messages.SendReplicas(step, unpaced, safe))
 
     def sending(self) -> tuple[bool, bool]:
         """Whether the saver is still sending, and whether the last sending failed."""

@@ -77,7 +77,7 @@ class SendReplicas(_Message, frozen=True, tag="send"):
     """Send the snapshots of a step to the other host; None: stop. `unpaced`: without a speed limit. `safe`: of which all
     replicas are there, and stay."""
 
-    snapshot: SnapshotId | None
+    step: Count | None
     unpaced: bool = False
     safe: SnapshotId | None = None
 

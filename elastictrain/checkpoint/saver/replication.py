@@ -71,19 +71,19 @@ class ReplicaService:
             sources = replica_sources_of(roster.own_peer, roster.hosts)
             self._server.replicas.kept = frozenset(rank for source in sources for rank in source.ranks)
 
-    def send(
-        self, snapshot: SnapshotId | None, *, safe: SnapshotId | None = None, incarnation: str, unpaced: bool = False
-    ) -> None:
-        """Send this host's snapshots of a step, and none older; None: stop. `safe`: whose replicas stay. `incarnation`: the
-        present one, which may not be that of the snapshots. `unpaced`: no training could be slowed down."""
-        if snapshot is None:
+    def send(self, step: int | None, *, incarnation: str, safe: SnapshotId | None = None, unpaced: bool = False) -> None:
+        """Send this host's snapshots of a step, and none older; None: stop. `safe`: of which the other hosts have all replicas,
+        and keep them. `unpaced`: no training could be slowed down."""
+        if step is None:
             self._stop_sending()
             return
-        held = {one.facts.rank: one for one in look(self._folder, host=0) if not one.replica and one.facts.id == snapshot}
+        held = {
+            one.facts.rank: one for one in look(self._folder, host=0) if not one.replica and one.facts.id == (incarnation, step)
+        }
         ranks = self._roster.own_peer.ranks if self._roster is not None else ()
         self._replicator = self._replicator or self._begin_sending(incarnation, unpaced=unpaced)
         if self._replicator is None or any(rank not in held for rank in ranks):
-            self._ended(incarnation, snapshot.step, False)
+            self._ended(incarnation, step, False)
         else:
             self._replicator.send([held[rank] for rank in ranks], safe=safe)
 

@@ -177,7 +177,7 @@ class SaverService:
                 self._replicas.set_roster(message)
                 self._workers.send(one, messages.RosterKnown())
             case messages.SendReplicas():
-                self._replicas.send(message.snapshot, safe=message.safe, incarnation=self._incarnation, unpaced=message.unpaced)
+                self._replicas.send(message.step, incarnation=self._incarnation, safe=message.safe, unpaced=message.unpaced)
             case messages.StepTook():
                 self._replicas.step_took(message.micros / 1e6)
 

@@ -46,8 +46,8 @@ def test_a_slot_that_another_process_allocates_is_one_of_its_slots(tmp_path: Pat
 
 
 def test_names_that_older_starts_have_taken_are_freed_the_oldest_first(tmp_path: Path) -> None:
-    def free(wanted: int, restored_step: int | None) -> list[int]:
-        free_indices(str(tmp_path), rank=0, size_bytes=99, wanted=wanted, restored_step=restored_step)
+    def free(wanted: int, *kept_steps: int) -> list[int]:
+        free_indices(str(tmp_path), rank=0, size_bytes=99, wanted=wanted, kept_steps=kept_steps)
         return slot_indices(str(tmp_path), rank=0, size_bytes=99, wanted=wanted)[0]
 
     for index in range(8):

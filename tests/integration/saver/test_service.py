@@ -61,7 +61,7 @@ def test_the_ranks_of_other_hosts_are_told_that_no_more_will_be_said(memory: Pat
         other.bye()
 
 
-def test_a_restored_step_is_replicated_and_the_replicas_that_are_there_stay(memory: Path, run: Path, tmp_path: Path) -> None:
+def test_the_replicas_that_all_ranks_have_stay_until_newer_ones_have_arrived(memory: Path, run: Path, tmp_path: Path) -> None:
     """The other host has a newer one of this rank. Not all ranks may have it there."""
     before, token = "000001-aa", bytes(8)
     (tmp_path / "b").mkdir(mode=0o700)
@@ -70,12 +70,12 @@ def test_a_restored_step_is_replicated_and_the_replicas_that_are_there_stay(memo
         put(tmp_path / "b", facts_of(5), kind="replica", index=1)
         server.set_token(token)
         server.replicas.kept = frozenset({0})
-        put(memory, facts_of(7))
+        put(memory, facts_of(7, incarnation="000002-bb"))
         worker = Worker(memory, incarnation="000002-bb")
         names = [("a", 1, (0,)), ("b", server.port, (1,))]
         hosts = [Peer(name, "127.0.0.1", port, ranks, number) for number, (name, port, ranks) in enumerate(names)]
         worker.send(**to_builtins(SaverRoster(tuple(hosts), 0, token.hex())))
-        worker.send(**to_builtins(SendReplicas(SnapshotId(before, 7), safe=SnapshotId(before, 3))))
+        worker.send(**to_builtins(SendReplicas(7, safe=SnapshotId(before, 3))))
         assert worker.hear("sent") == {"op": "sent", "step": 7, "whole": True}
         assert {one.slot: one.facts.step for one in look(str(tmp_path / "b"), host=0)} == {
             "replica-r00000-s0": 3,

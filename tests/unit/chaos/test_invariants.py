@@ -7,7 +7,7 @@ from elastictrain.chaos.invariants import (
     Blamed,
     ChaosFacts,
     CommitFact,
-    GroupFact,
+    GenerationFact,
     Invariant,
     ResumeFact,
     Usage,
@@ -90,23 +90,23 @@ def test_a_lost_commit_is_told_once_for_the_generation_that_lost_it() -> None:
 @pytest.mark.parametrize(
     ("groups", "right"),
     [
-        ([GroupFact(1, {"a", "b", "c"}, 21), GroupFact(2, {"a", "b"})], False),
-        ([GroupFact(1, {"a", "b", "c"}, 20), GroupFact(2, {"a", "b"})], True),
-        ([GroupFact(1, {"a", "b", "c"}, 21), GroupFact(2, {"a", "b", "d"})], False),
-        ([GroupFact(1, {"a", "b", "c"}, 21), GroupFact(2, {"a"})], True),
-        ([GroupFact(1, {"a", "b"}, 21, spoilt=True), GroupFact(2, {"a", "b"})], True),
+        ([GenerationFact(1, {"a", "b", "c"}, 21), GenerationFact(2, {"a", "b"})], False),
+        ([GenerationFact(1, {"a", "b", "c"}, 20), GenerationFact(2, {"a", "b"})], True),
+        ([GenerationFact(1, {"a", "b", "c"}, 21), GenerationFact(2, {"a", "b", "d"})], False),
+        ([GenerationFact(1, {"a", "b", "c"}, 21), GenerationFact(2, {"a"})], True),
+        ([GenerationFact(1, {"a", "b"}, 21, spoilt=True), GenerationFact(2, {"a", "b"})], True),
         # Without a new replica the next one keeps those of the one before, but for what a lost host has taken.
-        ([GroupFact(1, {"a", "b"}, 20), GroupFact(2, {"a", "b"}), GroupFact(3, {"a"})], False),
-        ([GroupFact(1, {"a", "b", "c"}, 20), GroupFact(2, {"a", "b"}), GroupFact(3, {"a"})], True),
-        ([GroupFact(1, {"a", "b", "c"}, 20), GroupFact(2, {"a", "b"}, 25), GroupFact(3, {"a"})], False),
+        ([GenerationFact(1, {"a", "b"}, 20), GenerationFact(2, {"a", "b"}), GenerationFact(3, {"a"})], False),
+        ([GenerationFact(1, {"a", "b", "c"}, 20), GenerationFact(2, {"a", "b"}), GenerationFact(3, {"a"})], True),
+        ([GenerationFact(1, {"a", "b", "c"}, 20), GenerationFact(2, {"a", "b"}, 25), GenerationFact(3, {"a"})], False),
         # One that has not resumed has not trained.
-        ([GroupFact(1, {"a", "b"}, 21), GroupFact(4, {"b"})], True),
-        ([GroupFact(1, {"a", "b"}, 21), GroupFact(4, {"b"}), GroupFact(2, {"b"})], False),
+        ([GenerationFact(1, {"a", "b"}, 21), GenerationFact(4, {"b"})], True),
+        ([GenerationFact(1, {"a", "b"}, 21), GenerationFact(4, {"b"}), GenerationFact(2, {"b"})], False),
     ],
 )
-def test_a_step_that_two_hosts_have_outlives_the_loss_of_one(groups: list[GroupFact], right: bool) -> None:
+def test_a_step_that_two_hosts_have_outlives_the_loss_of_one(groups: list[GenerationFact], right: bool) -> None:
     resumes = [ResumeFact(0.0, 1, 0), ResumeFact(3.0, 2, 20), ResumeFact(5.0, 3, 15)]
-    assert found(groups=groups, resumes=resumes, commits=[]) == ([] if right else [Invariant.REPLICAS_KEPT])
+    assert found(generations=groups, resumes=resumes, commits=[]) == ([] if right else [Invariant.REPLICAS_KEPT])
 
 
 def test_two_generations_in_one_history() -> None:

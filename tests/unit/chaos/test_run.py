@@ -17,10 +17,11 @@ from elastictrain.chaos.arena import ChaosArena
 from elastictrain.chaos.fleet import FleetHost, LauncherFleet
 from elastictrain.chaos.in_process import HostControl
 from elastictrain.chaos.injectors import Injectors
-from elastictrain.chaos.invariants import Invariant
+from elastictrain.chaos.invariants import GenerationFact, Invariant
 from elastictrain.chaos.plan import ChaosKind, FaultPlan, PlannedFault, read_plan, write_plan
 from elastictrain.chaos.processes import StartedProcess, StuckError
 from elastictrain.chaos.run import ChaosOutcome, ChaosRun
+from elastictrain.chaos.run_events import generation_facts
 from elastictrain.errors import EXIT_BUG, EXIT_USAGE, ConfigError
 
 FULL_DISK = PlannedFault(ChaosKind.FULL_DISK, at_s=0.0, host="a", lasts_s=0.1)
@@ -234,3 +235,17 @@ def test_a_fault_that_raises_is_in_the_shortest_plan(command: Command, injectors
     assert code == EXIT_BUG
     assert f"BROKEN goes_on: {FULL_DISK}: could not be injected" in said
     assert read_plan((injectors.folder / "plan.shortest.json").read_text()).faults == (FULL_DISK,)
+
+
+def test_a_step_counts_as_replicated_when_all_ranks_have_sent_it_at_the_first_try() -> None:
+    def sent(step: int, rank: int, *, event: str = "replicated", number: int = 1) -> dict[str, object]:
+        return {"event": event, "incarnation": f"{number:06d}-aa", "step": step, "of_rank": rank}
+
+    members = [{"host": "a-1", "processes": 2}, {"host": "b-1", "processes": 1}]
+    records = [{"number": 1, "members": members}, {"number": 2, "members": members[:1]}]
+    rows = [sent(step, rank) for step in (5, 9) for rank in range(3)]
+    rows += [sent(12, 0), sent(12, 1), {"event": "checkpoint_saved", "incarnation": "000001-aa", "step": 12}]
+    found = generation_facts(records, savers=rows, spoilt={2})
+    assert found == [GenerationFact(1, {"a-1", "b-1"}, 9), GenerationFact(2, {"a-1"}, 0, spoilt=True)]
+    failed = [*rows, sent(9, 2, event="replication_failed"), sent(7, 0, number=2), sent(7, 1, number=2)]
+    assert [one.replicated for one in generation_facts(records, savers=failed)] == [5, 7]

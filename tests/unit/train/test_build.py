@@ -19,7 +19,7 @@ def test_a_generation_that_fails_before_its_first_step_takes_nothing_from_what_w
         attachment=SimpleNamespace(finished_step=finished_step),
     )
     earlier: Any = BuiltState(loop, loop, finished_step=before) if before else None
-    assert detached(loop, earlier).finished_step == known
+    assert detached(loop, before=earlier).finished_step == known
 
 
 @pytest.mark.parametrize(

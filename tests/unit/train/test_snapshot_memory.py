@@ -138,8 +138,8 @@ def test_of_what_lies_in_slots_only_what_is_to_be_kept_counts(tmp_path: Path) ->
     recall.look()
     memory = SnapshotMemory(cast(SaverLink, Scene()), recall, None)
 
-    def steps(*kept: SnapshotSet, layout: str = layout_of().digest) -> list[int | None]:
-        return _agree_on_steps(memory, [0, 1, 2], synchronous(Scene()), kept=kept, layout=layout)
+    def steps(*sets: SnapshotSet, layout: str = layout_of().digest) -> list[int | None]:
+        return _agree_on_steps(memory, [0, 1, 2], synchronous(Scene()), sets=sets, layout=layout)
 
     best, _, older = recall.whole()
     assert steps(best) == [None, STEP, None]
@@ -243,10 +243,10 @@ def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.Monkey
     for index in range(10):
         put(tmp_path, facts_of(STEP - index), index=index)
     layout = layout_of(rows=600)
-    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP, allocating=False) == [8, 9]
+    assert _choose_slots(memory, layout, context_of(), wanted=2, kept_steps=[STEP], allocating=False) == [8, 9]
     assert (tmp_path / "own-r00000-s0").exists()
     monkeypatch.setattr(module, "gather_json", lambda value, *, group: [value, 1])
-    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP, allocating=False) == [8]
+    assert _choose_slots(memory, layout, context_of(), wanted=2, kept_steps=[STEP], allocating=False) == [8]
 
 
 def test_a_standby_maps_the_slots_of_its_rank_also_while_one_is_being_allocated(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class FakeLink:
     slow: list[SlowSave] = field(default_factory=list)
     told: list[Mapping[str, object]] = field(default_factory=list)
     sent: list[object] = field(default_factory=list)
-    ids: list[tuple[SnapshotId | None, SnapshotId | None]] = field(default_factory=list)
+    safe: list[SnapshotId | None] = field(default_factory=list)
     sends: tuple[bool, bool] = (False, False)
     replicates: bool = False
     broken: str = ""
@@ -129,10 +129,9 @@ class FakeLink:
     news: list[Callable[[], None]] = field(default_factory=list)
     """What happens while it is waited for, one after another."""
 
-    def send(self, snapshot: SnapshotId | None, *, unpaced: bool = False, safe: SnapshotId | None = None) -> None:
-        step = snapshot.step if snapshot is not None else None
+    def send(self, step: int | None, *, unpaced: bool = False, safe: SnapshotId | None = None) -> None:
         self.sent.append(step if not unpaced else (step, "unpaced"))
-        self.ids.append((snapshot, safe))
+        self.safe.append(safe)
         self.sends = (step is not None, False)
 
     def take_news(self) -> list[News]:
@@ -295,20 +294,21 @@ def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
     assert one.link.told == [OldSlots(7)]
 
 
-def test_until_other_hosts_hold_the_restored_step_the_one_that_they_hold_stays() -> None:
+def test_until_other_hosts_hold_a_new_step_the_one_that_they_hold_stays() -> None:
     """A host that is lost soon after a recovery takes no step away but those that nobody else had."""
-    before = "000001-aa"
-    rounds = Rounds("000002-bb", 7, {12: before, 7: before})
+    before = SnapshotId("000001-aa", 7)
+    rounds = Rounds("000002-bb", before, after_step=12)
     one = stage(slots=3, snapshot_every_steps=1, steps=[12, None, 7], rounds=rounds)
     for step in range(13, 18):
         one.step(step)
-    assert one.link.ids == [((before, 12), (before, 7))]
-    assert {place for place, *_ in one.snapshots.began} == {1}
+    # The one that was restored is older than what other hosts can have soon.
+    assert (one.link.sent, one.link.safe) == ([13], [before])
+    assert {place for place, *_ in one.snapshots.began} == {0, 1}
     one.link.sends = (False, False)
     for step in range(18, 21):
         one.step(step)
-    assert one.link.ids[1:] == [(("000002-bb", 17), (before, 12))]
-    assert {place for place, *_ in one.snapshots.began} == {1, 2}
+    assert one.link.safe[1:] == [("000002-bb", 13)]
+    assert {place for place, *_ in one.snapshots.began} == {0, 1, 2}
 
 
 def test_a_save_that_finds_no_slot_is_pending_and_comes_with_the_next_step() -> None:

@@ -257,7 +257,7 @@ class World:
         self.on_forget()
         self.calls.append(f"forget {bare}")
 
-    def _detached(self, loop: FakeLoop, before: object) -> object:
+    def _detached(self, loop: FakeLoop, *, before: object) -> object:
         self.calls.append("keep what is built")
         return SimpleNamespace(wrapped=loop.stepper.wrapped, finished_step=6, parked=None)
 

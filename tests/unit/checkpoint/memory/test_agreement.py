@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS
-from elastictrain.checkpoint.memory.choice import Rounds, SlotBook, agreed_step
+from elastictrain.checkpoint.memory.choice import Rounds, SlotBook, agreed_steps
 from elastictrain.checkpoint.memory.folder import Held, SlotName, SnapshotSet, sets_to_keep, whole_sets
 from elastictrain.checkpoint.memory.slot import SnapshotFacts, SnapshotId
 from elastictrain.checkpoint.peers.server import choose_replica_slot
@@ -126,17 +126,41 @@ def test_a_slot_keeps_what_all_ranks_have_in_it_or_have_replicas_of() -> None:
     def held(rank: int, step: int, kind: str) -> Held:
         return Held(rank, str(SlotName(kind, rank, 0)), facts_of(step, rank=rank, world_size=2))
 
+    def agreed(of_ranks: list[int | None], one: SnapshotSet) -> int | None:
+        (step,) = agreed_steps([[step] for step in of_ranks], sets=[one])
+        return step
+
     both = [held(rank, 9, "own") for rank in range(2)]
     (own,) = whole_sets(both, run=RUN)
     (replicated,) = whole_sets([*both, held(1, 9, "replica")], run=RUN)
-    assert agreed_step([9, 9], [own]) == 9
-    assert agreed_step([9, 9, None], [own]) == 9, "the new world is larger"
-    assert agreed_step([9, None], [own]) is None
-    assert agreed_step([9], [own]) is None, "it is smaller"
-    assert agreed_step([9, None], [replicated]) == agreed_step([9], [replicated]) == 9
-    assert agreed_step([9, 7], [replicated]) is None
-    assert agreed_step([None, None], [replicated]) is None
-    assert agreed_step([9, 9], []) is None
+    assert agreed([9, 9], own) == 9
+    assert agreed([9, 9, None], own) == 9, "the new world is larger"
+    assert agreed([9, None], own) is None
+    assert agreed([9], own) is None, "it is smaller"
+    assert agreed([9, None], replicated) == agreed([9], replicated) == 9
+    assert agreed([9, 7], replicated) is None
+    assert agreed([None, None], replicated) is None
+    # A rank that has it in another slot would lose it there.
+    assert agreed_steps([[9, None], [None, 9]], sets=[replicated]) == [None, None]
+    assert agreed_steps([[9, 7], [9, 7]], sets=[]) == [None, None]
+
+
+def test_what_two_hosts_have_is_safe_also_in_another_world_whose_slots_do_not_hold_it() -> None:
+    def held(rank: int, step: int, host: int, kind: str) -> Held:
+        return Held(host, str(SlotName(kind, rank, 0)), facts_of(step, rank=rank, world_size=2))
+
+    safe = [held(rank, 9, host, kind) for rank in (0, 1) for host, kind in ((rank, "own"), (1 - rank, "replica"))]
+    newest = [held(rank, 12, rank, "own") for rank in (0, 1)]
+    sets = sets_to_keep(whole_sets([*safe, *newest], run=RUN))
+    rounds = Rounds.after(sets, incarnation="000002-bb")
+    assert (rounds.safe, rounds.protected) == (("000001-aa", 9), (9, None))
+    assert [rounds.next(step, at=14) for step in (9, 12, 13)] == [None, None, 13]
+    rounds.update(15, sending=False, failed=True)
+    assert rounds.safe == ("000001-aa", 9)
+    assert rounds.next(14, at=16) == 14
+    rounds.update(17, sending=False, failed=False)
+    assert rounds.safe == ("000002-bb", 14)
+    assert Rounds.after((), incarnation="000002-bb").safe is None
 
 
 @cache
@@ -158,8 +182,6 @@ class Hosts:
 
     arrivals: list[tuple[int, int, SnapshotId, SnapshotId | None]] = field(default_factory=list)
     """When a replica arrives, of which rank and snapshot, and which one stays."""
-
-    failed: bool = False
 
     def __post_init__(self) -> None:
         self.own = [[None] * self.num_slots for _ in range(self.num_hosts)]
@@ -192,11 +214,8 @@ class Hosts:
             self.copies.append((snapshot.step + self.chance.choice([0, 1, 2, 5]), rank, slot, snapshot))
 
     def send(self, snapshot: SnapshotId, safe: SnapshotId | None, *, now: int) -> None:
-        """A host that has nothing to send says so at once."""
-        self.failed = any(snapshot not in slots for slots in self.own)
-        for rank, slots in enumerate(self.own):
-            if snapshot in slots:
-                self.arrivals.append((now + self.chance.choice([1, 2, 6, 20]), rank, snapshot, safe))
+        for rank in range(self.num_hosts):
+            self.arrivals.append((now + self.chance.choice([1, 2, 6, 20]), rank, snapshot, safe))
 
     def facts(self, one: SnapshotId | None, rank: int) -> SnapshotFacts | None:
         return None if one is None else _facts(one, rank, self.num_hosts)
@@ -221,36 +240,44 @@ def test_no_kill_goes_back_before_the_last_one_and_no_lost_host_before_what_is_s
     only; now and then a host is replaced."""
     chance = random.Random(seed)
     hosts = Hosts(chance.choice([2, 3, 4]), chance.choice([3, 4]), chance)
-    safe_step, safe_ever = -1, False
+    safe_ever = False
     for generation in range(1, 20):
         incarnation = f"{generation:06d}-aa"
-        kept = sets_to_keep(hosts.whole())
-        ids = {(one.incarnation, one.step) for one in kept}
-        held = [[one.step if one is not None and one in ids else None for one in slots] for slots in hosts.own]
-        steps = [agreed_step(of_ranks, kept) for of_ranks in zip(*held, strict=True)]
-        rounds, book = Rounds.after(kept, steps=steps, incarnation=incarnation), SlotBook(steps)
-        restored, told = kept[0].step if kept else 0, None
+        sets = sets_to_keep(hosts.whole())
+        ids = {(one.incarnation, one.step) for one in sets}
+        rows = [[one.step if one is not None and one in ids else None for one in slots] for slots in hosts.own]
+        steps = agreed_steps(rows, sets=sets)
+        rounds, book = Rounds.after(sets, incarnation=incarnation), SlotBook(steps)
+        restored, told = sets[0].step if sets else 0, None
+        wholes = [[(one.incarnation, one.step) for one in hosts.whole(without=host)] for host in range(hosts.num_hosts)]
+        # What is complete without each host; if there is none, the restored step is complete without some.
+        least = max(
+            (one.step for one in hosts.whole() if all((one.incarnation, one.step) in ids for ids in wholes)), default=-1
+        )
+        restored_id = (sets[0].incarnation, restored) if sets else ("", -1)
+        safe = [least if least >= 0 else restored if restored_id in ids else -1 for ids in wholes]
         for step in range(restored + 1, restored + 1 + chance.choice([1, 3, 5, 8, 40])):
             if told is not None:
                 busy, copying, sending = told
                 torn = [one in copying or book_step is None for one, book_step in enumerate(steps)]
                 book.update(step - 1, busy=busy, torn=torn)
-                rounds.update(step - 1, sending=sending, failed=hosts.failed)
+                rounds.update(step - 1, sending=sending, failed=False)
             told = (*hosts.flags(), bool(hosts.arrivals))
             if (wanted := rounds.next(book.newest_whole(), at=step)) is not None:
-                hosts.send(rounds.id_of(wanted), rounds.safe_id, now=step)
+                hosts.send(SnapshotId(incarnation, wanted), rounds.safe, now=step)
             if step % 2 == 0 and (slot := book.choose(protected=rounds.protected)) is not None:
                 hosts.begin(slot, SnapshotId(incarnation, step))
                 book.started(slot, step)
                 steps[slot] = step
             hosts.tick(step)
-            assert hosts.newest() >= restored or not kept, f"killed after step {step} of generation {generation}"
-            left = min(hosts.newest(without=host) for host in range(hosts.num_hosts))
-            assert left >= safe_step, f"host lost after step {step} of generation {generation}"
-            safe_step = max(safe_step, rounds.safe if rounds.safe is not None else -1)
-            safe_ever = safe_ever or safe_step > 0
+            assert hosts.newest() >= restored or not sets, f"killed after step {step} of generation {generation}"
+            for host, before in enumerate(safe):
+                left = hosts.newest(without=host)
+                assert left >= before, f"host {host} lost after step {step} of generation {generation}"
+                if rounds.safe is not None and rounds.safe.incarnation == incarnation:
+                    safe[host] = max(before, rounds.safe.step)
+        safe_ever = safe_ever or min(safe) > 0
         hosts.kill_workers()
-        if safe_step > 0 and chance.random() < 0.3:
+        if min(safe) > 0 and chance.random() < 0.3:
             hosts.replace(chance.randrange(hosts.num_hosts))
-            safe_step = -1
     assert safe_ever

@@ -89,7 +89,7 @@ def test_what_is_no_count_is_refused(value: object) -> None:
 
 def test_the_kinds_on_the_wire() -> None:
     assert as_record(HELLO, ToSaver).host_ranks == HostRanks("000001-aa", 4, (2, 3))
-    assert encode(SendReplicas(SnapshotId("a", 5))) == b'{"op":"send","snapshot":["a",5],"unpaced":false,"safe":null}\n'
+    assert encode(SendReplicas(5, safe=SnapshotId("a", 3))) == b'{"op":"send","step":5,"unpaced":false,"safe":["a",3]}\n'
     assert encode(RunFinished()) == b'{"op":"finish"}\n'
     assert encode(Saved(5, "c", 7)) == b'{"op":"saved","step":5,"checkpoint":"c","bytes":7}\n'
     assert as_record({"op": "slow", "step": 5, "seconds": 30}, ToWorker) == SlowSave(5, 30, "")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.memory.slot import SnapshotId
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.saver.messages import SaverRoster
 from elastictrain.checkpoint.saver.replication import ReplicaService
@@ -26,28 +25,12 @@ def test_a_host_that_trains_no_more_sends_as_fast_as_it_can(tmp_path: Path, monk
         hosts = (Peer("a", "127.0.0.1", 1, (0,), 0), Peer("b", "127.0.0.1", buddy.peer.port, (1,), 1))
         replicas.set_roster(SaverRoster(hosts, 0, TOKEN.hex()))
         replicas.pacer.rate = 1000.0
-        replicas.send(SnapshotId(INCARNATION, 7), incarnation=INCARNATION, unpaced=True)
+        replicas.send(7, incarnation=INCARNATION, unpaced=True)
         assert ended.get(timeout=10.0) == (INCARNATION, 7, True)
         assert buddy.replicas() == {"replica-r00000-s0": 7}
         replicas.send(None, incarnation=INCARNATION)
         # Who trains next on this host must not be slowed down.
         assert replicas.pacer.rate == 1000.0
-        replicas.close()
-
-
-def test_what_an_earlier_incarnation_has_taken_is_sent_for_the_present_one(tmp_path: Path) -> None:
-    folder, ended = tmp_path / "a", queue.SimpleQueue[tuple[str, int, bool]]()
-    folder.mkdir(mode=0o700)
-    fill_slot(folder, "own-r00000-s0", facts_of(0, 7))
-    replicas = ReplicaService(str(folder), RUN, record=lambda *_: None, ended=lambda *arguments: ended.put(arguments))
-    with host(tmp_path / "b", kept=(0,)) as buddy:
-        hosts = (Peer("a", "127.0.0.1", 1, (0,), 0), Peer("b", "127.0.0.1", buddy.peer.port, (1,), 1))
-        replicas.set_roster(SaverRoster(hosts, 0, TOKEN.hex()))
-        replicas.send(SnapshotId("i00003-cc", 7), incarnation="i00003-cc")
-        assert ended.get(timeout=10.0) == ("i00003-cc", 7, False)
-        replicas.send(SnapshotId(INCARNATION, 7), incarnation="i00003-cc")
-        assert ended.get(timeout=10.0) == ("i00003-cc", 7, True)
-        assert buddy.replicas() == {"replica-r00000-s0": 7}
         replicas.close()
 
 
