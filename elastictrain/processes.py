@@ -4,12 +4,18 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4
+
+NO_FORKS = threading.RLock()
+"""While a thread holds it no other one forks. `Popen` waits for the end of a pipe, and a process that is forked meanwhile, such
+as a data worker of torch, holds that end open until it ends itself."""
+os.register_at_fork(before=NO_FORKS.acquire, after_in_parent=NO_FORKS.release, after_in_child=NO_FORKS.release)
 
 
 def follow_parent(expected_parent: int, *, with_signal: int = signal.SIGTERM) -> bool:

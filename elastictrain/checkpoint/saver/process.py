@@ -15,6 +15,7 @@ from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_r
 from elastictrain.checkpoint.memory.folder import make_private
 from elastictrain.checkpoint.memory.records import read_file
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
+from elastictrain.processes import NO_FORKS
 from elastictrain.storage.private import clear_folder, try_lock, write_file
 
 SOCKET_NAME = "keeper.sock"
@@ -78,7 +79,7 @@ class SaverStarter:
         make_private(self._folder)
         store_config(self._folder, self._config)
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        with open(f"{self._folder}/{LOG_NAME}", "ab") as log:  # noqa: PTH123
+        with NO_FORKS, open(f"{self._folder}/{LOG_NAME}", "ab") as log:  # noqa: PTH123
             self._child = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", "elastictrain.checkpoint.saver", self._folder],
                 stdin=subprocess.DEVNULL,

@@ -1,5 +1,7 @@
 import fcntl
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -61,3 +63,40 @@ def test_other_runs_of_the_user_stay(tmp_path: Path) -> None:
     clear_folder(str(folder))
     assert not folder.exists()
     assert other.exists()
+
+
+FORKING = """
+import os, subprocess, sys, threading, time
+from elastictrain.checkpoint.saver.process import SaverStarter
+from tests.unit.checkpoint.saver.running import FACTS
+
+begun, usual = threading.Event(), subprocess._fork_exec
+
+def fork_exec(*arguments):
+    begun.set()
+    time.sleep(0.3)
+    return usual(*arguments)
+
+subprocess._fork_exec, sys.executable = fork_exec, "/bin/true"
+starting = threading.Thread(target=SaverStarter(sys.argv[1], FACTS).start_if_gone)
+starting.start()
+assert begun.wait(10)
+if not (pid := os.fork()):
+    # As a data worker lives on, with all that it had open when it was forked.
+    time.sleep(10)
+    os._exit(0)
+began = time.monotonic()
+starting.join()
+print(time.monotonic() - began)
+os.kill(pid, 9)
+os.waitpid(pid, 0)
+"""
+
+
+def test_a_saver_that_is_started_while_a_data_worker_is_forked_is_not_waited_for(tmp_path: Path) -> None:
+    """The fork comes while `Popen` has its pipe open, between two threads of one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path / "memory")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 3.0
