@@ -5,6 +5,7 @@ checked on the model that is at hand.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -101,14 +102,15 @@ def forget_groups() -> None:
 
 
 class _GlooGroups:
-    """Stands for torch's class of gloo's groups, and has them made by somebody else."""
+    """Stands for torch's class of gloo's groups, and has them made by `make`."""
 
     def __init__(self, usual: Any) -> None:
         self.usual = usual
-        self.make: Callable[[Callable[[], Any]], Any] = lambda construct: construct()
+        self.make: Callable[[Callable[[], Any]], Any] | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.make(lambda: self.usual(*arguments, **options))
+        construct = partial(self.usual, *arguments, **options)
+        return construct() if self.make is None else self.make(construct)
 
     def __instancecheck__(self, one: object) -> bool:
         return isinstance(one, self.usual)
@@ -117,9 +119,9 @@ class _GlooGroups:
         return getattr(self.usual, name)
 
 
-def make_gloo_groups_by(make: Callable[[Callable[[], Any]], Any]) -> None:
+def make_gloo_groups_by(make: Callable[[Callable[[], Any]], Any] | None) -> None:
     """From now on torch makes groups of gloo in `make`, which calls its argument for one: that connects to all ranks, and may
-    never return. Raises: HostUnfitError."""
+    never return. None: as usual. Raises: HostUnfitError."""
     c10d: Any = dist.distributed_c10d
     require(GLOO)
     if not isinstance(c10d.ProcessGroupGloo, _GlooGroups):

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import inf
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ from elastictrain.torch_private import set_group_timeout
 from elastictrain.torch_private_groups import init_fake_group, make_gloo_groups_by
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _NCCL_MARGIN_S = 10.0
 _CONNECT_MARGIN_S = 30.0
@@ -92,12 +90,11 @@ def make_group(
     raise to leave early; NCCL's threads use the store too, so NCCL gets it as it is, and waits for `init_timeout_s`.
     `connects_later`: NCCL connects in the first collective, and not here."""
     device = _use_device(identity, backend == "nccl" if on_gpu is None else on_gpu)
-    make_gloo_groups_by(_construct)
     if backend == "gloo":
         store = PolledStore(store, limit_s=init_timeout_s, poll=poll)
-        # A rank that dies between the store and the connection lets the others wait in C++, some of them without a socket. With
-        # NCCL the abandoned call could wait in the store instead, whose connection NCCL's threads use, too.
-        make_gloo_groups_by(lambda construct: call_until(construct, left_s=lambda: inf, poll=poll))
+    # A rank that dies between the store and the connection lets the others wait in C++, some of them without a socket. With
+    # NCCL the abandoned call could wait in the store instead, whose connection NCCL's threads use, too.
+    make_gloo_groups_by(partial(call_until, left_s=lambda: inf, poll=poll) if backend == "gloo" else None)
     dist.init_process_group(
         backend,
         store=store,
@@ -154,8 +151,4 @@ def leave(group: Group) -> None:
     """Wait until no rank needs another one, then destroy the group. Collective: yes."""
     await_all(group)
     dist.destroy_process_group()
-    make_gloo_groups_by(_construct)
-
-
-def _construct(construct: Callable[[], T]) -> T:
-    return construct()
+    make_gloo_groups_by(None)

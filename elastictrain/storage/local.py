@@ -181,6 +181,7 @@ class LocalStore:
         """
 
         def request() -> bool:
+            """Raises: OSError of what is further up."""
             try:
                 with self._place(key) as place:
                     return stat_modes.S_ISDIR(place.look().st_mode)

@@ -114,6 +114,7 @@ class SnapshotSaving:
         )
 
     def on_flags(self, step: int, flags: StepFlags) -> None:
+        """Take in what the ranks agreed on in `step`. Raises: SavesFailingError."""
         if self._fallen_back:
             return
         self._book.update(step, busy=flags.busy, torn=flags.torn)
@@ -132,6 +133,7 @@ class SnapshotSaving:
             self._fall_back()
 
     def snapshot(self, step: int, *, reason: SaveReason | None) -> None:
+        """Begin with the snapshots and replicas that are due after `step`. `reason`: why it must become durable, if it must."""
         if self._fallen_back:
             reason, self._pending_reason = self._pending_reason or reason, None
             self._synchronous.snapshot(step, reason=reason)
@@ -163,6 +165,7 @@ class SnapshotSaving:
             self._link.send_message(OldSlots(sum(1 << name.index for name in self._snapshots.arena.names)))
 
     def step_finished(self, step: int) -> None:
+        """The figures of a step are known: learn from its duration, and give its snapshot its counters."""
         now_s = self._clock()
         self._link.step_took(now_s - self._finished_s)
         if self._cadence is not None and self._first:
@@ -228,8 +231,7 @@ class SnapshotSaving:
         self._first_begun = step if self._first_begun is None else self._first_begun
 
     def _is_due(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`; the same on all ranks. With a learned interval, one that finds no slot is
-        due again one step later."""
+        """Whether a snapshot is taken after `step`; the same on all ranks. If learned, without a slot one step later."""
         if self._cadence is not None:
             # The first one is early: where failures are more frequent than snapshots there would be no progress.
             interval = self._interval if self._first_begun is not None else min(self._interval, FIRST)
@@ -237,11 +239,9 @@ class SnapshotSaving:
         return self._interval > 0 and step % self._interval == 0
 
     def _spread(self, interval: int, *, step: int, unsaved: bool) -> int:
-        """The interval, longer while a save or replicas leave one slot to overwrite: during each copy into it only an older
-        snapshot is whole."""
+        """The interval, longer while a save or replicas leave one slot: during each copy into it only an older one is whole."""
         protected = self._rounds.protected if self._rounds is not None else ()
-        held = {one for one in protected if one is not None and self._book.holds(one)}
-        held |= {self._durable_step} if unsaved else set()
+        held = {*((self._durable_step,) if unsaved else ()), *(one for one in protected if one and self._book.holds(one))}
         if len(self._snapshots.steps) - len(held) > 1:
             return interval
         return max(interval, spread_interval(max(0, step - max(held))) if held else RARE)

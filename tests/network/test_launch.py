@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from torchruns import TINY, events, kill, last_step, last_wins, train_warm, wait_until
 
+from elastictrain.chaos.damage import generation_of
 from elastictrain.chaos.fleet import LauncherFleet, launcher_of, workers
+from elastictrain.chaos.invariants import ChaosFacts, ResumeFact
+from elastictrain.chaos.invariants import check as check_invariants
 from elastictrain.chaos.network.hosts import VirtualHost, VirtualNetwork
+from elastictrain.chaos.run_events import generation_facts
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
 from elastictrain.data.opening import open_datasets
@@ -137,6 +141,13 @@ def check(fleet: LauncherFleet, undisturbed: Path) -> None:
     )
     assert problems == ()
     assert fold(ledger) == fold(list(read_ledger(open_store(str(undisturbed)))))
+    # No lost host has taken away what two had, and there was something to take away.
+    fleet.events.update()
+    generations = generation_facts(fleet.generations(), savers=fleet.events.savers)
+    resumed = {generation_of(row["incarnation"]): row["step"] for row in events(fleet.run_dir, "resume")}
+    assert sum(one.replicated > 0 for one in generations) > 2
+    resumes = [ResumeFact(0.0, number, step) for number, step in resumed.items()]
+    assert check_invariants(ChaosFacts(resumes=resumes, generations=generations)) == []
     # Every generation but the first went on from where another had been: no start from the beginning.
     assert [row["step"] for row in events(fleet.run_dir, "resume")].count(0) == 1
     wait_until(lambda: last_step(fleet.run_dir) == STEPS, what="the last step")

@@ -9,21 +9,18 @@ from elastictrain.checkpoint.memory.slot import SnapshotId
 
 def agreed_steps(rows: Sequence[Sequence[int | None]], *, sets: Sequence[SnapshotSet]) -> list[int | None]:
     """The step of one of these sets that each slot must keep, if any. `rows[r][s]`: which of their steps rank r has in slot s.
-    For a rank that has come to a new host, with none of a set, a replica on another host will do."""
+    Pure."""
+    return [next((one.step for one in sets if _must_keep(one, slot, rows)), None) for slot in range(len(rows[0]))]
 
-    def keeps(one: SnapshotSet, slot: int) -> bool:
-        there = [rows[rank][slot] if rank < len(rows) else None for rank in range(one.world_size)]
-        return one.step in there and all(
-            step == one.step
-            or (
-                step is None
-                and any(held.replica for held in sources)
-                and all(one.step not in row for row in rows[rank : rank + 1])
-            )
-            for rank, (step, sources) in enumerate(zip(there, one.sources, strict=True))
-        )
 
-    return [next((one.step for one in sets if keeps(one, slot)), None) for slot in range(len(rows[0]))]
+def _must_keep(one: SnapshotSet, slot: int, rows: Sequence[Sequence[int | None]]) -> bool:
+    """Whether the ranks have a set in this slot. For a rank that has come to a new host, with nothing of it, or that there is
+    no more, a replica on another host will do."""
+    of_ranks = [*rows, *[[None] * len(rows[0])] * one.world_size][: one.world_size]
+    return any(row[slot] == one.step for row in of_ranks) and all(
+        row[slot] == one.step or (row[slot] is None and one.step not in row and any(held.replica for held in one.sources[rank]))
+        for rank, row in enumerate(of_ranks)
+    )
 
 
 class SlotBook:

@@ -52,8 +52,8 @@ def choose_replica_slot(held: Sequence[SnapshotFacts | None], *, safe: SnapshotI
     `held[i]` is the whole snapshot in slot i. Incarnations are compared before steps: after a restart from an older step, a
     higher step of the old incarnation is not the newest.
     """
-    whole = [(facts is not None, facts is not None and facts.id == safe, facts.id if facts else ()) for facts in held]
-    return min(range(len(held)), key=whole.__getitem__)
+    order = [(facts is not None, facts is not None and facts.id == safe, facts.id if facts else ()) for facts in held]
+    return min(range(len(held)), key=order.__getitem__)
 
 
 class ReplicaSlots:

@@ -165,6 +165,7 @@ class CommitProtocol:
         idle_since_s = time.monotonic()
 
         def look() -> str | None:
+            """None: look again. Raises: CheckpointError if the leader saves nothing; as `find_prepared`."""
             nonlocal idle_since_s
             meanwhile()
             found, now_s = self.find_prepared(over=over), time.monotonic()

@@ -60,7 +60,7 @@ def test_names_that_older_starts_have_taken_are_freed_the_oldest_first(tmp_path:
     assert free(3, 30) == [4, 5, 8]
     assert len(slot_names(str(tmp_path))) == 8
     assert free(10, 30) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert free(10, None) == list(range(10))
+    assert free(10) == list(range(10))
     assert slot_names(str(tmp_path)) == [SlotName("own", 1, 0)]
 
 

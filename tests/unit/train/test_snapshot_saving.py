@@ -123,7 +123,6 @@ class FakeLink:
     sent: list[object] = field(default_factory=list)
     safe: list[SnapshotId | None] = field(default_factory=list)
     sends: tuple[bool, bool] = (False, False)
-    replicates: bool = False
     broken: str = ""
     pid: int = 4242
     news: list[Callable[[], None]] = field(default_factory=list)
