@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -12,6 +13,7 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.copier import Arena
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
+from elastictrain.checkpoint.memory.choice import Rounds
 from elastictrain.checkpoint.memory.folder import SnapshotSet, run_folder
 from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.checkpoint.peers.client import OtherHosts
@@ -102,8 +104,10 @@ def synchronous(scene: Scene, **parts: object) -> SynchronousSaving:
 
 def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
     recall = MemoryRestore(str(folder), run="a-run", host=0, lists_host_memory=True, group=None, remote=None)
+    recall.look()
     memory = SnapshotMemory(cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
-    return make_saving(memory, synchronous(scene), in_storage=in_storage)
+    parts = {"generation": SimpleNamespace(name="000002-bb"), "store": None}
+    return make_saving(memory, synchronous(scene, **parts), in_storage=in_storage)
 
 
 @pytest.fixture
@@ -146,6 +150,21 @@ def test_of_what_lies_in_slots_only_what_is_to_be_kept_counts(tmp_path: Path) ->
     assert steps(best, older) == [None, STEP, STEP - 1]
     assert steps(best, layout="another") == [None] * 3
     assert steps() == [None] * 3
+
+
+def test_what_is_restored_from_memory_alone_stays_until_replicas_have_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, facts_of(STEP, incarnation="000001-aa"), index=0)
+    given: list[Rounds | None] = []
+    monkeypatch.setattr(module, "SnapshotSaving", lambda *_, rounds, **__: given.append(rounds) or SimpleNamespace(arena=None))
+    for in_storage in (False, True):
+        saving_of(Scene(), tmp_path, in_storage=in_storage)
+    kept, none = given
+    assert kept is not None
+    assert kept.safe == ("000001-aa", STEP)
+    assert none is not None
+    assert none.safe is None
 
 
 def savers_connected(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPatch, *, others: str = "") -> SnapshotMemory:
