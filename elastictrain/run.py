@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from elastictrain.bytecode import keep_bytecode
 from elastictrain.entry_point import leave_process, split_program
 from elastictrain.errors import EXIT_OK, ElasticTrainError
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, has_been_called, tell_launcher
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     `config.load`."""
     # Imports take seconds, in which the agent that started this worker may die: its pid must be read before.
     parent, times = os.getppid(), of_this_process(os.environ)
+    keep_bytecode()
     arguments, program = split_program(sys.argv[1:] if arguments is None else arguments)
     if program:
         from elastictrain.own_loop.program import run_program

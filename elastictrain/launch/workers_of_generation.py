@@ -68,6 +68,6 @@ class WorkersOfGeneration:
         for reason, own_counts in (pair for one in monitors for pair in one.reasons):
             if not (own_counts and reason.rank in reasons):
                 reasons[reason.rank] = reason
-        step, codes = max((one.newest_step for one in monitors), default=0), self.codes
+        step, codes = max((one.newest_step() for one in monitors), default=0), self.codes
         in_order = tuple(reasons[rank] for rank in sorted(reasons))
         return WorkersEnd(_EXIT_FAILED if codes else code, codes, step, self.begun, in_order)

@@ -135,6 +135,11 @@ class LiveWorker:
         )
         return self._seen
 
+    def step(self) -> int:
+        """Of its mark now, which outlives the process; 0 without one. Raises: ValueError after `close`."""
+        marks = self._reader.read()
+        return marks.mark.step if marks is not None else 0
+
     def close(self) -> None:
         os.close(self._descriptor)
         self._reader.close()
@@ -163,7 +168,7 @@ class RankMonitor:
         self._ended: set[int] = set()
         self._vanished: set[int] = set()  # ranks that ended without a mark: another process may soon have their pid
         self._threads: list[threading.Thread] = []
-        self.newest_step = 0  # in which a worker was seen
+        self._newest_step = 0  # in which a worker was seen
         self.reasons: list[tuple[Reason, bool]] = []  # why workers are killed, and whether a reason of their own counts more
 
     def run(self) -> None:
@@ -175,13 +180,21 @@ class RankMonitor:
         for worker in self._workers.values():
             worker.close()
 
+    def newest_step(self) -> int:
+        """In which a worker was until now, also one that has just been killed: by the last turn that may be two steps ago. From
+        any thread."""
+        for worker in tuple(self._workers.values()):
+            with suppress(ValueError):
+                self._newest_step = max(self._newest_step, worker.step())
+        return self._newest_step
+
     def turn(self) -> bool:
         """Check once, and act; whether a worker is left to watch."""
         now_s = self.clock()
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
         looks = self._look(awake_s)
         seen = [one for one in looks if one is not None]
-        self.newest_step = max(self.newest_step, *(one.marks.mark.step for one in seen), 0)
+        self._newest_step = max(self._newest_step, *(one.marks.mark.step for one in seen), 0)
         decisions = [one for one in judge(seen, survivor_s=self.survivor_s) if one.seen.marks.rank not in self._ended]
         if decisions:
             self._carry_out(decisions, seen)

@@ -3,8 +3,8 @@
     python scripts/gpu/fp8.py [speed] [layers] [loss]     (all by default)
 
 `speed`: Llama 1b as its recipe trains it; `layers`: eight layers of Llama 8b; both in turns with bf16, and some variants of
-ours that are not options (VARIANTS). `loss`: LOSS_STEPS steps (500) of Llama 1b, in bf16 and in fp8. EXTRA are
-arguments of all runs.
+ours that are not options (VARIANTS). `loss`: LOSS_STEPS steps (500) of Llama 1b, in bf16, in fp8, and in bf16 again, which
+tells what chance does. EXTRA are arguments of all runs.
 """
 
 import os
@@ -92,11 +92,11 @@ def compare(base: tuple[str, ...], settings: tuple[tuple[str, tuple[str, ...]], 
 
 
 def follow_losses(folder: Path) -> None:
-    """The same samples in both precisions, and how far the mean loss of the last tenth is apart."""
-    found = {}
-    for precision in ("bf16", "fp8"):
-        run_dir = folder / precision
-        size = ("train.global_batch=2", "train.micro_batch=2", f"train.steps={LOSS_STEPS}", "optim.schedule=constant")
+    """The same samples in each run, and how far the mean losses of each tenth are from those of the first run."""
+    found: dict[str, list[float]] = {}
+    for name, precision in (("bf16", "bf16"), ("fp8", "fp8"), ("again", "bf16")):
+        run_dir = folder / name
+        size = ("train.global_batch=4", "train.micro_batch=4", f"train.steps={LOSS_STEPS}")
         silent = (
             "train.eval_every_steps=0",
             "checkpoint.every_steps=0",
@@ -106,15 +106,18 @@ def follow_losses(folder: Path) -> None:
         )
         arguments = last_wins([*ONE_B, *BASE, *size, *silent, *EXTRA, f"train.precision={precision}"])
         said = run(["-m", "elastictrain.run", *arguments], limit_s=LOSS_LIMIT_S)
-        found[precision] = list(losses(run_dir).values())
-        if len(found[precision]) < LOSS_STEPS:
+        found[name] = list(losses(run_dir).values())
+        if len(found[name]) < LOSS_STEPS:
             print(said, flush=True)
-            return
+            break
+        tell_losses(name, found["bf16"], found[name])
+
+
+def tell_losses(name: str, right: list[float], values: list[float]) -> None:
     tenth = LOSS_STEPS // 10
     for first in range(0, LOSS_STEPS, tenth):
-        means = {name: statistics.fmean(values[first : first + tenth]) for name, values in found.items()}
-        ratio = means["fp8"] / means["bf16"] - 1
-        print(f"steps {first + 1:4} to {first + tenth:4}: bf16 {means['bf16']:.4f}, fp8 {means['fp8']:.4f} ({ratio:+.3%})")
+        one, other = (statistics.fmean(numbers[first : first + tenth]) for numbers in (values, right))
+        print(f"{name:5} steps {first + 1:4} to {first + tenth:4}: {one:.4f} ({one / other - 1:+.3%})", flush=True)
 
 
 def main() -> None:

@@ -273,7 +273,7 @@ class TestHowAGenerationEnds:
         own = [Reason(rank, 70, "reduce", 9, "boom") for rank in range(4)]
         outside = [Reason(rank, 71, "forward", 9, "hang", guilty=True) for rank in range(5)]
         left = ((outside[1], False), (outside[2], True), (outside[4], True))
-        monkeypatch.setattr(worker_process, "_start_monitor", lambda *_: SimpleNamespace(newest_step=9, reasons=left))
+        monkeypatch.setattr(worker_process, "_start_monitor", lambda *_: SimpleNamespace(newest_step=lambda: 9, reasons=left))
         workers = world.begin(5)
         world.train(workers)
         workers[0].say(Monitored("/folder", "facts"), Begun(7))

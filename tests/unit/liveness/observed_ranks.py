@@ -6,14 +6,20 @@ from elastictrain.liveness.rank_monitor import ObservedRank
 
 
 def marks(
-    rank: int = 0, *, phase: Phase = Phase.REDUCE, ending: bool = False, bound_s: float = 10.0, closed: bool = False
+    rank: int = 0,
+    *,
+    phase: Phase = Phase.REDUCE,
+    step: int = 7,
+    ending: bool = False,
+    bound_s: float = 10.0,
+    closed: bool = False,
 ) -> RankProgress:
     return RankProgress(
         pid=1000 + rank,
         rank=rank,
         stopped_s=8.0,
         grace_s=20.0,
-        mark=ProgressMark(phase, 7, 0, 0.0, True),
+        mark=ProgressMark(phase, step, 0, 0.0, True),
         bound_s=bound_s,
         limit_s=120.0,
         sequence=1,
@@ -27,6 +33,7 @@ def seen(
     rank: int = 0,
     *,
     phase: Phase = Phase.REDUCE,
+    step: int = 7,
     unchanged_s: float = 0.0,
     still_s: float = 0.0,
     stopped: bool = False,
@@ -34,4 +41,6 @@ def seen(
     ending: bool = False,
     closed: bool = False,
 ) -> ObservedRank:
-    return ObservedRank(marks(rank, phase=phase, ending=ending, closed=closed), unchanged_s, still_s, stopped, gone_s)
+    return ObservedRank(
+        marks(rank, phase=phase, step=step, ending=ending, closed=closed), unchanged_s, still_s, stopped, gone_s
+    )

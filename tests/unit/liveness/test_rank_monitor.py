@@ -36,6 +36,11 @@ class FakeWorker:
             raise ProcessLookupError
         return self.now
 
+    def step(self) -> int:
+        if self.closed:
+            raise ValueError
+        return self.now.marks.mark.step if self.now is not None else 0
+
     def close(self) -> None:
         self.closed = True
 
@@ -108,6 +113,19 @@ def test_a_frozen_rank_is_ended_named_and_recorded_once(
     assert told.count(hang.text) == 1
     (reason,) = host.reasons
     assert (reason.rank, reason.exit_code, reason.phase, reason.step) == (1, 71, "forward", 7)
+
+
+def test_the_newest_step_is_that_of_now_also_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = FakeWorker(seen(0, step=7)), FakeWorker(seen(1, step=8))
+    host = Host({0: one, 1: other}, monkeypatch)
+    assert host.rank_monitor.newest_step() == 0, "nobody was seen yet"
+    host.turn()
+    assert host.rank_monitor.newest_step() == 8
+    # Between two turns it goes on, and dies.
+    one.now = seen(0, step=10, gone_s=0.0)
+    assert host.rank_monitor.newest_step() == 10
+    one.closed = other.closed = True
+    assert host.rank_monitor.newest_step() == 10
 
 
 def test_a_survivor_is_ended_without_a_record_of_a_hang(
