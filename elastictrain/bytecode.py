@@ -1,4 +1,4 @@
-"""Keeps the bytecode of what is imported, on hosts where nobody does: without it each process compiles torch's 2,500 files anew."""
+"""Keeps the bytecode of what is imported where nobody does: without it each start compiles torch's 2,500 files anew."""
 
 import os
 import sys

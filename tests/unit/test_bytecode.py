@@ -18,7 +18,8 @@ keep_bytecode(package="plain")
 import plain
 child = "import json, plain, sys; print(json.dumps([sys.pycache_prefix, sys.dont_write_bytecode, plain.__cached__]))"
 told = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
-print(json.dumps({"prefix": sys.pycache_prefix, "never": sys.dont_write_bytecode, "file": plain.__cached__, "child": json.loads(told)}))
+own = {"prefix": sys.pycache_prefix, "never": sys.dont_write_bytecode, "file": plain.__cached__}
+print(json.dumps({**own, "child": json.loads(told)}))
 """
 
 
