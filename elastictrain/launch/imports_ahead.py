@@ -2,13 +2,10 @@
 
 import importlib
 import os
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastictrain.entry_point import split_program
 from elastictrain.torch_private import COMPILER, INDUCTOR
@@ -24,14 +21,9 @@ AHEAD = (
     "elastictrain.own_loop.run",
     "elastictrain.train.worker",
 )
-# The `BESIDE` share no other package with what is imported meanwhile: with torch, and with `AHEAD`.
-FIRST = ("importlib.metadata", "xml.etree.ElementTree")
-BESIDE_TORCH = ("sympy", "elastictrain.config.compose")
-BESIDE_AHEAD = ("networkx", "jinja2")  # for torch's compiler
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
-_PAUSE_S = 0.0005
 _LONGEST = 400
 
 
@@ -40,28 +32,23 @@ def import_ahead(arguments: Sequence[str] = (), modules: Sequence[str] = AHEAD) 
     workers' configuration, which takes 0.3 s to compose; None if it is wrong. If that or another import fails, the workers
     fail at it themselves and report it."""
     composed = None
-    _import_all(FIRST)
-    with folders_resolved_once():
-        try:
-            with _beside(BESIDE_TORCH):
-                importlib.import_module("torch")
-        except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
-            return f"torch cannot be imported: {summary(error)}; install it anew", None
-        # numpy's threads, started at its import, would make this process unfit to fork.
-        ours = _NUMPY_THREADS not in os.environ
-        os.environ.setdefault(_NUMPY_THREADS, "1")
-        with suppress(Exception):
-            from elastictrain.config.compose import compose
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
+        return f"torch cannot be imported: {summary(error)}; install it anew", None
+    # numpy's threads, started at its import, would make this process unfit to fork.
+    ours = _NUMPY_THREADS not in os.environ
+    os.environ.setdefault(_NUMPY_THREADS, "1")
+    with suppress(Exception):
+        from elastictrain.config.compose import compose
 
-            composed = compose(split_program(arguments)[0])
-        compiles = _compiles(composed)
-        with _beside(BESIDE_AHEAD if compiles else ()):
-            _import_all(modules)
-        if compiles:
-            with _devices_untouched():
-                _import_all((INDUCTOR,))
-        if ours:
-            del os.environ[_NUMPY_THREADS]
+        composed = compose(split_program(arguments)[0])
+    _import_all(modules)
+    if _compiles(composed):
+        with _devices_untouched():
+            _import_all((INDUCTOR,))
+    if ours:
+        del os.environ[_NUMPY_THREADS]
     return "", composed
 
 
@@ -77,21 +64,6 @@ def _import_all(modules: Sequence[str]) -> None:
 
 
 @contextmanager
-def _beside(modules: Sequence[str]) -> Iterator[None]:
-    """Import these in a thread meanwhile: on a slow file system both threads wait for files most of the time. If two threads
-    import parts of one package, each may wait for the other."""
-    thread = threading.Thread(target=_import_all, args=(modules,))
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        # The kernel ends it a moment later, and until then this process must not fork.
-        while Path(f"/proc/self/task/{thread.native_id}").exists():
-            time.sleep(_PAUSE_S)
-
-
-@contextmanager
 def _devices_untouched() -> Iterator[None]:
     """torch 2.11 asks for GPUs when its compiler is imported, which opens devices; that there is a driver says as much."""
     import torch
@@ -102,26 +74,6 @@ def _devices_untouched() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_available = ask
-
-
-@contextmanager
-def folders_resolved_once() -> Iterator[None]:
-    """torch asks `inspect` hundreds of times from where it is called, which resolves the file of each module, folder by folder:
-    two fifths of all that these imports ask the file system."""
-    resolve = os.path.realpath
-    folder = cache(resolve)
-
-    def realpath(path: Any, *, strict: bool = False) -> Any:
-        head, name = os.path.split(path)
-        if strict or name in ("", ".", "..") or os.path.islink(path):  # noqa: PTH114
-            return resolve(path, strict=strict)
-        return os.path.join(folder(head), name)  # noqa: PTH118
-
-    os.path.realpath = realpath  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os.path.realpath = resolve
 
 
 def why_no_fork(process: Path = Path("/proc/self")) -> str:

@@ -155,53 +155,14 @@ def test_a_process_that_has_touched_a_device_starts_workers_anew(server: Server,
 @pytest.mark.parametrize("compiles", ["true", "false"])
 def test_what_is_imported_ahead_leaves_one_thread_and_no_device(compiles: str) -> None:
     program = f"""
-import os, sys
+import sys
 from elastictrain.launch.imports_ahead import import_ahead, why_no_fork
-resolve = os.path.realpath
 unfit, composed = import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile={compiles}"])
-print(not unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, composed.recipe, os.path.realpath is resolve)
+print(not unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, composed.recipe)
 import torch
 print(torch.cuda.is_initialized(), *(str(name in sys.modules).lower() for name in ("networkx", "torch._inductor.compile_fx")))
 """
-    assert python(program, limit_s=120).split() == ["True", "True", "True", "llama_tiny", "True", "False", compiles, compiles]
-
-
-def test_what_two_threads_import_side_by_side_shares_no_package() -> None:
-    """Else each may wait for the other's part of it."""
-    program = """
-import sys
-from elastictrain.launch import fork_server, imports_ahead
-for name in imports_ahead.FIRST:
-    __import__(name)
-before = set(sys.modules)
-for name in {names}:
-    __import__(name)
-print(*(name for name in set(sys.modules) - before if hasattr(sys.modules[name], "__path__")))
-"""
-    packages = [
-        set(python(program.format(names=names), limit_s=120).split())
-        for names in ("['torch']", "imports_ahead.BESIDE_TORCH", "imports_ahead.AHEAD", "imports_ahead.BESIDE_AHEAD")
-    ]
-    torch, beside_torch, ahead, beside_ahead = packages
-    assert "sympy" in beside_torch
-    assert "networkx" in beside_ahead
-    assert not torch & beside_torch
-    assert not (ahead - torch - beside_torch) & beside_ahead
-
-
-def test_a_thread_that_still_imports_is_waited_for(tmp_path: Path) -> None:
-    """Until the kernel has ended it, too, which is later than its end for Python."""
-    (tmp_path / "late.py").write_text("import time; time.sleep(0.5)")
-    program = f"""
-import sys, types
-from elastictrain.launch import imports_ahead
-sys.path.append({str(tmp_path)!r})
-sys.modules["torch"] = types.ModuleType("torch")
-imports_ahead.BESIDE_TORCH = ("late",)
-unfit, _ = imports_ahead.import_ahead(modules=())
-print(not unfit, not imports_ahead.why_no_fork(), "late" in sys.modules)
-"""
-    assert python(program).split() == ["True", "True", "True"]
+    assert python(program, limit_s=120).split() == ["True", "True", "True", "llama_tiny", "False", compiles, compiles]
 
 
 def test_the_compiler_is_imported_without_asking_for_gpus(tmp_path: Path) -> None:

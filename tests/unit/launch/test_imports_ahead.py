@@ -1,9 +1,8 @@
-import os
 from pathlib import Path
 
 import pytest
 
-from elastictrain.launch.imports_ahead import folders_resolved_once, why_no_fork
+from elastictrain.launch.imports_ahead import why_no_fork
 
 
 def process(folder: Path, *, threads: int = 1, files: tuple[str, ...] = ("/dev/null", "socket:[12]")) -> Path:
@@ -37,22 +36,3 @@ def test_what_is_no_link_any_more_is_no_device(tmp_path: Path) -> None:
 
 def test_where_the_kernel_shows_nothing_nobody_forks(tmp_path: Path) -> None:
     assert why_no_fork(tmp_path)
-
-
-def test_folders_are_resolved_once_and_links_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, link = tmp_path / "folder", tmp_path / "link"
-    folder.mkdir()
-    link.symlink_to(folder)
-    (folder / "file").touch()
-    (folder / "other").symlink_to("file")
-    names = [str(link / "file"), str(link / "other"), str(link), f"{link}/", f"{link}/.", f"{link}/..", "x", "", f"{link}/none"]
-    expected, asked = [os.path.realpath(name) for name in names], list[object]()
-    lstat = os.lstat
-    monkeypatch.setattr(os, "lstat", lambda path: (asked.append(path), lstat(path))[1])
-    with folders_resolved_once():
-        assert [os.path.realpath(name) for name in names] == expected
-        asked.clear()
-        assert os.path.realpath(link / "file") == expected[0]
-    assert len(asked) == 1
-    with pytest.raises(FileNotFoundError):
-        os.path.realpath(link / "none", strict=True)
