@@ -8,6 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -146,8 +147,9 @@ class ManifestReader(StorageReader):
             if chunk is not None:
                 wanted[chunk].append(item)
 
-        def take(chunk: ChunkRecord, data: memoryview) -> None:
-            """Copy a verified chunk to all items that are part of it. Called by the threads of `read_chunks`."""
+        def take(chunk: ChunkRecord, data: memoryview, *, stays: bool = False) -> None:
+            """Copy a verified chunk to all items that are part of it, or begin to if it `stays`. Called by the threads of
+            `read_chunks`."""
             for item in wanted[chunk]:
                 source = tensor_over(data, dtype=tensors[item.storage_index.fqn].dtype, sizes=chunk.sizes)
                 for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -156,13 +158,20 @@ class ManifestReader(StorageReader):
                 if target.is_cuda and source.numel():
                     whole = target.is_contiguous() and source.is_contiguous()
                     onto = target if whole else torch.empty_like(source, device=target.device)
-                    copy_bytes(onto.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8))
+                    flat, data_of = onto.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
+                    copy_bytes(flat, data_of, non_blocking=stays and whole)
                     source = onto
                 if source is not target:
                     target.copy_(source)
                 planner.commit_tensor(item, target)
 
-        self.bytes_read += read_chunks(self._folder, wanted, take=take, allocate=_buffers_for_device())
+        begin = partial(take, stays=True)
+        try:
+            self.bytes_read += read_chunks(self._folder, wanted, take=take, take_mapped=begin, allocate=_buffers_for_device())
+        finally:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                # Also after an error: these bytes may soon be others. Not the whole device: NCCL may wait there for other ranks.
+                torch.cuda.default_stream().synchronize()
         future: Future[None] = Future()
         future.set_result(None)
         return future

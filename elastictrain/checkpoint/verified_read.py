@@ -90,13 +90,15 @@ def read_chunks(
     chunks: Iterable[ChunkRecord],
     *,
     take: Callable[[ChunkRecord, memoryview], None],
+    take_mapped: Callable[[ChunkRecord, memoryview], None] | None = None,
     threads: int = READ_THREADS,
     allocate: Callable[[int], bytearray | memoryview] = bytearray,
 ) -> int:
     """Read each chunk once and call `take` with its verified bytes; returns the bytes read.
 
-    `take` runs in any of `threads` threads, and its bytes are valid during the call. `allocate` makes a buffer of so many bytes
-    in the thread that reads into it. Memory is at most `threads` times the larger of a span and the largest chunk.
+    `take` runs in any of `threads` threads, and its bytes are valid during the call. `take_mapped`, if there is one, gets in its
+    place those that lie in memory of this process anyway, and stay valid. `allocate` makes a buffer of so many bytes in the
+    thread that reads into it. Memory is at most `threads` times the larger of a span and the largest chunk.
 
     Raises: DamagedFileError if a file is missing, or bytes differ from their digest twice; StorageError.
     """
@@ -111,16 +113,17 @@ def read_chunks(
         size_bytes = span.end - span.start
         buffer: memoryview | None = getattr(buffers, "buffer", None)
         try:
-            data = folder.mapped(span)
+            taking, data = take, folder.mapped(span)
             if data is not None:
                 _check(folder, span, data)
+                taking = take_mapped or take
             else:
                 if buffer is None or len(buffer) < size_bytes:
                     buffer = buffers.buffer = memoryview(allocate(size_bytes))
                 data = buffer[:size_bytes]
                 _twice(partial(_fill, folder, span, data), DamagedFileError)
             for chunk in span.chunks:
-                take(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
+                taking(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
         except BaseException:
             stopped.set()
             raise

@@ -32,23 +32,19 @@ def import_ahead(arguments: Sequence[str] = (), modules: Sequence[str] = AHEAD) 
     workers' configuration, which takes 0.3 s to compose; None if it is wrong. If that or another import fails, the workers
     fail at it themselves and report it."""
     composed = None
-    try:
-        importlib.import_module("torch")
-    except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
-        return f"torch cannot be imported: {summary(error)}; install it anew", None
-    # numpy's threads, started at its import, would make this process unfit to fork.
-    ours = _NUMPY_THREADS not in os.environ
-    os.environ.setdefault(_NUMPY_THREADS, "1")
-    with suppress(Exception):
-        from elastictrain.config.compose import compose
+    with _numpy_without_threads():
+        try:
+            importlib.import_module("torch")
+        except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
+            return f"torch cannot be imported: {summary(error)}; install it anew", None
+        with suppress(Exception):
+            from elastictrain.config.compose import compose
 
-        composed = compose(split_program(arguments)[0])
-    _import_all(modules)
-    if _compiles(composed):
-        with _devices_untouched():
-            _import_all((INDUCTOR,))
-    if ours:
-        del os.environ[_NUMPY_THREADS]
+            composed = compose(split_program(arguments)[0])
+        _import_all(modules)
+        if _compiles(composed):
+            with _devices_untouched():
+                _import_all((INDUCTOR,))
     return "", composed
 
 
@@ -61,6 +57,18 @@ def _import_all(modules: Sequence[str]) -> None:
     with suppress(Exception):
         for name in modules:
             importlib.import_module(name)
+
+
+@contextmanager
+def _numpy_without_threads() -> Iterator[None]:
+    """It starts them at its import, by torch's, as many as OMP_NUM_THREADS says, and this process would be unfit to fork."""
+    ours = _NUMPY_THREADS not in os.environ
+    os.environ.setdefault(_NUMPY_THREADS, "1")
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[_NUMPY_THREADS]
 
 
 @contextmanager

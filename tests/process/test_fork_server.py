@@ -152,10 +152,11 @@ def test_a_process_that_has_touched_a_device_starts_workers_anew(server: Server,
     assert str(device) in server.unforked
 
 
-@pytest.mark.parametrize("compiles", ["true", "false"])
-def test_what_is_imported_ahead_leaves_one_thread_and_no_device(compiles: str) -> None:
+@pytest.mark.parametrize(("compiles", "threads"), [("true", 1), ("false", 2)])
+def test_what_is_imported_ahead_leaves_one_thread_and_no_device(compiles: str, threads: int) -> None:
     program = f"""
-import sys
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "{threads}"
 from elastictrain.launch.imports_ahead import import_ahead, why_no_fork
 unfit, composed = import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile={compiles}"])
 print(not unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, composed.recipe)

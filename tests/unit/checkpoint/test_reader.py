@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,32 @@ def test_a_folder_without_manifest(tmp_path: Path) -> None:
         ManifestReader.at(str(tmp_path)).read_metadata()
 
 
+def use_a_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns what its stream was asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: SimpleNamespace(synchronize=lambda: asked.append("synchronize")))
+    return asked
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_copies_that_were_begun_have_ended_however_the_load_ends(
+    damaged: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are mapped are copied without waiting, and may be others soon."""
+    asked = use_a_device(monkeypatch)
+    if damaged:
+        (shard,) = folder.glob("*.safetensors")
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    flat = {"model.weight": torch.zeros(3, 4), "optim.step": torch.tensor(0.0)}
+    with pytest.raises(CheckpointException) if damaged else nullcontext():
+        dcp.load(flat, storage_reader=ManifestReader.at(str(folder)))
+    assert asked == ["synchronize"]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("locks", [True, False])
 def test_bytes_for_a_device_go_through_memory_that_is_page_locked_if_it_can_be(
@@ -67,9 +94,7 @@ def test_bytes_for_a_device_go_through_memory_that_is_page_locked_if_it_can_be(
             raise RuntimeError("exhausted")
         return torch.zeros(size_bytes, dtype=dtype)
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    use_a_device(monkeypatch)
     monkeypatch.setattr(torch, "empty", empty)
     flat = {"model.weight": torch.zeros(3, 4)}
     dcp.load(flat, storage_reader=ManifestReader.at(str(folder)))

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elastictrain.checkpoint.folders import key_of
-from elastictrain.checkpoint.manifest import FileRecord, digest_of
+from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
 from elastictrain.checkpoint.retention import read_manifest
-from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, verify_headers
+from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks, verify_headers
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.storage.store import ObjectInfo
 from tests.integration.checkpoint.test_checkpointer import key_ending, rejects, restored_step, save
@@ -160,3 +160,32 @@ def test_a_file_that_is_gone_indeed_is_rejected() -> None:
     del bench.store.objects[key_of("step-000000002", name)]
     assert restored_step(bench) == 1
     assert [event.file for event in rejects(bench)] == [name]
+
+
+class HalfMapped(FakeStore):
+    """The file `here` lies in memory of this process."""
+
+    def mapped(self, key: str, start: int, end: int) -> memoryview | None:
+        return memoryview(self.read(key))[start:end] if key == "here" else None
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_bytes_that_stay_are_taken_apart_from_those_that_do_not(apart: bool) -> None:
+    contents = {"here": b"0123456789", "there": b"abcdef"}
+    folder = CheckpointFolder(HalfMapped(contents), "")
+    chunks = [
+        ChunkRecord((0,), (end - start,), file, start, end - start, digest_of(data[start:end]))
+        for file, data in contents.items()
+        for start, end in ((0, 4), (4, len(data)))
+    ]
+    taken, mapped = list[bytes](), list[bytes]()
+
+    def begin(_: ChunkRecord, data: memoryview) -> None:
+        mapped.append(bytes(data))
+
+    count = read_chunks(
+        folder, chunks, take=lambda _, data: taken.append(bytes(data)), take_mapped=begin if apart else None, threads=1
+    )
+    assert count == 16
+    here, there = [b"0123", b"456789"], [b"abcd", b"ef"]
+    assert (taken, mapped) == ((there, here) if apart else (here + there, []))
