@@ -170,7 +170,7 @@ class ManifestReader(StorageReader):
             self.bytes_read += read_chunks(self._folder, wanted, take=take, take_mapped=begin, allocate=_buffers_for_device())
         finally:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                # Also after an error: these bytes may soon be others. Not the whole device: NCCL may wait there for other ranks.
+                # Also after an error: the bytes may soon be others. Not the whole device: NCCL may wait there for other ranks.
                 torch.cuda.default_stream().synchronize()
         future: Future[None] = Future()
         future.set_result(None)
