@@ -1,29 +1,56 @@
-"""Keeps the bytecode of what is imported where nobody does: without it each start compiles torch's 2,500 files anew."""
+"""Keeps bytecode in a private folder where the image has none and Python writes none: each start would compile torch's 2,500
+files anew, which takes ten seconds."""
 
+import hashlib
 import os
+import shutil
 import sys
-from collections.abc import Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from importlib.util import cache_from_source
 
 from elastictrain.errors import HostUnfitError
-from elastictrain.storage.private import temporary_folder
+from elastictrain.storage.private import make_private_folder, temporary_folder
 
-_NEVER, _FOLDER = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
+_PREFIX = "compile-python-"  # folders of compiled code are removed by this beginning when no start has used them for a week
+_DIGITS = 12
+_ROOM_BYTES = 500_000_000  # five times what is needed: Python keeps what a full disk has cut short, and fails to import it
 
 
-def keep_bytecode(
-    environment: MutableMapping[str, str] = os.environ, *, package: str = "torch", parent: Callable[[], str] = temporary_folder
-) -> None:
-    """Have this process, and those that it starts, keep bytecode in a folder of this user's, if `package` has none beside its
-    files: an image that was built with PYTHONDONTWRITEBYTECODE, or files of another user. Before the imports that matter."""
-    if sys.pycache_prefix is not None:
-        return  # someone has chosen a folder, or a parent of this process has made this one
-    found = PathFinder.find_spec(package)
-    if found is None or found.origin is None or os.path.exists(cache_from_source(found.origin)):  # noqa: PTH110
-        return
+@contextmanager
+def bytecode_kept(package: str = "torch", *, room_bytes: int = _ROOM_BYTES) -> Iterator[None]:
+    """What this process imports meanwhile leaves its bytecode there, if `package` has none. Only meanwhile, and not what other
+    processes import: days later the folder may have been swept, and another user may have taken its name."""
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    folder = ""
     with suppress(HostUnfitError, OSError):
-        sys.pycache_prefix = environment[_FOLDER] = f"{parent()}/bytecode"
-        sys.dont_write_bytecode = False
-        environment.pop(_NEVER, None)
+        folder = _folder(package, room_bytes)
+    if folder:
+        sys.pycache_prefix, sys.dont_write_bytecode = folder, False
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
+
+
+def _folder(package: str, room_bytes: int) -> str:
+    """For this installation, made; "" where bytecode is kept anyway, or there is no room. Raises: HostUnfitError, OSError."""
+    found = PathFinder.find_spec(package)
+    if sys.pycache_prefix is not None or found is None or found.origin is None:
+        return ""
+    beside = os.path.dirname(found.origin)  # noqa: PTH120
+    if os.path.exists(cache_from_source(found.origin)):  # noqa: PTH110
+        return ""
+    if not sys.dont_write_bytecode and os.access(beside, os.W_OK):
+        return ""
+    parent = temporary_folder()
+    if shutil.disk_usage(parent).free < room_bytes:
+        return ""
+    # Images that share this folder may have other files with the same paths, sizes and times.
+    site = os.path.dirname(beside)  # noqa: PTH120
+    facts = "\n".join([sys.version, site, *sorted(os.listdir(site))])  # noqa: PTH208
+    folder = f"{parent}/{_PREFIX}{hashlib.sha256(facts.encode(errors='surrogateescape')).hexdigest()[:_DIGITS]}"
+    make_private_folder(folder)
+    os.utime(folder)
+    return folder

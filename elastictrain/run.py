@@ -6,9 +6,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from elastictrain.bytecode import keep_bytecode
+from elastictrain.bytecode import bytecode_kept
 from elastictrain.entry_point import leave_process, split_program
 from elastictrain.errors import EXIT_OK, ElasticTrainError
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE, has_been_called, tell_launcher
@@ -17,6 +18,7 @@ from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase
 from elastictrain.start_times import of_this_process
+from elastictrain.torch_private import INDUCTOR
 
 if TYPE_CHECKING:
     from elastictrain.config.compose import Composed
@@ -27,40 +29,43 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
     `config.load`."""
     # Imports take seconds, in which the agent that started this worker may die: its pid must be read before.
     parent, times = os.getppid(), of_this_process(os.environ)
-    keep_bytecode()
     arguments, program = split_program(sys.argv[1:] if arguments is None else arguments)
     if program:
         from elastictrain.own_loop.program import run_program
 
         return run_program(program, overrides=arguments, composed=composed)
     identity: Identity | None = None
-    try:
-        identity = read_identity(os.environ)
-        from elastictrain.config.command_line import read_command_line
-        from elastictrain.config.help import RUN, requested_help
-        from elastictrain.config.load import load
+    with bytecode_kept():
+        try:
+            identity = read_identity(os.environ)
+            from elastictrain.config.command_line import read_command_line
+            from elastictrain.config.help import RUN, requested_help
+            from elastictrain.config.load import load
 
-        text = requested_help(arguments, program=RUN, purpose="Train, or continue training.")
-        if text is not None:
-            if identity.is_log_rank:
-                sys.stdout.write(f"{text}\n")
-            return EXIT_OK
-        config = load(arguments, composed=composed)
-        if (line := read_command_line(arguments)).action == "dry_run":
-            from elastictrain.train.dry_run import dry_run
+            text = requested_help(arguments, program=RUN, purpose="Train, or continue training.")
+            if text is not None:
+                if identity.is_log_rank:
+                    sys.stdout.write(f"{text}\n")
+                return EXIT_OK
+            config = load(arguments, composed=composed)
+            if (line := read_command_line(arguments)).action == "dry_run":
+                from elastictrain.train.dry_run import dry_run
 
-            if identity.is_log_rank:
-                sys.stdout.write(f"{dry_run(config, identity, gpus=line.topic)}\n")
-            return EXIT_OK
-    except ElasticTrainError as error:
-        return complain(error, identity)
-    times.end_part("configuration")
-    from elastictrain.distributed.device import start_device
-    from elastictrain.fault.exits import wait_for_previous_workers
+                if identity.is_log_rank:
+                    sys.stdout.write(f"{dry_run(config, identity, gpus=line.topic)}\n")
+                return EXIT_OK
+        except ElasticTrainError as error:
+            return complain(error, identity)
+        times.end_part("configuration")
+        from elastictrain.distributed.device import start_device
+        from elastictrain.fault.exits import wait_for_previous_workers
 
-    start_device(config.parallel, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
-    from elastictrain.train.worker import run_worker
+        start_device(config.parallel, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
+        from elastictrain.train.worker import run_worker
 
+        if config.train.compile:
+            # Here, where its bytecode is kept.
+            import_module(INDUCTOR)
     times.end_part("imports")
     return run_worker(config, identity, parent=parent, standby=os.environ.get(STANDBY_VARIABLE, ""), times=times)
 

@@ -147,9 +147,11 @@ class ManifestReader(StorageReader):
             if chunk is not None:
                 wanted[chunk].append(item)
 
-        def take(chunk: ChunkRecord, data: memoryview, *, stays: bool = False) -> None:
-            """Copy a verified chunk to all items that are part of it, or begin to if it `stays`. Called by the threads of
-            `read_chunks`."""
+        copying: set[torch.device] = set()
+
+        def take(chunk: ChunkRecord, data: memoryview, *, non_blocking: bool = False) -> None:
+            """Copy a verified chunk to all items that are part of it, or only begin to. Called by the threads of `read_chunks`,
+            which copy on the default stream of a device."""
             for item in wanted[chunk]:
                 source = tensor_over(data, dtype=tensors[item.storage_index.fqn].dtype, sizes=chunk.sizes)
                 for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -159,19 +161,20 @@ class ManifestReader(StorageReader):
                     whole = target.is_contiguous() and source.is_contiguous()
                     onto = target if whole else torch.empty_like(source, device=target.device)
                     flat, data_of = onto.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
-                    copy_bytes(flat, data_of, non_blocking=stays and whole)
+                    copy_bytes(flat, data_of, non_blocking=non_blocking and whole)
+                    copying.add(target.device)
                     source = onto
                 if source is not target:
                     target.copy_(source)
                 planner.commit_tensor(item, target)
 
-        begin = partial(take, stays=True)
+        begin, allocate = partial(take, non_blocking=True), _buffers_for_device()
         try:
-            self.bytes_read += read_chunks(self._folder, wanted, take=take, take_mapped=begin, allocate=_buffers_for_device())
+            self.bytes_read += read_chunks(self._folder, wanted, take=take, take_mapped=begin, allocate=allocate)
         finally:
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            for device in copying:
                 # Also after an error: the bytes may soon be others. Not the whole device: NCCL may wait there for other ranks.
-                torch.cuda.default_stream().synchronize()
+                torch.cuda.default_stream(device).synchronize()
         future: Future[None] = Future()
         future.set_result(None)
         return future

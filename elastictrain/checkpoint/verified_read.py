@@ -113,17 +113,17 @@ def read_chunks(
         size_bytes = span.end - span.start
         buffer: memoryview | None = getattr(buffers, "buffer", None)
         try:
-            taking, data = take, folder.mapped(span)
+            deliver, data = take, folder.mapped(span)
             if data is not None:
                 _check(folder, span, data)
-                taking = take_mapped or take
+                deliver = take_mapped or take
             else:
                 if buffer is None or len(buffer) < size_bytes:
                     buffer = buffers.buffer = memoryview(allocate(size_bytes))
                 data = buffer[:size_bytes]
                 _twice(partial(_fill, folder, span, data), DamagedFileError)
             for chunk in span.chunks:
-                taking(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
+                deliver(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
         except BaseException:
             stopped.set()
             raise

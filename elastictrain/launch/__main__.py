@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 
-from elastictrain.bytecode import keep_bytecode
 from elastictrain.events import share_event_clock
 from elastictrain.launch.fork_server_link import ForkServerLink, start_ahead
 
@@ -19,7 +18,6 @@ if __name__ == "__main__":
         # Ctrl-C while the rest is imported, a third of a second, has nothing to stop and needs no traceback: 75, as below.
         signal.signal(signal.SIGINT, lambda *_: os._exit(75))
     share_event_clock()
-    keep_bytecode()
     AHEAD = start_ahead(sys.argv[1:])
 
 import logging

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastictrain.bounded_json import encode_record
+from elastictrain.bytecode import bytecode_kept
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import Process, early_exit_code, identify
 from elastictrain.fault.launcher_channel import STANDBY_VARIABLE
@@ -310,7 +311,8 @@ def main() -> int:
     # What is imported stays: to look through it again and again for garbage takes an eighth of the time.
     gc.disable()
     arguments = sys.argv[1:]
-    unfit, composed = import_ahead(arguments)
+    with bytecode_kept():
+        unfit, composed = import_ahead(arguments)
     gc.enable()
     return ForkServer(launcher, unfit=unfit, arguments=arguments, composed=composed).serve()
 

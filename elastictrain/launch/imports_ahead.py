@@ -61,7 +61,7 @@ def _import_all(modules: Sequence[str]) -> None:
 
 @contextmanager
 def _numpy_without_threads() -> Iterator[None]:
-    """It starts them at its import, by torch's, as many as OMP_NUM_THREADS says, and this process would be unfit to fork."""
+    """numpy starts OMP_NUM_THREADS threads when torch imports it, and a process with threads must not fork."""
     ours = _NUMPY_THREADS not in os.environ
     os.environ.setdefault(_NUMPY_THREADS, "1")
     try:

@@ -181,12 +181,13 @@ class RankMonitor:
             worker.close()
 
     def newest_step(self) -> int:
-        """In which a worker was until now, also one that has just been killed: by the last turn that may be two steps ago. From
-        any thread."""
+        """The newest step of any worker's mark, read now, also of one that has just been killed: the last turn may be two steps
+        behind. From any thread."""
+        newest = self._newest_step
         for worker in tuple(self._workers.values()):
             with suppress(ValueError):
-                self._newest_step = max(self._newest_step, worker.step())
-        return self._newest_step
+                newest = max(newest, worker.step())
+        return newest
 
     def turn(self) -> bool:
         """Check once, and act; whether a worker is left to watch."""

@@ -1,13 +1,11 @@
 """Metrics of this host and its device: processor, memory, utilisation."""
 
+import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 
 import psutil
 import torch
-
-from elastictrain.telemetry.loggers import LoggedRun, MetricPoint
 
 GB = 1e9
 
@@ -30,29 +28,32 @@ def host_scalars(device: torch.device) -> Mapping[str, float]:
     return values
 
 
-class DeviceBusyLogger:
-    """`device_busy_percent`: the share of the last moment in which a kernel ran. Asked for in a thread like that of any logger:
-    while the processes of a failure are taken apart the driver's management library answers after half a second."""
+class DeviceBusySampler:
+    """Samples `device_busy_percent`, the share of the last moment in which a kernel ran, in a thread: while the processes of a
+    failure are taken apart the driver's management library answers after half a second. Nobody waits for that thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.scalars: dict[str, float] = {}
+        self._asked, self._closed = threading.Event(), False
+        self.scalars: Mapping[str, float] = {}
+        """The newest sample; empty before the first, and where the last one failed."""
+        # It needs the extra `gpu`.
+        if device.type == "cuda" and find_spec("pynvml") is not None:
+            threading.Thread(target=self._work, name="device-busy", daemon=True).start()
 
-    @staticmethod
-    def works_on(device: torch.device) -> bool:
-        """It needs the extra `gpu`."""
-        return device.type == "cuda" and find_spec("pynvml") is not None
+    def ask(self) -> None:
+        """Have another sample taken."""
+        self._asked.set()
 
-    def open(self, run: LoggedRun) -> None:
-        self._ask()
+    def close(self) -> None:
+        """Take no more samples; one that is being taken may never end."""
+        self._closed = True
+        self._asked.set()
 
-    def log(self, point: MetricPoint) -> None:
-        self._ask()
-
-    def close(self, *, complete: bool) -> None:
-        """Nothing is kept."""
-
-    def _ask(self) -> None:
-        # A MIG slice, or a driver without that library, does not report it; the library has errors of its own.
-        with suppress(Exception):
-            self.scalars = {"system/device_busy_percent": float(torch.cuda.utilization(self._device))}
+    def _work(self) -> None:
+        while self._asked.wait() and not self._closed:
+            self._asked.clear()
+            try:
+                self.scalars = {"system/device_busy_percent": float(torch.cuda.utilization(self._device))}
+            except Exception:  # noqa: BLE001  # a MIG slice, or a driver without that library; it has errors of its own
+                self.scalars = {}

@@ -10,7 +10,7 @@ from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.digest import to_tree
 from elastictrain.events import Resume, Step
 from elastictrain.telemetry.flops import peak_flops
-from elastictrain.telemetry.host_metrics import DeviceBusyLogger, host_scalars
+from elastictrain.telemetry.host_metrics import DeviceBusySampler, host_scalars
 from elastictrain.telemetry.loggers import LoggedRun, LoggerThread, close_loggers, make_loggers
 from elastictrain.telemetry.progress import Progress
 from elastictrain.telemetry.run_totals import RunTotalsLogger
@@ -57,13 +57,8 @@ class Curves:
         self._close_s = run.close_s
         self._threads = [LoggerThread(name, one, run) for name, one in make_loggers(config.telemetry.loggers)]
         self._totals = RunTotalsLogger(began=context.began, newest_step=_newest_step(context))
-        self._busy = DeviceBusyLogger(self._device)
-        # What they find is part of the points after it.
-        self._finding: list[LoggerThread] = []
-        if self._threads:
-            self._finding.append(LoggerThread("run/goodput", self._totals, run))
-            if DeviceBusyLogger.works_on(self._device):
-                self._finding.append(LoggerThread("system/device_busy_percent", self._busy, run))
+        self._totals_threads = [LoggerThread("run/goodput", self._totals, run)] if self._threads else []
+        self._busy = DeviceBusySampler(self._device) if self._threads else None
         # Restarts and changes of the world can be seen beside the curves.
         self._world = {"run/world_size": float(run.world_size), "run/generation": float(number_of(run.generation))}
         if self._threads:
@@ -71,15 +66,20 @@ class Curves:
             host_scalars(self._device)
 
     def log(self, step: int, values: Mapping[str, float], *, with_host: bool = True) -> None:
-        if self._threads and with_host:
-            for finding in self._finding:
-                finding.log(step, values)
-            values = {**values, **host_scalars(self._device), **self._world, **self._totals.scalars, **self._busy.scalars}
+        if self._busy is not None and with_host:
+            for totals in self._totals_threads:
+                totals.log(step, values)
+            # Both are those of the point before.
+            later = {**self._totals.scalars, **self._busy.scalars}
+            self._busy.ask()
+            values = {**values, **host_scalars(self._device), **self._world, **later}
         for one in self._threads:
             one.log(step, values)
 
     def close(self) -> None:
-        close_loggers([*self._threads, *self._finding], limit_s=self._close_s)
+        if self._busy is not None:
+            self._busy.close()
+        close_loggers([*self._threads, *self._totals_threads], limit_s=self._close_s)
 
 
 def _newest_step(context: TrainContext) -> int:

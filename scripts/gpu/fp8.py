@@ -110,13 +110,13 @@ def follow_losses(folder: Path) -> None:
         if len(found[name]) < LOSS_STEPS:
             print(said, flush=True)
             break
-        tell_losses(name, found["bf16"], found[name])
+        print_losses(name, found["bf16"], found[name])
 
 
-def tell_losses(name: str, right: list[float], values: list[float]) -> None:
+def print_losses(name: str, reference: list[float], values: list[float]) -> None:
     tenth = LOSS_STEPS // 10
     for first in range(0, LOSS_STEPS, tenth):
-        one, other = (statistics.fmean(numbers[first : first + tenth]) for numbers in (values, right))
+        one, other = (statistics.fmean(numbers[first : first + tenth]) for numbers in (values, reference))
         print(f"{name:5} steps {first + 1:4} to {first + tenth:4}: {one:.4f} ({one / other - 1:+.3%})", flush=True)
 
 

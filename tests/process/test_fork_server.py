@@ -202,6 +202,31 @@ def test_a_torch_that_cannot_be_imported_makes_the_host_unfit(server: Server, tm
     assert "libcudart.so" in server.reason.sentence
 
 
+@pytest.mark.parametrize("way", ["fork server", "run"])
+def test_bytecode_of_torch_is_kept_where_nobody_does(
+    way: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first import of torch, here a file that only tells where its bytecode goes."""
+    packages, temporary, told = tmp_path / "packages", tmp_path / "temporary", tmp_path / "told"
+    packages.mkdir()
+    temporary.mkdir()
+    (packages / "torch.py").write_text(f"import sys; open({str(told)!r}, 'w').write(str(sys.pycache_prefix)); raise OSError")
+    variables = {
+        "TMPDIR": str(temporary),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": f"{packages}:{Path(__file__).parents[2]}",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if way == "run":
+        command = [sys.executable, "-m", "elastictrain.run", "recipe=llama_tiny", "data=stdlib", f"run.dir={tmp_path}/run"]
+        assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+    else:
+        server.start(program="import importlib; importlib.reload(module)")
+        assert server.end() == FAILED
+    assert told.read_text().startswith(f"{temporary}/elastictrain-{os.getuid()}/")
+
+
 def test_a_port_that_is_taken_is_nobodys_fault(server: Server) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

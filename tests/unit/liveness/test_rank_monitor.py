@@ -124,6 +124,7 @@ def test_the_newest_step_is_that_of_now_also_of_the_dead(monkeypatch: pytest.Mon
     # Between two turns it goes on, and dies.
     one.now = seen(0, step=10, gone_s=0.0)
     assert host.rank_monitor.newest_step() == 10
+    host.turn()
     one.closed = other.closed = True
     assert host.rank_monitor.newest_step() == 10
 

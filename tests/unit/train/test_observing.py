@@ -1,14 +1,18 @@
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastictrain.config.load import load
 from elastictrain.events import Resume, Step
 from elastictrain.storage.opening import open_store
+from elastictrain.telemetry import host_metrics
+from elastictrain.train import observing
 from elastictrain.train.evaluate import Evaluation
-from elastictrain.train.observing import LogRankObserver
+from elastictrain.train.observing import Curves, LogRankObserver
 from tests.unit.train.parts import context_of
 
 GENERATION = SimpleNamespace(name="000007-abcdef01", newest_step=0)
@@ -76,3 +80,30 @@ def test_the_first_step_each_interval_and_the_last_have_every_figure_that_is_kno
     assert mfu == (
         None if flops_per_token is None else [(5, pytest.approx(0.01)), (8, pytest.approx(0.2)), (10, pytest.approx(0.4))]
     )
+
+
+def test_a_point_has_the_share_in_which_the_device_was_busy_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = threading.Event()
+
+    def utilization(_: torch.device) -> int:
+        sampled.set()
+        return 42
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(host_metrics, "find_spec", lambda _: object())
+    monkeypatch.setattr(observing, "host_scalars", lambda _: {})
+    config = load(["recipe=llama_tiny", f"run.dir={tmp_path}"], with_task=False)
+    group = SimpleNamespace(device=torch.device("cuda", 0))
+    context = context_of(config=config, store=open_store(str(tmp_path)), generation=GENERATION, began=0.0, group=group)
+    curves = Curves(context, first_step=1, total_steps=3)
+    assert not sampled.wait(0.05), "nobody has asked"
+    curves.log(1, {})
+    assert sampled.wait(10)
+    sampled.clear()
+    curves.log(2, {}, with_host=False)
+    assert not sampled.wait(0.05)
+    curves.log(3, {})
+    curves.close()
+    written = EventAccumulator(str(tmp_path / "tensorboard"))
+    written.Reload()
+    assert [(point.step, point.value) for point in written.Scalars("system/device_busy_percent")] == [(3, 42.0)]
