@@ -89,6 +89,25 @@ class TestUnfit:
         assert line.master_port == PORT
         assert host.diary.when("start") == near(0.1)
 
+    @pytest.mark.parametrize(("from_host", "unfit"), [("b", True), ("a", False)])
+    def test_it_rests_also_if_another_host_was_the_first_to_say_that_the_generation_has_failed(
+        self, from_host: str, unfit: bool, tmp_path: Path
+    ) -> None:
+        """A preflight of all hosts finds one unfit: all workers end in the same moment, those of the others with 71."""
+        host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
+        host.run_workers(generation(1, "ab"))
+        if from_host == "b":
+            host.learn(ends=[end("b", EndKind.FAILED, 71)])
+        else:
+            host.ask(notice_s=30.0)
+        assert host.go(0.1) is None
+        host.end_workers(1, UNFIT)
+        host.go(0.5)
+        line = host.registry.record
+        assert (line.state is HostState.UNFIT) is unfit
+        assert ends_of(host.registry.posts) == [(EndKind.FAILED, "a", 69) if unfit else (EndKind.LEAVING, "a", 75)]
+        assert recorded_ends(host) == [(1, "failed" if unfit else "leaving")]
+
     def test_what_the_others_say_of_it_does_not_put_off_the_next_look(self, tmp_path: Path) -> None:
         host = self.unfit(tmp_path)
         ended_s = host.diary.elapsed_s
