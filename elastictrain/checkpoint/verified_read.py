@@ -96,9 +96,9 @@ def read_chunks(
 ) -> int:
     """Read each chunk once and call `take` with its verified bytes; returns the bytes read.
 
-    `take` runs in any of `threads` threads, and its bytes are valid during the call. `take_mapped`, if there is one, gets those
-    that lie in memory of this process anyway, and stay valid. `allocate` makes a buffer of so many bytes in the
-    thread that reads into it. Memory is at most `threads` times the larger of a span and the largest chunk.
+    `take` runs in any of `threads` threads, and its bytes are valid during the call. If there is a `take_mapped`, it gets those
+    that lie in memory of this process anyway, which stay valid. `allocate` makes a buffer of so many bytes in the thread that
+    reads into it. Memory is at most `threads` times the larger of a span and the largest chunk.
 
     Raises: DamagedFileError if a file is missing, or bytes differ from their digest twice; StorageError.
     """

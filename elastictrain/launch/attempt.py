@@ -116,6 +116,15 @@ class Attempt:
         self.asked, self.ask_s = end, min(self.ask_s, now_s)
         return True
 
+    def conclude(self, own: End) -> End:
+        """How the generation ended here; `own`: what the workers of this host tell by themselves. An end that was requested
+        explains how they end, unless they had reached the last step already, or had found this host unfit: all hosts learn
+        that in one moment, and another one may be the first to end the generation."""
+        asked = self.asked
+        if asked is None or own.kind is EndKind.DONE:
+            return own
+        return own if own.exit_code == errors.EXIT_UNFIT and asked.host != own.host else asked
+
     @property
     def reason(self) -> str:
         """Why the workers are to leave the generation."""

@@ -256,12 +256,8 @@ class Supervisor:
         attempt.codes, attempt.step = ended.codes, ended.step
         attempt.hung = [one.rank for one in ended.reasons if one.guilty]
         self._stopped_step = max((one.step for one in ended.reasons if one.exit_code == EXIT_STOPPED), default=0)
-        host, asked = self.registry.record.host, attempt.asked
-        end = judge_end(ended, generation=attempt.generation, host=host, committed_step=self._known.step)
-        # An end that was requested explains how workers end, unless they had reached the last step already; or had found this
-        # host unfit, as all hosts do at once, and another one was the first to say so.
-        found_unfit = end.exit_code == EXIT_UNFIT and asked is not None and asked.host != host
-        return end if asked is None or end.kind is EndKind.DONE or found_unfit else asked
+        host, step = self.registry.record.host, self._known.step
+        return attempt.conclude(judge_end(ended, generation=attempt.generation, host=host, committed_step=step))
 
     def _over(self, attempt: Attempt, end: End) -> None:
         """Close the generation here: nothing of it runs on this host any more."""

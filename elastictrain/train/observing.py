@@ -58,7 +58,7 @@ class Curves:
         self._threads = [LoggerThread(name, one, run) for name, one in make_loggers(config.telemetry.loggers)]
         self._totals = RunTotalsLogger(began=context.began, newest_step=_newest_step(context))
         self._totals_threads = [LoggerThread("run/goodput", self._totals, run)] if self._threads else []
-        self._busy = DeviceBusySampler(self._device) if self._threads else None
+        self._busy = DeviceBusySampler(self._device)
         # Restarts and changes of the world can be seen beside the curves.
         self._world = {"run/world_size": float(run.world_size), "run/generation": float(number_of(run.generation))}
         if self._threads:
@@ -66,7 +66,8 @@ class Curves:
             host_scalars(self._device)
 
     def log(self, step: int, values: Mapping[str, float], *, with_host: bool = True) -> None:
-        if self._busy is not None and with_host:
+        """Adds what is known of the run, its host and device, unless a point of this step has that already (`with_host`)."""
+        if self._threads and with_host:
             for totals in self._totals_threads:
                 totals.log(step, values)
             # Both are those of the point before.
@@ -77,8 +78,7 @@ class Curves:
             one.log(step, values)
 
     def close(self) -> None:
-        if self._busy is not None:
-            self._busy.close()
+        self._busy.close()
         close_loggers([*self._threads, *self._totals_threads], limit_s=self._close_s)
 
 

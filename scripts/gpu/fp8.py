@@ -114,6 +114,7 @@ def follow_losses(folder: Path) -> None:
 
 
 def print_losses(name: str, reference: list[float], values: list[float]) -> None:
+    """The mean of each tenth, and how far it is from that of `reference`."""
     tenth = LOSS_STEPS // 10
     for first in range(0, LOSS_STEPS, tenth):
         one, other = (statistics.fmean(numbers[first : first + tenth]) for numbers in (values, reference))

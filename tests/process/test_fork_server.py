@@ -202,6 +202,21 @@ def test_a_torch_that_cannot_be_imported_makes_the_host_unfit(server: Server, tm
     assert "libcudart.so" in server.reason.sentence
 
 
+def test_a_worker_that_is_no_fork_imports_the_compiler_where_its_bytecode_is_kept() -> None:
+    program = """
+import sys
+from contextlib import contextmanager
+import elastictrain.run as run, elastictrain.train.worker as worker
+@contextmanager
+def bytecode_kept():
+    yield
+    print("torch._inductor.compile_fx" in sys.modules)
+run.bytecode_kept, worker.run_worker = bytecode_kept, lambda *_, **__: 0
+sys.exit(run.main(["recipe=llama_tiny", "data=stdlib", "train.compile=true", "run.dir=memory://run"]))
+"""
+    assert python(program).split() == ["True"]
+
+
 @pytest.mark.parametrize("way", ["fork server", "run"])
 def test_bytecode_of_torch_is_kept_where_nobody_does(
     way: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from elastictrain.bytecode import COMPILED
+
 ROOT = Path(__file__).parents[2]
 ROOM = "room_bytes=0"
 PROGRAM = """
@@ -58,6 +60,7 @@ def test_bytecode_that_nobody_keeps_is_kept_in_a_private_folder(package: Path) -
     found = run(package, **NEVER)
     (folder,) = own(package).iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.name.startswith(COMPILED), "it is removed when no start has used it for a week"
     assert found == {"file": found["file"], "kept": True, "inherited": ["None", "True"]}
     assert found["file"].startswith(f"{folder}/")
     assert run(package, **NEVER) == found
@@ -67,7 +70,7 @@ def test_bytecode_that_nobody_keeps_is_kept_in_a_private_folder(package: Path) -
     assert not (package / "__pycache__").exists()
 
 
-def test_files_of_another_user(package: Path) -> None:
+def test_files_of_another_user_are_no_place_for_it(package: Path) -> None:
     refuse = "import os; os.access = lambda path, mode: mode != os.W_OK"
     found = run(package, first=refuse)
     assert found["file"].startswith(str(own(package)))

@@ -65,11 +65,10 @@ class OnDevice(torch.Tensor):
 
 
 class MappedFiles:
-    """A store of which all files lie in memory of this process, or those that end with `ending` alone."""
+    """A store of which the files that end with `ending` lie in memory of this process."""
 
     def __init__(self, folder: Path, ending: str) -> None:
         self._whole, self._ending = open_store(str(folder)), ending
-        self.mapped_keys: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
@@ -77,7 +76,6 @@ class MappedFiles:
     def mapped(self, key: str, start: int, end: int) -> memoryview | None:
         if not key.endswith(self._ending):
             return None
-        self.mapped_keys.append(key)
         return memoryview(bytearray(self._whole.read(key)))[start:end]
 
 

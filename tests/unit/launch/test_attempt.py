@@ -376,3 +376,18 @@ def test_without_a_death_here_the_host_that_failed_or_was_lost_is_named() -> Non
 def test_a_death_here_is_no_death_on_the_host_that_failed(code: int) -> None:
     """Local ranks are this host's: a worker that was killed here because another host failed is not one of its ranks."""
     assert died(end("b-1", EndKind.FAILED, 70), {0: code}) == ("b",)
+
+
+@pytest.mark.parametrize("asked_by", ["a", "b", None])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(EndKind.DONE, 0), (EndKind.FAILED, EXIT_UNFIT), (EndKind.FAILED, EXIT_TRANSPORT), (EndKind.FAILED, EXIT_BUG)],
+)
+def test_what_was_asked_for_explains_an_end_but_not_one_that_stands_by_itself(
+    asked_by: str | None, kind: EndKind, code: int
+) -> None:
+    one = attempt()
+    one.asked = end(asked_by, EndKind.LOST, EXIT_TRANSPORT) if asked_by is not None else None
+    own = end("a", kind, code)
+    stands = asked_by is None or kind is EndKind.DONE or (asked_by == "b" and code == EXIT_UNFIT)
+    assert one.conclude(own) is (own if stands else one.asked)
