@@ -7,6 +7,7 @@ Arguments are those of elastictrain.run. After every block of steps our loop is 
 hand-written loop runs as many steps of the same model on the same shapes; so a machine whose speed drifts is fair to both.
 BENCH_BLOCKS (default 5) blocks of BENCH_STEPS (default 20) steps are counted after one of warm-up; medians are compared.
 In fp8 the hand-written loop is the usual one of torchao: weights gathered in 8 bits, scales taken once after each update.
+BENCH_LOSS=logits refuses it the task's loss: it computes all logits of a Llama, and their cross-entropy in float32.
 BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, BENCH_ALONE=theirs ours,
 where memory does not hold two models.
 """
@@ -23,6 +24,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,6 +48,7 @@ from elastictrain.train.parameters import float8_layers
 
 STEPS = int(os.environ.get("BENCH_STEPS", "20"))
 BLOCKS = int(os.environ.get("BENCH_BLOCKS", "5"))
+ALL_LOGITS = os.environ.get("BENCH_LOSS") == "logits"
 
 
 class HandWritten:
@@ -112,6 +115,13 @@ class HandWritten:
         self.next += size
         return {"tokens": torch.stack(rows).to(self.device, non_blocking=True)}
 
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if ALL_LOGITS:
+            tokens = batch["tokens"]
+            return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        output = self.task.loss(self.model, batch)
+        return output.loss_sum / output.weight
+
     def step(self, number: int) -> None:
         for index in range(self.passes):
             last = index == self.passes - 1
@@ -123,8 +133,7 @@ class HandWritten:
                 self.model.set_reshard_after_backward(last)
             with sync:
                 with self.context():
-                    output = self.task.loss(self.model, self.batch())
-                loss = output.loss_sum / output.weight / self.passes
+                    loss = self.loss(self.batch()) / self.passes
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

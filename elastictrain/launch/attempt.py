@@ -49,7 +49,7 @@ class Attempt:
     kill_s: float = inf
     codes: Mapping[int, int] = field(default_factory=dict)  # exit codes of its workers that failed first, by local rank
     hung: Collection[int] = ()  # its ranks that hung while others waited for them
-    step: int = 0  # the newest step in which a worker was seen
+    finished_step: int = 0  # the newest one of any worker of this host
     broken_off: bool = False
     broken_at: float = 0.0  # unix time of that
 

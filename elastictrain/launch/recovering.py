@@ -18,7 +18,7 @@ class Recovering:
     since: float  # unix time at which this was known
     times: int  # generations that have failed since the last step
     lost: tuple[str, ...]  # what has died
-    step: int = 0  # the newest step in which a worker of this host was seen
+    finished_step: int = 0  # the newest one of any worker of this host
 
     def keeps_workers(self, following: Generation) -> bool:
         """Whether the surviving workers keep their processes. Not if only connections broke: that may be the network, which the
@@ -32,9 +32,7 @@ class Recovering:
 
     def plan(self, following: Generation) -> RecoveryPlan:
         """The recovery by the generation `following`."""
-        # Both are steps that were being worked on.
-        step = max(1, self.end.step, self.step) - 1
-        return RecoveryPlan(self.rung(following), self.lost, self.end.reason, self.since, step)
+        return RecoveryPlan(self.rung(following), self.lost, self.end.reason, self.since, self.finished_step)
 
     def rung(self, following: Generation) -> Rung:
         members = [(member.host, member.processes) for member in following.members]
@@ -44,12 +42,12 @@ class Recovering:
 
 
 def after_end(
-    before: Recovering | None, generation: Generation, end: End, *, since: float, lost: tuple[str, ...], step: int = 0
+    before: Recovering | None, generation: Generation, end: End, *, since: float, lost: tuple[str, ...], finished_step: int = 0
 ) -> Recovering | None:
     """The state after the end of a generation; None where nothing has failed. `before`: that of earlier failures since the last
-    step; `since`: unix time at which this end began; `step`: the newest one in which a worker was seen."""
+    step; `since`: unix time at which this end began; `finished_step`: the newest one of any worker."""
     if not end.loses_state:
         return None
     times = before.times if before is not None else 0
-    newest = max(step, before.step if before is not None else 0)
+    newest = max(finished_step, before.finished_step if before is not None else 0)
     return Recovering(generation, end, before.since if before is not None else since, times + 1, lost, newest)

@@ -253,7 +253,7 @@ class Supervisor:
     def _judge(self, attempt: Attempt, ended: WorkersEnd) -> End:
         # Every step from which a start would resume counts. Storage is not asked: all hosts wait for this one.
         self._known.note(restored=ended.begun or 0, saved=(read_noted_step(str(self.folder)), self.remembered_step()))
-        attempt.codes, attempt.step = ended.codes, ended.step
+        attempt.codes, attempt.finished_step = ended.codes, ended.finished_step
         attempt.hung = [one.rank for one in ended.reasons if one.guilty]
         self._stopped_step = max((one.step for one in ended.reasons if one.exit_code == EXIT_STOPPED), default=0)
         host, step = self.registry.record.host, self._known.step
@@ -264,7 +264,9 @@ class Supervisor:
         number = attempt.generation.number
         host, since = self.registry.record.host, attempt.broken_at or event_time()
         lost = what_died(end, attempt, host=host)
-        self._recovery = after_end(self._recovery, attempt.generation, end, since=since, lost=lost, step=attempt.step)
+        self._recovery = after_end(
+            self._recovery, attempt.generation, end, since=since, lost=lost, finished_step=attempt.finished_step
+        )
         if not end.loses_state and EXIT_TRANSPORT in attempt.codes.values():
             self.workers.release()  # connections broke: that may be the network, which new processes check
         self._hurried_until_s = self.clock() + _HURRIED_S

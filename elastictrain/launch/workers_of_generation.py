@@ -15,7 +15,7 @@ _EXIT_FAILED = 1
 class WorkersEnd:
     code: int  # 0 if all ended well; negative: the fork server was ended by this signal, or the workers were killed
     codes: Mapping[int, int]  # by local rank, of those that failed first; negative for a signal
-    step: int = 0  # the newest step in which a worker was seen
+    finished_step: int = 0  # the newest one of any worker
     begun: int | None = None  # the step whose state was restored; None if the first step was not done
     reasons: tuple[Reason, ...] = ()  # that the workers, their monitor or the fork server have left, by rank
 
@@ -68,6 +68,6 @@ class WorkersOfGeneration:
         for reason, own_counts in (pair for one in monitors for pair in one.reasons):
             if not (own_counts and reason.rank in reasons):
                 reasons[reason.rank] = reason
-        step, codes = max((one.newest_step() for one in monitors), default=0), self.codes
+        finished_step, codes = max((one.finished_step() for one in monitors), default=0), self.codes
         in_order = tuple(reasons[rank] for rank in sorted(reasons))
-        return WorkersEnd(_EXIT_FAILED if codes else code, codes, step, self.begun, in_order)
+        return WorkersEnd(_EXIT_FAILED if codes else code, codes, finished_step, self.begun, in_order)

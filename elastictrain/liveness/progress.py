@@ -48,6 +48,7 @@ class ProgressMark:
     longest_s: float = 0.0  # the longest phase of a step since the first step was done
     usual_s: float = 0.0  # second longest of the last steps, so that one stall does not blunt the bound; 0: too few steps
     compiling: bool = False
+    finished_step: int = 0  # the newest step whose figures this process has known
 
     @property
     def in_collective(self) -> bool:
@@ -70,6 +71,7 @@ class ProgressTracker:
         self._usual_s = 0.0
         self._step_s: float | None = None  # time in the phases of the current step; None if its beginning was not seen
         self._on_mark: Callable[[ProgressMark], None] | None = None
+        self._finished_step = 0
         self.sees_compiler = False  # whether `compiling` is called for each compilation of this process
         self.mark = ProgressMark(Phase.START, 0, 0, clock(), False)
 
@@ -83,7 +85,13 @@ class ProgressTracker:
                 self._step_s += spent_s
         if phase is Phase.DATA and step != before.step:
             self._learn()
-        self._replace(ProgressMark(phase, step, micro_batch, now_s, self._first_step_done, self._longest_s, self._usual_s))
+        figures = (self._first_step_done, self._longest_s, self._usual_s)
+        self._replace(ProgressMark(phase, step, micro_batch, now_s, *figures, finished_step=self._finished_step))
+
+    def step_finished(self, step: int) -> None:
+        """The figures of a step are known. The current phase, which may be of a later step, goes on."""
+        self._finished_step = step
+        self._replace(replace(self.mark, finished_step=step))
 
     def first_step_done(self) -> None:
         self._first_step_done = True

@@ -13,8 +13,8 @@ _MAGIC = b"ETMARKS1"
 _PHASES = tuple(Phase)
 # Magic, pid, rank, how long it may be stopped (seconds), how long its end may take (seconds).
 _FIXED = struct.Struct("<8siidd")
-# Sequence number, phase, first step done, compiling, step, micro-batch, since, bound, limit; a checksum of these follows.
-_MARK = struct.Struct("<QBBBqiddd")
+# Sequence number, phase, first step done, compiling, step, micro-batch, finished step, since, bound, limit; a checksum follows.
+_MARK = struct.Struct("<QBBBqiqddd")
 _SUM = struct.Struct("<I")
 _MARK_AT = 64
 _PULSE = struct.Struct("<Q")
@@ -73,8 +73,15 @@ class ProgressFile:
 
     def write(self, mark: ProgressMark, *, bound_s: float, limit_s: float) -> None:
         self._sequence += 1
-        place = (_PHASES.index(mark.phase), mark.first_step_done, mark.compiling, mark.step, mark.micro_batch, mark.since_s)
-        body = _MARK.pack(self._sequence, *place, bound_s, limit_s)
+        place = (
+            _PHASES.index(mark.phase),
+            mark.first_step_done,
+            mark.compiling,
+            mark.step,
+            mark.micro_batch,
+            mark.finished_step,
+        )
+        body = _MARK.pack(self._sequence, *place, mark.since_s, bound_s, limit_s)
         with suppress(ValueError):  # closed
             self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size] = body + _SUM.pack(zlib.crc32(body))
 
@@ -117,8 +124,9 @@ class ProgressFileReader:
             found = bytes(self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size])
             if zlib.crc32(found[: _MARK.size]) != _SUM.unpack_from(found, _MARK.size)[0]:
                 continue
-            sequence, phase, first, compiling, step, micro_batch, since_s, bound_s, limit_s = _MARK.unpack_from(found)
-            mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling))
+            sequence, phase, first, compiling, step, micro_batch, finished, since_s, bound_s, limit_s = _MARK.unpack_from(found)
+            flags = {"compiling": bool(compiling), "finished_step": finished}
+            mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), **flags)
             (pulse,) = _PULSE.unpack_from(self._map, _PULSE_AT)
             allowed_s = (self._stopped_s, self._grace_s)
             ending, closed = self._map[_ENDING_AT] != 0, self._map[_CLOSED_AT] != 0

@@ -135,10 +135,10 @@ class LiveWorker:
         )
         return self._seen
 
-    def step(self) -> int:
-        """Of its mark now, which outlives the process; 0 without one. Raises: ValueError after `close`."""
+    def finished_step(self) -> int:
+        """By its mark now, which outlives the process; 0 without one. Raises: ValueError after `close`."""
         marks = self._reader.read()
-        return marks.mark.step if marks is not None else 0
+        return marks.mark.finished_step if marks is not None else 0
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -168,7 +168,7 @@ class RankMonitor:
         self._ended: set[int] = set()
         self._vanished: set[int] = set()  # ranks that ended without a mark: another process may soon have their pid
         self._threads: list[threading.Thread] = []
-        self._newest_step = 0  # in which a worker was seen
+        self._finished_step = 0  # the newest one of any worker, as far as seen
         self.reasons: list[tuple[Reason, bool]] = []  # why workers are killed, and whether a reason of their own counts more
 
     def run(self) -> None:
@@ -180,13 +180,13 @@ class RankMonitor:
         for worker in self._workers.values():
             worker.close()
 
-    def newest_step(self) -> int:
-        """The newest step of any worker's mark, read now, also of one that has just been killed: the last turn may be two steps
-        behind. From any thread."""
-        newest = self._newest_step
+    def finished_step(self) -> int:
+        """The newest step that any worker has finished by its mark, read now, also of one that has just been killed: the last
+        turn may be two steps behind. From any thread."""
+        newest = self._finished_step
         for worker in tuple(self._workers.values()):
             with suppress(ValueError):
-                newest = max(newest, worker.step())
+                newest = max(newest, worker.finished_step())
         return newest
 
     def turn(self) -> bool:
@@ -195,7 +195,7 @@ class RankMonitor:
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
         looks = self._look(awake_s)
         seen = [one for one in looks if one is not None]
-        self._newest_step = max(self._newest_step, *(one.marks.mark.step for one in seen), 0)
+        self._finished_step = max(self._finished_step, *(one.marks.mark.finished_step for one in seen), 0)
         decisions = [one for one in judge(seen, survivor_s=self.survivor_s) if one.seen.marks.rank not in self._ended]
         if decisions:
             self._carry_out(decisions, seen)

@@ -60,6 +60,7 @@ class Attachment:
     def finish(self, step: int, flags: StepFlags) -> StepFlags:
         """The figures of a step are known, and the flags that all ranks had in it. Returns those that still count."""
         self.finished_step = step
+        self.context.tracker.step_finished(step)
         # Before the saver counts the step as whole.
         self.comparison.check(step)
         self.saving.step_finished(step)

@@ -309,7 +309,8 @@ class SupervisedHost:
 
     def end_workers(self, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
         """They end by themselves."""
-        self.workers.ended = WorkersEnd(code, codes or {}, begun=self.workers.begun, reasons=reasons)
+        done = max((one.step - 1 for one in reasons), default=0)
+        self.workers.ended = WorkersEnd(code, codes or {}, done, begun=self.workers.begun, reasons=reasons)
 
     def ask(self, *, notice_s: float | None, reason: str = "SIGTERM") -> None:
         """A person, a scheduler or the cloud wants this host back."""

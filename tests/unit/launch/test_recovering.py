@@ -20,7 +20,7 @@ BUG = end("b", EndKind.FAILED, 70)
 
 
 def after(last: End, *, hosts: str = "ab", times: int = 1) -> Recovering:
-    return Recovering(generation(1, hosts), last, since=1234.5, times=times, lost=("rank 1 on a",))
+    return Recovering(generation(1, hosts), last, since=1234.5, times=times, lost=("rank 1 on a",), finished_step=5)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,9 @@ def test_what_a_new_generation_changes_anyway_changes_no_rung(change: str) -> No
     assert after(DIED).rung(following) == "in_place"
 
 
-def test_the_plan_tells_what_is_known_and_the_step_before_the_one_that_was_worked_on() -> None:
+def test_the_plan_tells_what_is_known_and_the_newest_step_that_was_finished() -> None:
     plan = after(DIED).plan(generation(2, "ab"))
-    assert plan == RecoveryPlan("in_place", ("rank 1 on a",), DIED.reason, 1234.5, 6)
-    assert after(replace(DIED, step=0)).plan(generation(2, "ab")).step == 0
+    assert plan == RecoveryPlan("in_place", ("rank 1 on a",), DIED.reason, 1234.5, 5)
 
 
 ends = st.builds(
@@ -95,7 +94,6 @@ def test_over_any_history(history: list[tuple[str, End]], last: str) -> None:
         same = [one.host for one in failed.members] == [one.host for one in following.members]
         assert plan.rung in get_args(Rung)
         assert (plan.rung == "regroup") == (not same)
-        assert plan.step >= 0
         if plan.rung == "in_place":
             assert recovering.keeps_workers(following)
             in_a_row += 1
@@ -131,17 +129,19 @@ orderly = st.builds(end, st.sampled_from("ab"), st.sampled_from([EndKind.DONE, E
 @given(st.lists(st.tuples(failing | orderly, st.booleans()), max_size=12))
 def test_failures_count_from_the_last_step_or_orderly_end(history: list[tuple[End, bool]]) -> None:
     """Each generation may do a step before it ends, and is known by the time at which that begins."""
-    recovering, row, began = None, 0, 0.0
+    recovering, row, began, newest = None, 0, 0.0, 0
     for number, (ended, does_a_step) in enumerate(history, 1):
         if does_a_step:
             recovering, row = None, 0
-        recovering = after_end(recovering, generation(number, "ab"), ended, since=float(number), lost=("b",))
+        finished = 7 * number % 5
+        new = generation(number, "ab")
+        recovering = after_end(recovering, new, ended, since=float(number), lost=("b",), finished_step=finished)
         if not ended.loses_state:
             row = 0
             assert recovering is None
             continue
         row += 1
-        began = float(number) if row == 1 else began
+        began, newest = (float(number), finished) if row == 1 else (began, max(newest, finished))
         assert recovering is not None
-        assert (recovering.times, recovering.since) == (row, began)
+        assert (recovering.times, recovering.since, recovering.finished_step) == (row, began, newest)
         assert (recovering.failed.number, recovering.end) == (number, ended), "the last failure counts"

@@ -273,7 +273,7 @@ class TestHowAGenerationEnds:
         own = [Reason(rank, 70, "reduce", 9, "boom") for rank in range(4)]
         outside = [Reason(rank, 71, "forward", 9, "hang", guilty=True) for rank in range(5)]
         left = ((outside[1], False), (outside[2], True), (outside[4], True))
-        monkeypatch.setattr(worker_process, "_start_monitor", lambda *_: SimpleNamespace(newest_step=lambda: 9, reasons=left))
+        monkeypatch.setattr(worker_process, "_start_monitor", lambda *_: SimpleNamespace(finished_step=lambda: 9, reasons=left))
         workers = world.begin(5)
         world.train(workers)
         workers[0].say(Monitored("/folder", "facts"), Begun(7))
@@ -287,7 +287,7 @@ class TestHowAGenerationEnds:
         ended = world.group.poll()
         assert ended is not None
         assert ended.reasons == (FORK_SERVER, own[0], outside[1], own[2], own[3], outside[4])
-        assert (ended.step, ended.begun) == (9, 7)
+        assert (ended.finished_step, ended.begun) == (9, 7)
         world.begin(5)
         assert (world.group.run.begun, world.group.run.slow) == (None, None)
 

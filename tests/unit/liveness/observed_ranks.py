@@ -10,6 +10,7 @@ def marks(
     *,
     phase: Phase = Phase.REDUCE,
     step: int = 7,
+    finished_step: int = 0,
     ending: bool = False,
     bound_s: float = 10.0,
     closed: bool = False,
@@ -19,7 +20,7 @@ def marks(
         rank=rank,
         stopped_s=8.0,
         grace_s=20.0,
-        mark=ProgressMark(phase, step, 0, 0.0, True),
+        mark=ProgressMark(phase, step, 0, 0.0, True, finished_step=finished_step),
         bound_s=bound_s,
         limit_s=120.0,
         sequence=1,
@@ -34,6 +35,7 @@ def seen(
     *,
     phase: Phase = Phase.REDUCE,
     step: int = 7,
+    finished_step: int = 0,
     unchanged_s: float = 0.0,
     still_s: float = 0.0,
     stopped: bool = False,
@@ -41,6 +43,5 @@ def seen(
     ending: bool = False,
     closed: bool = False,
 ) -> ObservedRank:
-    return ObservedRank(
-        marks(rank, phase=phase, step=step, ending=ending, closed=closed), unchanged_s, still_s, stopped, gone_s
-    )
+    seen_marks = marks(rank, phase=phase, step=step, finished_step=finished_step, ending=ending, closed=closed)
+    return ObservedRank(seen_marks, unchanged_s, still_s, stopped, gone_s)

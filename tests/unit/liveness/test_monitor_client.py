@@ -57,16 +57,16 @@ def test_a_living_worker_is_seen_to_go_on(tmp_path: Path) -> None:
         second = worker.look(0.5)
         monitor_client.progress.beat()
         third = worker.look(0.5)
-        monitor_client.write(ProgressMark(Phase.REDUCE, 7, 0, 1.0, True))
+        monitor_client.write(ProgressMark(Phase.REDUCE, 9, 0, 1.0, True, finished_step=7))
         fourth = worker.look(0.5)
-        steps = [worker.step()]
-        monitor_client.write(ProgressMark(Phase.DATA, 8, 0, 2.0, True))
+        steps = [worker.finished_step()]
+        monitor_client.write(ProgressMark(Phase.DATA, 10, 0, 2.0, True, finished_step=8))
     # Its process has closed the file and removed it; what it has written last stays readable until the reader is closed.
-    steps.append(worker.step())
+    steps.append(worker.finished_step())
     worker.close()
     assert steps == [7, 8]
     with pytest.raises(ValueError, match="closed"):
-        worker.step()
+        worker.finished_step()
     looks = [first, second, third, fourth]
     assert [(one.unchanged_s, one.still_s) for one in looks if one is not None] == [(0, 0), (0.5, 0.5), (1.0, 0), (0, 0.5)]
     assert all(one is not None and one.gone_s is None and not one.stopped for one in looks)
@@ -82,7 +82,7 @@ def test_one_that_was_killed_in_the_middle_of_its_first_mark(tmp_path: Path, mon
             file.write(b"\xff\xff")
         worker = LiveWorker(monitor_client.folder, 5)
         assert worker.look(0.0) is None
-        assert worker.step() == 0
+        assert worker.finished_step() == 0
         os.close(end)
         with pytest.raises(ProcessLookupError):
             worker.look(0.2)

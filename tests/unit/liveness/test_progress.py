@@ -63,6 +63,22 @@ def test_the_longest_phase_of_a_step_is_remembered_from_the_first_step_on() -> N
     assert spend(Phase.EVAL, 8.0) == 8.0
 
 
+def test_a_step_is_finished_while_the_next_one_is_under_way() -> None:
+    now_s = [0.0]
+    tracker = ProgressTracker(lambda: now_s[0])
+    followed: list[ProgressMark] = []
+    tracker.follow(followed.append)
+    tracker.set_phase(Phase.UPDATE, step=3)
+    now_s[0] += 1.0
+    tracker.step_finished(2)
+    assert followed[1:] == [ProgressMark(Phase.UPDATE, 3, 0, 0.0, False, finished_step=one) for one in (0, 2)]
+    tracker.set_phase(Phase.DATA, step=4)
+    assert tracker.mark == ProgressMark(Phase.DATA, 4, 0, 1.0, False, finished_step=2)
+    # What this process has finished stays finished, whatever the next generation goes back to.
+    tracker.begin_generation()
+    assert tracker.mark.finished_step == 2
+
+
 def test_another_generation_begins_like_a_new_process_but_knows_how_long_a_step_takes() -> None:
     now_s = [0.0]
     tracker = ProgressTracker(lambda: now_s[0])

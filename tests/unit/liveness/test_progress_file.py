@@ -18,6 +18,7 @@ marks = st.builds(
     st.floats(0.0, 1e9),
     st.booleans(),
     compiling=st.booleans(),
+    finished_step=st.integers(0, 2**62),
 )
 
 

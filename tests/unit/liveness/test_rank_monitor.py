@@ -36,10 +36,10 @@ class FakeWorker:
             raise ProcessLookupError
         return self.now
 
-    def step(self) -> int:
+    def finished_step(self) -> int:
         if self.closed:
             raise ValueError
-        return self.now.marks.mark.step if self.now is not None else 0
+        return self.now.marks.mark.finished_step if self.now is not None else 0
 
     def close(self) -> None:
         self.closed = True
@@ -115,18 +115,18 @@ def test_a_frozen_rank_is_ended_named_and_recorded_once(
     assert (reason.rank, reason.exit_code, reason.phase, reason.step) == (1, 71, "forward", 7)
 
 
-def test_the_newest_step_is_that_of_now_also_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = FakeWorker(seen(0, step=7)), FakeWorker(seen(1, step=8))
+def test_the_newest_finished_step_is_that_of_now_also_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = FakeWorker(seen(0, step=9, finished_step=7)), FakeWorker(seen(1, step=9, finished_step=8))
     host = Host({0: one, 1: other}, monkeypatch)
-    assert host.rank_monitor.newest_step() == 0, "nobody was seen yet"
+    assert host.rank_monitor.finished_step() == 0, "nobody was seen yet"
     host.turn()
-    assert host.rank_monitor.newest_step() == 8
+    assert host.rank_monitor.finished_step() == 8
     # Between two turns it goes on, and dies.
-    one.now = seen(0, step=10, gone_s=0.0)
-    assert host.rank_monitor.newest_step() == 10
+    one.now = seen(0, step=12, finished_step=10, gone_s=0.0)
+    assert host.rank_monitor.finished_step() == 10
     host.turn()
     one.closed = other.closed = True
-    assert host.rank_monitor.newest_step() == 10
+    assert host.rank_monitor.finished_step() == 10
 
 
 def test_a_survivor_is_ended_without_a_record_of_a_hang(
