@@ -205,6 +205,11 @@ def lives(process: psutil.Process) -> bool:
     return process.is_running() and runs(process.pid)
 
 
+def living(command: Sequence[str]) -> list[psutil.Process]:
+    """Processes of any parent with this command line; one that ends while it is looked at has none."""
+    return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == [*command] and lives(one)]
+
+
 def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -404,11 +409,12 @@ def test_an_end_that_is_told_late_is_none_of_the_next_workers(hosts: list[Host])
 
 def test_what_a_worker_leaves_is_left_alone(hosts: list[Host]) -> None:
     """As after any program that ends: it may be there to send what is not sent yet."""
+    command = ["sleep", f"600.{os.getpid()}"]  # nothing but this test has started it
     for code in (0, 1):
-        leaves = f"import subprocess, sys; subprocess.Popen(['sleep', '600.5']); sys.exit({code})"
+        leaves = f"import subprocess, sys; subprocess.Popen({command}); sys.exit({code})"
         hosts.append(host := Host(["-c", leaves], then=TELLS_OF_ALL))
         assert host.end().code == code
-        (left,) = (one for one in psutil.process_iter() if lives(one) and one.cmdline() == ["sleep", "600.5"])
+        (left,) = living(command)
         left.kill()
 
 
@@ -427,7 +433,8 @@ def test_whoever_is_started_while_workers_are_being_killed_is_killed_too(hosts: 
     """The order is being carried out, and the launcher does not know the workers yet."""
     hosts.append(host := Host())
     host.group.close()
-    starts = "[(subprocess.Popen(['sleep', '600.25']), time.sleep(0.002)) for _ in range(300)]"
+    command = ["sleep", f"600.{os.getpid()}"]
+    starts = f"[(subprocess.Popen({command}), time.sleep(0.002)) for _ in range(300)]"
     program = TELLS + f"import subprocess, sys, time; sys.stdin.readline(); {starts}"
     host.group = WorkerGroup(program=[sys.executable, "-c", program], clock=host.clock)
     others = set(psutil.Process().children())
@@ -438,7 +445,7 @@ def test_whoever_is_started_while_workers_are_being_killed_is_killed_too(hosts: 
     wait_until(lambda: len(host.server.children()) > 5, timeout_s=20, what="the first of them")
     host.group.kill()
     assert host.end() == KILLED
-    left = [one for one in psutil.process_iter() if lives(one) and one.cmdline() == ["sleep", "600.25"]]
+    left = living(command)
     for one in left:
         one.kill()
     assert not left
