@@ -73,15 +73,8 @@ class ProgressFile:
 
     def write(self, mark: ProgressMark, *, bound_s: float, limit_s: float) -> None:
         self._sequence += 1
-        place = (
-            _PHASES.index(mark.phase),
-            mark.first_step_done,
-            mark.compiling,
-            mark.step,
-            mark.micro_batch,
-            mark.finished_step,
-        )
-        body = _MARK.pack(self._sequence, *place, mark.since_s, bound_s, limit_s)
+        place = (_PHASES.index(mark.phase), mark.first_step_done, mark.compiling, mark.step, mark.micro_batch)
+        body = _MARK.pack(self._sequence, *place, mark.finished_step, mark.since_s, bound_s, limit_s)
         with suppress(ValueError):  # closed
             self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size] = body + _SUM.pack(zlib.crc32(body))
 

@@ -100,10 +100,10 @@ class ExitReport:
 
     def failed(self, error: BaseException, *, bounded: Callable[[], None] = lambda: None) -> int:
         """Report an exception; returns the exit code. Calls `bounded` once the report has a limit that keeps this code."""
-        self._begin(self.classify(error).exit_code)
+        self._begin(self._as_asked(self.classify(error)).exit_code)
         bounded()
         heard = self._last_heard()
-        what = self.classify(error, heard)
+        what = self._as_asked(self.classify(error, heard))
         if what.alone:
             self.hangs.notify_others()
         self.write(what, heard=heard, stack="".join(traceback.format_exception(error)) if what.show_stack else "")
@@ -114,6 +114,14 @@ class ExitReport:
         mark = self.tracker.mark
         own, heard = mark.phase is Phase.STEP, heard or {}
         return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=heard, in_own_loop=own)
+
+    def _as_asked(self, what: ExitClassification) -> ExitClassification:
+        """A rank that is asked to stop before its first step is done ends by itself, and so breaks collectives of the others.
+        If they are asked, too, that is why they end."""
+        request = self.stop_request()
+        if request is None or what.exit_code != EXIT_TRANSPORT or self.tracker.mark.first_step_done:
+            return what
+        return ExitClassification(EXIT_STOPPED, f"asked to stop ({request.reason}), and {what.sentence}", show_stack=False)
 
     def detached(self, error: Exception) -> Failure:
         """Tell the launcher that this process has left the generation; returns the record for `close_generation`."""

@@ -25,7 +25,7 @@ KEYS = pytest.mark.parametrize("key", ["run.dir", "data.path"])
 def test_missing_bucket(key: str, host: RefusingHost, s3_server: S3Server, tmp_path: Path) -> None:
     refusal = host.start(f"{key}=s3://no-such-bucket/x", folder=tmp_path, extra_environment=s3_server.environment)
     refusal.check(74, f"`{key}`", "s3://no-such-bucket/x", "create the bucket, or correct the URL")
-    assert refusal.seconds < 10
+    assert "trying again" not in refusal.output
 
 
 @KEYS
@@ -34,7 +34,7 @@ def test_wrong_credentials(name: str, key: str, host: RefusingHost, s3_server: S
     url = f"{s3_server.bucket_url}/x"
     refusal = host.start(f"{key}={url}", folder=tmp_path, extra_environment={**s3_server.environment, name: "wrong"})
     refusal.check(74, f"`{key}`", url, "check that this user, or the credentials in the environment")
-    assert refusal.seconds < 10
+    assert "trying again" not in refusal.output
 
 
 def test_missing_data(host: RefusingHost, s3_server: S3Server, tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_missing_data(host: RefusingHost, s3_server: S3Server, tmp_path: Path) -
 def test_unreachable_endpoint(key: str, host: RefusingHost, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
-    refusal = host.start(f"{key}=s3://bucket/x", folder=tmp_path, extra_environment=environment_for(endpoint), patience_s=2.0)
-    refusal.check(74, f"`{key}`", "s3://bucket/x", f"127.0.0.1:{port}", "can be reached", "trying again for up to 2 s")
+    refusal = host.start(f"{key}=s3://bucket/x", folder=tmp_path, extra_environment=environment_for(endpoint), patience_s=5.0)
+    refusal.check(74, f"`{key}`", "s3://bucket/x", f"127.0.0.1:{port}", "can be reached", "trying again for up to 5 s")
     assert refusal.seconds < 15
 
 

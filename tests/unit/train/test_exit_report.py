@@ -17,6 +17,7 @@ from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, ConfigEr
 from elastictrain.events import Failure
 from elastictrain.fault.launcher_channel import FromWorker
 from elastictrain.fault.reasons import ExitClassification, Reason
+from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.watchdog import Overdue
@@ -87,6 +88,26 @@ def test_a_stop_is_told_with_the_step_that_is_safe(reached: Reached, step: int, 
 def test_a_failure_is_told_with_the_step_that_it_was_in(report: ExitReport, tmp_path: Path) -> None:
     assert report.failed(ZeroDivisionError()) == EXIT_BUG
     assert (told(tmp_path).exit_code, told(tmp_path).phase, told(tmp_path).step) == (EXIT_BUG, "forward", 9)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize(("error", "code"), [(TransportError("gone"), EXIT_TRANSPORT), (ZeroDivisionError(), EXIT_BUG)])
+def test_a_collective_that_breaks_before_the_first_step_is_no_failure_where_a_stop_is_asked_for(
+    error: Exception, code: int, asked: bool, trains: bool, report: ExitReport, tmp_path: Path
+) -> None:
+    """Another rank was asked, too, and has left."""
+    report.context = recording(recorded := [], store=open_store(str(tmp_path / "run")), calls=[])
+    if asked:
+        report.stop_request = lambda: StopRequest("SIGTERM", 0.0)
+    if trains:
+        report.tracker.first_step_done()
+        report.tracker.set_phase(Phase.FORWARD, step=9)
+    if asked and not trains and code == EXIT_TRANSPORT:
+        code = EXIT_STOPPED
+    assert report.failed(error) == code
+    assert told(tmp_path).exit_code == recorded[0].exit_code == code
+    assert (told(tmp_path).step, "(SIGTERM)" in recorded[0].error) == ((0, True) if code == EXIT_STOPPED else (9, False))
 
 
 def test_what_all_ranks_find_is_not_reported_where_it_is_expected_of_the_first(
