@@ -251,7 +251,8 @@ def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int, 
         print(f"ours          {ours * 1e3:9.2f} ms/step  {tokens / ours / world:10.0f} tokens/s/device{mfu}")
     if timing.theirs:
         theirs = statistics.median(timing.theirs)
-        print(f"hand-written  {theirs * 1e3:9.2f} ms/step  {tokens / theirs / world:10.0f} tokens/s/device")
+        kind = "  with all logits" if ALL_LOGITS else ""
+        print(f"hand-written  {theirs * 1e3:9.2f} ms/step  {tokens / theirs / world:10.0f} tokens/s/device{kind}")
     if timing.theirs and ours:
         ratios = [b / a for a, b in zip(timing.ours, timing.theirs, strict=True)]
         spread = f"blocks {min(ratios):.3f} to {max(ratios):.3f}"
