@@ -13,7 +13,7 @@ from importlib.util import cache_from_source
 from elastictrain.errors import HostUnfitError
 from elastictrain.storage.private import make_private_folder, temporary_folder
 
-COMPILED = "compile-"  # so begin the names of folders that are removed when no start has used them for a week
+COMPILED_PREFIX = "compile-"  # so begin the names of folders that are removed when no start has used them for a week
 _DIGITS = 12
 _ROOM_BYTES = 500_000_000  # five times what is needed: Python keeps what a full disk has cut short, and fails to import it
 
@@ -50,7 +50,7 @@ def _folder(package: str, room_bytes: int) -> str:
     # Images that share this folder may have other files with the same paths, sizes and times.
     site = os.path.dirname(beside)  # noqa: PTH120
     facts = "\n".join([sys.version, site, *sorted(os.listdir(site))])  # noqa: PTH208
-    folder = f"{parent}/{COMPILED}python-{hashlib.sha256(facts.encode(errors='surrogateescape')).hexdigest()[:_DIGITS]}"
+    folder = f"{parent}/{COMPILED_PREFIX}python-{hashlib.sha256(facts.encode(errors='surrogateescape')).hexdigest()[:_DIGITS]}"
     make_private_folder(folder)
     os.utime(folder)
     return folder

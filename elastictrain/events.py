@@ -84,7 +84,7 @@ class Recovery(Event, tag="recovery", frozen=True):
     lost: tuple[str, ...]  # what has died or hung
     seconds: Mapping[str, float]
     resumed_step: int
-    steps_repeated: int  # steps that were done before the failure and are done again
+    steps_repeated: int  # steps whose figures were known before the failure, and that are done again
     world_size: int
     pids: Mapping[str, int]  # the processes by rank
 

@@ -7,7 +7,7 @@ Arguments are those of elastictrain.run. After every block of steps our loop is 
 hand-written loop runs as many steps of the same model on the same shapes; so a machine whose speed drifts is fair to both.
 BENCH_BLOCKS (default 5) blocks of BENCH_STEPS (default 20) steps are counted after one of warm-up; medians are compared.
 In fp8 the hand-written loop is the usual one of torchao: weights gathered in 8 bits, scales taken once after each update.
-BENCH_LOSS=logits refuses it the task's loss: it computes all logits of a Llama, and their cross-entropy in float32.
+With BENCH_LOSS=logits it computes all logits of a Llama, and their cross-entropy in float32, in place of the task's loss.
 BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, BENCH_ALONE=theirs ours,
 where memory does not hold two models.
 """

@@ -45,7 +45,7 @@ class Introduction:
     backend: str
     digest: str  # of configuration and data: ranks that differ must not train together
     pid: int = 0
-    step: int = 0  # the newest step that the process finished in an earlier generation; 0: none, or it is a new process
+    stayed: bool = False  # whether the process finished a step in an earlier generation
     planned: bool = False  # whether it has the variables that an earlier preflight of its host has set for NCCL and gloo
     recovers: bool = False  # whether its launcher has seen the failure of the last generation
 
@@ -67,7 +67,7 @@ class AgreedGeneration:
     @property
     def hosts_that_stayed(self) -> frozenset[str]:
         """Hosts with a process that finished a step in an earlier generation."""
-        return frozenset(introduction.host for introduction in self.ranks if introduction.step)
+        return frozenset(introduction.host for introduction in self.ranks if introduction.stayed)
 
     @property
     def planned_hosts(self) -> frozenset[str]:
@@ -78,11 +78,6 @@ class AgreedGeneration:
     def recovery_rank(self) -> int:
         """The rank that records how training has come to go on after a failure: rank 0, unless its host has just come."""
         return next((rank for rank, introduction in enumerate(self.ranks) if introduction.recovers), 0)
-
-    @property
-    def newest_step(self) -> int:
-        """The newest step that a rank's process finished in an earlier generation; 0 if all processes are new."""
-        return max(introduction.step for introduction in self.ranks)
 
     @property
     def shared_local_size(self) -> int:

@@ -48,7 +48,7 @@ class ProgressMark:
     longest_s: float = 0.0  # the longest phase of a step since the first step was done
     usual_s: float = 0.0  # second longest of the last steps, so that one stall does not blunt the bound; 0: too few steps
     compiling: bool = False
-    finished_step: int = 0  # the newest step whose figures this process has known
+    finished_step: int = 0  # the newest step of this generation whose figures are known; 0: none
 
     @property
     def in_collective(self) -> bool:
@@ -98,7 +98,7 @@ class ProgressTracker:
 
     def begin_generation(self) -> None:
         """A process begins another generation: limits are generous until its first step is done."""
-        self._first_step_done, self._step_s = False, None
+        self._first_step_done, self._step_s, self._finished_step = False, None, 0
         self._on_mark = None
         self.set_phase(Phase.START)
 

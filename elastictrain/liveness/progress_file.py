@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elastictrain.liveness.progress import Phase, ProgressMark
 
-_MAGIC = b"ETMARKS1"
+_MAGIC = b"ETMARKS2"
 _PHASES = tuple(Phase)
 # Magic, pid, rank, how long it may be stopped (seconds), how long its end may take (seconds).
 _FIXED = struct.Struct("<8siidd")
@@ -118,8 +118,8 @@ class ProgressFileReader:
             if zlib.crc32(found[: _MARK.size]) != _SUM.unpack_from(found, _MARK.size)[0]:
                 continue
             sequence, phase, first, compiling, step, micro_batch, finished, since_s, bound_s, limit_s = _MARK.unpack_from(found)
-            flags = {"compiling": bool(compiling), "finished_step": finished}
-            mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), **flags)
+            where = (_PHASES[phase], step, micro_batch, since_s, bool(first))
+            mark = ProgressMark(*where, compiling=bool(compiling), finished_step=finished)
             (pulse,) = _PULSE.unpack_from(self._map, _PULSE_AT)
             allowed_s = (self._stopped_s, self._grace_s)
             ending, closed = self._map[_ENDING_AT] != 0, self._map[_CLOSED_AT] != 0

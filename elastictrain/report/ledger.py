@@ -12,6 +12,7 @@ from enum import StrEnum
 from heapq import merge
 from math import inf
 
+from elastictrain.errors import EXIT_STOPPED
 from elastictrain.report.history import GenerationEvents, History, OfLauncher, Timed
 from elastictrain.report.records import (
     CompiledRow,
@@ -172,7 +173,9 @@ def _span(events: GenerationEvents, offsets: Mapping[str, float], newest: float)
     outcome = next((kind for kind in ("failed", "lost") if kind in kinds), kinds[0] if kinds else "")
     if not outcome:
         stopped = "done" if stop is not None and not stop.row.exit_code else "leaving"
-        outcome = stopped if stop is not None else "failed" if failures else "open" if begins else "ended"
+        # Who is asked to stop before the first step has nothing to save, and leaves no other record.
+        asked = bool(failures) and all(one.row.exit_code == EXIT_STOPPED for one in failures)
+        outcome = stopped if stop is not None or asked else "failed" if failures else "open" if begins else "ended"
     if reference in ends:
         end = ends[reference].time
     elif ends:

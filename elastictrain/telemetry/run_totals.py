@@ -22,20 +22,24 @@ class RunTotals:
     measured_s: float = 0.0  # of workers
     largest_world: int = 0
     step: int = 0  # the newest that was done
+    reached: int = 0  # the newest that the last start has done
     starts: int = 0
     lost_steps: int = 0
 
     def begin(self, *, time: float, world_size: int, first_step: int, newest_step: int) -> "RunTotals":
-        """Another generation has begun, and continues with `first_step`. `newest_step`: done before it, as far as known."""
+        """Another generation has begun, and continues with `first_step`. `newest_step`: what the one before it has done, as far
+        as known."""
         newest = max(self.step, newest_step) if self.starts else first_step - 1
+        reached = max(self.reached, newest_step) if self.starts else 0
         return replace(
             self._until(time) if self.starts else replace(self, time=time),
             # Some were done after the last record.
             new_steps=self.new_steps + (newest - self.step if self.starts else 0),
             largest_world=max(self.largest_world, world_size),
             step=max(newest, first_step - 1),
+            reached=first_step - 1,
             starts=self.starts + 1,
-            lost_steps=self.lost_steps + max(0, newest - first_step + 1),
+            lost_steps=self.lost_steps + max(0, reached - first_step + 1),
         )
 
     def add(self, *, time: float, step: int, step_s: float, world_size: int) -> "RunTotals":
@@ -47,6 +51,7 @@ class RunTotals:
             measured_steps=self.measured_steps + (new if step_s else 0),
             measured_s=self.measured_s + new * step_s * world_size,
             step=self.step + new,
+            reached=max(self.reached, step),
         )
 
     def scalars(self) -> dict[str, float]:

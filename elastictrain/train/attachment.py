@@ -126,7 +126,7 @@ class Attachment:
                 lost=plan.lost,
                 seconds={name: round(value, 4) for name, value in seconds.items()},
                 resumed_step=resumed_step,
-                steps_repeated=max(0, plan.step - resumed_step, context.generation.newest_step - resumed_step),
+                steps_repeated=max(0, plan.step - resumed_step),
                 world_size=context.identity.world_size,
                 pids=context.generation.pids,
             )

@@ -128,7 +128,7 @@ def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Ca
             context.backend,
             digest,
             os.getpid(),
-            finished_step,
+            stayed=finished_step > 0,
             planned=OWN_VARIABLES in os.environ,
             recovers=launcher is not None and launcher.recovery is not None,
         ),

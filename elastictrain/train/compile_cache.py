@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from elastictrain.bytecode import COMPILED
+from elastictrain.bytecode import COMPILED_PREFIX
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.signing import SigningKey, signing_key
 from elastictrain.config.composed import RunConfig
@@ -68,7 +68,7 @@ def use_host_folder(config: RunConfig, *, task: object, device: torch.device) ->
         if is_chosen(os.environ.get(VARIABLE, ""), temporary=tempfile.gettempdir(), parent=parent):
             logger.info("compiled code stays in %s, the folder that %s names", os.environ[VARIABLE], VARIABLE)
             return None
-        folder = f"{parent}/{COMPILED}{cache_key(facts_of(config, task=task, device=device))}"
+        folder = f"{parent}/{COMPILED_PREFIX}{cache_key(facts_of(config, task=task, device=device))}"
         make_private_folder(folder)
         os.utime(folder)
     except (OSError, ElasticTrainError) as error:
@@ -82,7 +82,7 @@ def use_host_folder(config: RunConfig, *, task: object, device: torch.device) ->
 def is_chosen(value: str, *, temporary: str, parent: str) -> bool:
     """Whether a person has set the compiler's folder: torch sets the variable, too, to a folder of its own, and so does
     `use_host_folder`, below `parent`. Pure."""
-    return bool(value) and not value.startswith((f"{temporary}/torchinductor_", f"{parent}/{COMPILED}"))
+    return bool(value) and not value.startswith((f"{temporary}/torchinductor_", f"{parent}/{COMPILED_PREFIX}"))
 
 
 def begin_compile_cache(context: TrainContext) -> "CompileCache | None":
@@ -242,6 +242,8 @@ def _sweep(parent: str, *, besides: str) -> None:
     """Remove the folders of code that no start has asked for in a week."""
     with suppress(OSError):
         for entry in list(os.scandir(parent)):
-            stale = entry.name.startswith(COMPILED) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_S
+            stale = (
+                entry.name.startswith(COMPILED_PREFIX) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_S
+            )
             if stale and entry.path != besides:
                 shutil.rmtree(entry.path, ignore_errors=True)

@@ -116,10 +116,10 @@ class ExitReport:
         return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=heard, in_own_loop=own)
 
     def _as_asked(self, what: ExitClassification) -> ExitClassification:
-        """A rank that is asked to stop before its first step is done ends by itself, and so breaks collectives of the others.
-        If they are asked, too, that is why they end."""
-        request = self.stop_request()
-        if request is None or what.exit_code != EXIT_TRANSPORT or self.tracker.mark.first_step_done:
+        """Of a process that ends with its generation: a rank that is asked to stop before a step is done ends by itself, and so
+        breaks collectives of the others. If they are asked, too, that is why they end, unless they were to save something."""
+        request, mark = self.stop_request(), self.tracker.mark
+        if request is None or what.exit_code != EXIT_TRANSPORT or mark.finished_step or mark.phase is Phase.SAVE:
             return what
         return ExitClassification(EXIT_STOPPED, f"asked to stop ({request.reason}), and {what.sentence}", show_stack=False)
 

@@ -66,7 +66,7 @@ class Curves:
             host_scalars(self._device)
 
     def log(self, step: int, values: Mapping[str, float], *, with_host: bool = True) -> None:
-        """Adds what is known of the run, its host and device, unless a point of this step has that already (`with_host`)."""
+        """`with_host`: with what is known of the run, its host and its device; False for a step of which a point tells it."""
         if self._threads and with_host:
             for totals in self._totals_threads:
                 totals.log(step, values)
@@ -83,10 +83,10 @@ class Curves:
 
 
 def _newest_step(context: TrainContext) -> int:
-    """The newest step that is known to have been done before this generation; 0 if none is."""
+    """The newest step that the launcher knows to have been done by the generation before; 0 if it knows none."""
     launcher = context.identity.launcher
     plan = launcher.recovery if launcher is not None else None
-    return max(context.generation.newest_step, plan.step if plan is not None else 0)
+    return plan.step if plan is not None else 0
 
 
 class LogRankObserver(Observer):

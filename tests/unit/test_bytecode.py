@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastictrain.bytecode import COMPILED
+from elastictrain.bytecode import COMPILED_PREFIX
 
 ROOT = Path(__file__).parents[2]
 ROOM = "room_bytes=0"
@@ -60,7 +60,7 @@ def test_bytecode_that_nobody_keeps_is_kept_in_a_private_folder(package: Path) -
     found = run(package, **NEVER)
     (folder,) = own(package).iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert folder.name.startswith(COMPILED), "it is removed when no start has used it for a week"
+    assert folder.name.startswith(COMPILED_PREFIX), "it is removed when no start has used it for a week"
     assert found == {"file": found["file"], "kept": True, "inherited": ["None", "True"]}
     assert found["file"].startswith(f"{folder}/")
     assert run(package, **NEVER) == found

@@ -14,7 +14,7 @@ TIMEOUT_S = 3.0
 
 def introduction_of(rank: int) -> Introduction:
     """What a rank on the stage tells of itself."""
-    return Introduction(f"host-{rank}", 1 + rank, "gloo", f"digest {rank % 2}", pid=70 + rank, step=3 * rank)
+    return Introduction(f"host-{rank}", 1 + rank, "gloo", f"digest {rank % 2}", pid=70 + rank, stayed=rank > 0)
 
 
 class Killed(BaseException):

@@ -363,11 +363,11 @@ def test_each_rank_knows_which_ranks_it_did_not_meet(
 
 
 def test_what_is_known_of_the_processes_of_a_generation() -> None:
-    new, survivor, standby = HERE, replace(HERE, pid=72, step=6), replace(HERE, pid=73)
+    new, survivor, standby = HERE, replace(HERE, pid=72, stayed=True), replace(HERE, pid=73)
     agreed = AgreedGeneration("000002-bb", (replace(new, pid=71), survivor, standby))
-    assert (agreed.pids, agreed.newest_step, agreed.hosts_that_stayed) == ({"0": 71, "1": 72, "2": 73}, 6, {HERE.host})
+    assert (agreed.pids, agreed.hosts_that_stayed) == ({"0": 71, "1": 72, "2": 73}, {HERE.host})
     fresh = AgreedGeneration("000001-aa", (new, new))
-    assert (fresh.newest_step, fresh.hosts_that_stayed) == (0, frozenset())
+    assert fresh.hosts_that_stayed == frozenset()
 
 
 def test_who_records_a_recovery_and_where_a_preflight_has_been() -> None:

@@ -26,6 +26,7 @@ def test_missing_bucket(key: str, host: RefusingHost, s3_server: S3Server, tmp_p
     refusal = host.start(f"{key}=s3://no-such-bucket/x", folder=tmp_path, extra_environment=s3_server.environment)
     refusal.check(74, f"`{key}`", "s3://no-such-bucket/x", "create the bucket, or correct the URL")
     assert "trying again" not in refusal.output
+    assert refusal.seconds < 30
 
 
 @KEYS
@@ -35,6 +36,7 @@ def test_wrong_credentials(name: str, key: str, host: RefusingHost, s3_server: S
     refusal = host.start(f"{key}={url}", folder=tmp_path, extra_environment={**s3_server.environment, name: "wrong"})
     refusal.check(74, f"`{key}`", url, "check that this user, or the credentials in the environment")
     assert "trying again" not in refusal.output
+    assert refusal.seconds < 30
 
 
 def test_missing_data(host: RefusingHost, s3_server: S3Server, tmp_path: Path) -> None:

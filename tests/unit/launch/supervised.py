@@ -21,6 +21,7 @@ from elastictrain.config.composed import (
 )
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.preflight import PreflightGroup
+from elastictrain.errors import EXIT_STOPPED
 from elastictrain.events import Event
 from elastictrain.fault.launcher_channel import AskToStop
 from elastictrain.fault.reasons import JOB_NAME, Reason, SlowRank, leave_text
@@ -309,7 +310,7 @@ class SupervisedHost:
 
     def end_workers(self, code: int, *reasons: Reason, codes: Mapping[int, int] | None = None) -> None:
         """They end by themselves."""
-        done = max((one.step - 1 for one in reasons), default=0)
+        done = max((one.step - 1 for one in reasons if one.exit_code != EXIT_STOPPED), default=0)
         self.workers.ended = WorkersEnd(code, codes or {}, done, begun=self.workers.begun, reasons=reasons)
 
     def ask(self, *, notice_s: float | None, reason: str = "SIGTERM") -> None:

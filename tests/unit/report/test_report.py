@@ -152,6 +152,18 @@ def test_stops_on_request_are_no_failures() -> None:
     assert failures_of(run) == []
 
 
+@pytest.mark.parametrize(("code", "failures"), [(75, 0), (71, 1)])
+def test_without_a_launcher_either(code: int, failures: int) -> None:
+    """Two ranks under torchrun are asked to stop before the first step; one of them may have met a broken connection first."""
+    run = Written()
+    run.start(1.0, 1, 2, ("a",), process=1.0)
+    run.rank(3.0, 1, "failure", exit_code=75, error="asked to stop", phase="preflight", step=0)
+    run.rank(3.0, 1, "failure", rank=1, exit_code=code, error="a collective failed", phase="preflight", step=0)
+    run.start(20.0, 2, 2, ("a",), process=1.0)
+    run.step(22.0, 2, 1)
+    assert len(failures_of(run)) == failures
+
+
 def test_steps_are_lost_once_where_recoveries_fail_one_after_the_other() -> None:
     run = killed()
     run.end(20.5, "a-1", 2, "failed", died=["rank 0 on a"])

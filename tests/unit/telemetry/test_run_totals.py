@@ -34,6 +34,19 @@ def test_steps_after_the_last_record_were_done_and_lost() -> None:
     assert again.scalars()["run/goodput"] == 15 / 21
 
 
+def test_what_is_lost_twice_counts_from_where_the_last_start_has_come() -> None:
+    one = (
+        RunTotals().begin(time=0.0, world_size=1, first_step=1, newest_step=0).add(time=9.0, step=100, step_s=0.0, world_size=1)
+    )
+    two = one.begin(time=10.0, world_size=1, first_step=91, newest_step=100)
+    assert two.lost_steps == 10
+    # One step later, and then after two more, of which only one is known from the record.
+    again = two.add(time=11.0, step=91, step_s=0.0, world_size=1).begin(time=12.0, world_size=1, first_step=91, newest_step=91)
+    assert (again.lost_steps, again.new_steps) == (11, 100)
+    last = again.add(time=13.0, step=91, step_s=0.0, world_size=1).begin(time=14.0, world_size=1, first_step=92, newest_step=92)
+    assert (last.lost_steps, last.new_steps, last.step) == (12, 100, 100)
+
+
 def test_a_run_that_is_older_than_its_record_has_lost_nothing() -> None:
     one = RunTotals().begin(time=0.0, world_size=1, first_step=8, newest_step=9)
     assert (one.starts, one.lost_steps, one.step) == (1, 0, 7)

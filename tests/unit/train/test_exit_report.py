@@ -34,8 +34,11 @@ HEARD = {"rank 0 on host": "1 s ago"}
 
 
 @pytest.fixture(autouse=True)
-def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.train.exit_report.limit_the_end", lambda limit_s, *, exit_code: None)
+def limited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes that a process would have whose report takes too long."""
+    codes: list[int] = []
+    monkeypatch.setattr("elastictrain.train.exit_report.limit_the_end", lambda limit_s, *, exit_code: codes.append(exit_code))
+    return codes
 
 
 @pytest.fixture
@@ -90,22 +93,30 @@ def test_a_failure_is_told_with_the_step_that_it_was_in(report: ExitReport, tmp_
     assert (told(tmp_path).exit_code, told(tmp_path).phase, told(tmp_path).step) == (EXIT_BUG, "forward", 9)
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(("finished", "phase"), [(0, Phase.FORWARD), (0, Phase.SAVE), (8, Phase.FORWARD)])
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize(("error", "code"), [(TransportError("gone"), EXIT_TRANSPORT), (ZeroDivisionError(), EXIT_BUG)])
 def test_a_collective_that_breaks_before_the_first_step_is_no_failure_where_a_stop_is_asked_for(
-    error: Exception, code: int, asked: bool, trains: bool, report: ExitReport, tmp_path: Path
+    error: Exception,
+    code: int,
+    asked: bool,
+    finished: int,
+    phase: Phase,
+    report: ExitReport,
+    limited: list[int],
+    tmp_path: Path,
 ) -> None:
     """Another rank was asked, too, and has left."""
     report.context = recording(recorded := [], store=open_store(str(tmp_path / "run")), calls=[])
     if asked:
         report.stop_request = lambda: StopRequest("SIGTERM", 0.0)
-    if trains:
-        report.tracker.first_step_done()
-        report.tracker.set_phase(Phase.FORWARD, step=9)
-    if asked and not trains and code == EXIT_TRANSPORT:
+    report.tracker.set_phase(phase, step=9)
+    if finished:
+        report.tracker.step_finished(finished)
+    if asked and not finished and phase is not Phase.SAVE and code == EXIT_TRANSPORT:
         code = EXIT_STOPPED
     assert report.failed(error) == code
+    assert limited == [code]
     assert told(tmp_path).exit_code == recorded[0].exit_code == code
     assert (told(tmp_path).step, "(SIGTERM)" in recorded[0].error) == ((0, True) if code == EXIT_STOPPED else (9, False))
 

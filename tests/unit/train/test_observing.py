@@ -15,7 +15,7 @@ from elastictrain.train.evaluate import Evaluation
 from elastictrain.train.observing import Curves, LogRankObserver
 from tests.unit.train.parts import context_of
 
-GENERATION = SimpleNamespace(name="000007-abcdef01", newest_step=0)
+GENERATION = SimpleNamespace(name="000007-abcdef01")
 RESUME = Resume(step=4, tier="storage", checkpoint="step-000000004", bytes=1, seconds={})
 
 
@@ -107,3 +107,17 @@ def test_a_point_has_the_share_in_which_the_device_was_busy_before(tmp_path: Pat
     written = EventAccumulator(str(tmp_path / "tensorboard"))
     written.Reload()
     assert [(point.step, point.value) for point in written.Scalars("system/device_busy_percent")] == [(3, 42.0)]
+
+
+def test_without_loggers_neither_host_nor_device_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(observing, "host_scalars", lambda device: asked.append(device) or {})
+    monkeypatch.setattr(torch.cuda, "utilization", asked.append)
+    monkeypatch.setattr(host_metrics, "find_spec", lambda _: object())
+    config = load(["recipe=llama_tiny", f"run.dir={tmp_path}", "telemetry.loggers=[]"], with_task=False)
+    group = SimpleNamespace(device=torch.device("cuda", 0))
+    context = context_of(config=config, store=open_store(str(tmp_path)), generation=GENERATION, began=0.0, group=group)
+    curves = Curves(context, first_step=1, total_steps=3)
+    curves.log(1, {})
+    curves.close()
+    assert asked == []
