@@ -72,6 +72,7 @@ class ProgressTracker:
         self._step_s: float | None = None  # time in the phases of the current step; None if its beginning was not seen
         self._on_mark: Callable[[ProgressMark], None] | None = None
         self._finished_step = 0
+        self.has_trained = False  # whether this process has finished a step, in any generation
         self.sees_compiler = False  # whether `compiling` is called for each compilation of this process
         self.mark = ProgressMark(Phase.START, 0, 0, clock(), False)
 
@@ -90,7 +91,7 @@ class ProgressTracker:
 
     def step_finished(self, step: int) -> None:
         """The figures of a step are known. The current phase, which may be of a later step, goes on."""
-        self._finished_step = step
+        self._finished_step, self.has_trained = step, True
         self._replace(replace(self.mark, finished_step=step))
 
     def first_step_done(self) -> None:

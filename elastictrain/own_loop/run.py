@@ -74,7 +74,6 @@ class Run:
     _generations: int = field(default=0, init=False)  # that this process has left
     _arena: Arena | None = field(default=None, init=False)  # slots of the generation before
     _settings: ModuleSettings | None = field(default=None, init=False)  # those of a new process; recorded if it may stay
-    _finished_step: int = field(default=0, init=False)  # the newest step that this process has finished
 
     @property
     def step(self) -> int:
@@ -95,7 +94,7 @@ class Run:
         if self._synchronous is not None:
             raise UsageError("run.restore() must be called once, but was called again")
         if not self._session.joined:
-            self._session.join(finished_step=self._finished_step)
+            self._session.join()
             if self._settings is None:
                 self._settings = ModuleSettings.record(self._state.modules())
             self._settings.restore()
@@ -301,7 +300,6 @@ class Run:
         """End saving in this generation; the next one uses the slots again."""
         if self._attachment is not None:
             self._attachment.saving.detach()
-            self._finished_step = self._attachment.finished_step or self._finished_step
         elif self._memory is not None and self._memory.others is not None:
             self._memory.others.close()
         self._attachment = self._memory = None

@@ -61,14 +61,14 @@ class Session:
         if self.step_seed is not None:
             seed_everything(self.step_seed)
 
-    def join(self, *, finished_step: int = 0) -> None:
-        """Meet the other ranks, and make the groups. `finished_step`: as in `Participant.join`. Collective: yes."""
+    def join(self) -> None:
+        """Meet the other ranks, and make the groups. Collective: yes."""
         if dist.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
             # The group on which the model was built communicates with nobody.
             detach(_DETACH_S)
-        if not finished_step:
+        if not self.context.tracker.has_trained:
             wait_for_previous_workers(self.part.identity, poll=self.context.leave_if_asked)
-        self.part.join(self.context, finished_step=finished_step)
+        self.part.join(self.context)
         self.context.await_group()
         # torch has put its own in front, which would capture what is printed.
         sys.excepthook = self.hook

@@ -29,7 +29,6 @@ class Attachment:
     observer: Observer
     clock: Callable[[], float] = time.monotonic
     reached: Reached = field(init=False)  # what the next start can resume from
-    finished_step: int = field(default=0, init=False)  # the newest step whose figures are known
     first_step: int = field(init=False)
     _last_save_s: float = field(init=False)
     _last_save_step: int = field(default=0, init=False)
@@ -59,7 +58,6 @@ class Attachment:
 
     def finish(self, step: int, flags: StepFlags) -> StepFlags:
         """The figures of a step are known, and the flags that all ranks had in it. Returns those that still count."""
-        self.finished_step = step
         self.context.tracker.step_finished(step)
         # Before the saver counts the step as whole.
         self.comparison.check(step)

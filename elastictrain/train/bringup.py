@@ -65,14 +65,13 @@ def claim_memory(context: TrainContext, *, parked: ParkedMemory | None = None) -
 def meet(
     context: TrainContext,
     *,
-    finished_step: int = 0,
     parent: int = 0,
     on_lost: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Agree with the other ranks. Collective: yes. `finished_step`: the newest step that this process finished before."""
+    """Agree with the other ranks. Collective: yes."""
     # The limit of this phase starts with the first request to the store: the agreement itself names the missing ranks.
     with context.timed("rendezvous", Phase.RENDEZVOUS):
-        _meet(context, finished_step=finished_step, parent=parent, on_lost=on_lost)
+        _meet(context, parent=parent, on_lost=on_lost)
 
 
 def form_group(context: TrainContext) -> None:
@@ -107,7 +106,7 @@ def form_group(context: TrainContext) -> None:
         preflight.check_group(on_part=begin_part)
 
 
-def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Callable[[str], None]) -> None:
+def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> None:
     """Collective: yes. Raises: RunHeldError, StopRequestedError, StorageError, TransportError."""
     config, identity, limit_s = context.config, context.identity, context.config.fault.rendezvous_timeout_s
     rendezvous = context.rendezvous = BoundedStore(
@@ -128,7 +127,7 @@ def _meet(context: TrainContext, *, finished_step: int, parent: int, on_lost: Ca
             context.backend,
             digest,
             os.getpid(),
-            stayed=finished_step > 0,
+            stayed=context.tracker.has_trained,
             planned=OWN_VARIABLES in os.environ,
             recovers=launcher is not None and launcher.recovery is not None,
         ),

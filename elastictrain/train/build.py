@@ -65,18 +65,15 @@ class BuiltState:
     state: TrainState
     arena: Arena | None = None
     pool: WorkerPool | None = None  # data workers
-    finished_step: int = 0  # the newest step that the process has finished
     parked: ParkedMemory | None = None  # what a standby has given back to the device
 
 
-def detached(loop: Loop, *, before: BuiltState | None) -> BuiltState:
-    """End a loop, and return what the next one in this process can use. `before`: what this one got. Raises: CheckpointError if
-    a copy to host memory does not end."""
+def detached(loop: Loop) -> BuiltState:
+    """End a loop, and return what the next one in this process can use. Raises: CheckpointError if a copy to host memory does
+    not end."""
     pool, wrapped = loop.loader.release(), loop.stepper.wrapped
     loop.saving.detach()
-    # A generation that fails before its first step takes nothing from what the process had done before.
-    finished_step = loop.attachment.finished_step or (before.finished_step if before is not None else 0)
-    return BuiltState(wrapped, loop.state, loop.saving.arena, pool, finished_step)
+    return BuiltState(wrapped, loop.state, loop.saving.arena, pool)
 
 
 def build(context: TrainContext, link: SaverLink | None, before: BuiltState | None = None) -> Loop:
@@ -84,7 +81,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     groups, and is not built anew. Collective: yes."""
     config, identity = context.config, context.identity
     # A process that has finished a step has compiled all that it needs.
-    compile_cache = begin_compile_cache(context) if before is None or not before.finished_step else None
+    compile_cache = None if context.tracker.has_trained else begin_compile_cache(context)
     with context.timed("build", Phase.BUILD):
         wrapped, state = build_state(context, before)
     times = context.times

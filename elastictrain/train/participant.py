@@ -108,15 +108,15 @@ class Participant:
         if self.channel is not None:
             self.channel.check_attached()
 
-    def join(self, context: TrainContext, *, finished_step: int = 0) -> SaverLink | None:
+    def join(self, context: TrainContext) -> SaverLink | None:
         """Meet the other ranks, and make and check the groups; returns the link to the saver of this host, which starts
-        meanwhile. `finished_step`: the newest step that this process finished before. Collective: yes."""
+        meanwhile. Collective: yes."""
         report, identity = self.report, self.identity
         tell_launcher(identity, Introduced())
         self._left.clear()
         if self.channel is not None:
             self.channel.on_detach(self._abort if self.stays else self._give_up)
-        meet(context, finished_step=finished_step, parent=self.parent, on_lost=report.lease_lost)
+        meet(context, parent=self.parent, on_lost=report.lease_lost)
         report.context = context
         self.prefix.incarnation = context.generation.name
         report.hangs.begin(context)

@@ -154,7 +154,7 @@ class Worker:
         with nullcontext() if built is None else _without_collection():
             if built is None or built.parked is not None:
                 claim_memory(context, parked=built.parked if built is not None else None)
-            link = part.join(context, finished_step=built.finished_step if built is not None else 0)
+            link = part.join(context)
             loop = self.loop = report.loop = build(context, link, built)
         code, reason = EXIT_OK, "done"
         try:
@@ -171,7 +171,7 @@ class Worker:
 
     def _keep(self) -> None:
         if self.loop is not None:
-            self.built, self.loop, self.part.report.loop = detached(self.loop, before=self.built), None, None
+            self.built, self.loop, self.part.report.loop = detached(self.loop), None, None
 
     def _interrupt(self) -> None:
         # The main thread lets go of it at an orderly end.
@@ -189,7 +189,7 @@ class Worker:
 
     def _free(self) -> None:
         if self.loop is not None:
-            self.built = detached(self.loop, before=self.built)
+            self.built = detached(self.loop)
         # The device may have much to do: the others meet meanwhile.
         self.part.announce(built=self.has_built)
         self._forget_step()

@@ -69,14 +69,17 @@ def test_a_step_is_finished_while_the_next_one_is_under_way() -> None:
     followed: list[ProgressMark] = []
     tracker.follow(followed.append)
     tracker.set_phase(Phase.UPDATE, step=3)
+    assert not tracker.has_trained
     now_s[0] += 1.0
     tracker.step_finished(2)
     assert followed[1:] == [ProgressMark(Phase.UPDATE, 3, 0, 0.0, False, finished_step=one) for one in (0, 2)]
     tracker.set_phase(Phase.DATA, step=4)
     assert tracker.mark == ProgressMark(Phase.DATA, 4, 0, 1.0, False, finished_step=2)
     # The next generation may go back: what it repeats is counted from what it has finished itself.
+    assert tracker.has_trained
     tracker.begin_generation()
     assert tracker.mark.finished_step == 0
+    assert tracker.has_trained, "a generation that fails before its first step takes nothing from what was done"
 
 
 def test_another_generation_begins_like_a_new_process_but_knows_how_long_a_step_takes() -> None:

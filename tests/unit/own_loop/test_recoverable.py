@@ -89,12 +89,3 @@ def test_the_stack_is_shown_unless_the_launcher_has_lost_a_rank(told: bool, caps
     train(run_of(FakeSession(recovers=True, told=told)))
     shown = capsys.readouterr().err
     assert [one in shown for one in ("Traceback", "failures.pop()", "reset by peer")] == [not told] * 3
-
-
-@pytest.mark.parametrize(("in_this_one", "known"), [(0, 30), (34, 34)])
-def test_a_generation_that_fails_before_its_first_step_takes_nothing_from_what_was_done(in_this_one: int, known: int) -> None:
-    run: Any = run_of(FakeSession(recovers=True))
-    run._finished_step = 30
-    run._attachment = SimpleNamespace(saving=SimpleNamespace(detach=lambda: None), finished_step=in_this_one)
-    run._keep()
-    assert run._finished_step == known

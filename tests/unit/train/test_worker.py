@@ -170,7 +170,7 @@ class World:
         self.launcher = launcher
         self.calls: list[str] = []
         self.loops: list[FakeLoop] = []
-        self.meetings: list[tuple[int, int]] = []
+        self.meetings: list[int] = []  # of this process as which rank
         """Rank, and the newest step that the process has finished."""
 
         self.built_upon: list[object] = []
@@ -225,9 +225,9 @@ class World:
     def _claim_memory(self, context: FakeContext, *, parked: object) -> None:
         self.calls.append("claim memory")
 
-    def _meet(self, context: FakeContext, *, finished_step: int, **_: object) -> None:
+    def _meet(self, context: FakeContext, **_: object) -> None:
         context.check_attached()
-        self.meetings.append((context.identity.rank, finished_step))
+        self.meetings.append(context.identity.rank)
         context.generation = SimpleNamespace(name="000001-aa")
 
     def _form_group(self, context: FakeContext) -> None:
@@ -245,7 +245,7 @@ class World:
     def _prepare(self, context: object, *, exact: bool) -> object:
         self.calls.append("prepare exactly" if exact else "prepare")
         arena = SimpleNamespace(close=lambda: self.calls.append("close the slots")) if exact else None
-        return SimpleNamespace(wrapped=SimpleNamespace(bare="prepared"), finished_step=0, parked=self.parked, arena=arena)
+        return SimpleNamespace(wrapped=SimpleNamespace(bare="prepared"), parked=self.parked, arena=arena)
 
     def _detach(self, limit_s: float) -> None:
         self.detach_hook()
@@ -257,9 +257,9 @@ class World:
         self.on_forget()
         self.calls.append(f"forget {bare}")
 
-    def _detached(self, loop: FakeLoop, *, before: object) -> object:
+    def _detached(self, loop: FakeLoop) -> object:
         self.calls.append("keep what is built")
-        return SimpleNamespace(wrapped=loop.stepper.wrapped, finished_step=6, parked=None)
+        return SimpleNamespace(wrapped=loop.stepper.wrapped, parked=None)
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ class TestRecovery:
         launcher.say(Attach(environment(2)))
         assert world.worker.run(standby="") == EXIT_OK
         assert world.heard() == [Introduced(), Attached(""), LEFT, Introduced(), Attached("")]
-        assert world.meetings == [(1, 0), (1, 6)]
+        assert world.meetings == [1, 1]
         first, second = cast(list[Any], world.built_upon)
         assert (first, second.wrapped.bare) == (None, "model 1")
         # Nothing that needs no other rank is done twice.
@@ -425,7 +425,7 @@ class TestRecovery:
         world.plan = [*[fails(TransportError("reset"))] * 5, trains]
         launcher.say(*(Attach(environment(number)) for number in range(2, 7)))
         assert world.worker.run(standby="") == EXIT_OK
-        assert [step > 0 for _, step in world.meetings] == [False, *[True] * 5]
+        assert len(world.meetings) == 6
 
     def test_a_generation_that_has_ended_before_it_begins_costs_no_time(self, world: World, launcher: Launcher) -> None:
         """The launcher kills a worker that has not left after a few seconds."""
@@ -464,7 +464,7 @@ class TestOrderlyEnd:
         assert world.worker.run(standby="") == EXIT_OK
         stopped = Detached(EXIT_STOPPED, built=True)
         assert world.heard() == [Introduced(), Attached(""), stopped, Introduced(), Attached("")]
-        assert world.meetings == [(1, 0), (1, 6)]
+        assert world.meetings == [1, 1]
         assert cast(Any, world.built_upon[1]).wrapped.bare == "model 1"
         # Nobody aborts a group that another rank still needs.
         ended = [call for call in world.calls if call.partition(" ")[0] in ("in", "await", "abort", "forget", "leave")]
@@ -531,7 +531,7 @@ class TestStandby:
         say_later(launcher, Attach(environment(2, rank=0)))
         assert world.worker.run(standby=ANY_RANK) == EXIT_OK
         assert world.heard() == [Detached(EXIT_OK, built=True), Introduced(), Attached("")]
-        assert world.meetings == [(0, 0)], "no part of an earlier generation"
+        assert world.meetings == [0], "no part of an earlier generation"
         (before,) = cast(list[Any], world.built_upon)
         assert before.wrapped.bare == "prepared"
         assert world.calls.count("check alone") == 1
