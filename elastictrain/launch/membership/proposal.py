@@ -188,7 +188,12 @@ class _GenerationProposal:
             # Its members leave, and may not have read that yet.
             return not newest.has(record.host)
         # A member whose record is older than its end was already waited for, up to the limit.
-        return record.host not in self._unaware() and not self._is_leaving(record.host)
+        return record.host not in self._unaware() and (not self._is_leaving(record.host) or self._is_back(record))
+
+    def _is_back(self, ready: HostRecord) -> bool:
+        """Whether a host that is ready has left for being slow, and has come back since, as it does where too few are left."""
+        end = self.cluster.ends[ready.host]
+        return end.slow_rank >= 0 and ready.ended >= end.generation
 
     def _unaware(self) -> frozenset[str]:
         """Hosts that the newest generation leaves out, and that have not reacted yet."""

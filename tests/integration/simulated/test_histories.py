@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from elastictrain.config.composed import LaunchGroup
@@ -44,7 +44,11 @@ def world_of(seed: int, *, launch: LaunchGroup, total_steps: int = 10**9) -> Wor
     return world
 
 
+_TWO_SLOW = [Fault(1, "slow", "b"), Fault(6, "slow", "c"), Fault(14, "kill", "d"), Fault(23, "kill", "a")]
+
+
 @histories(600)
+@example(plan=_TWO_SLOW, seed=224, min_hosts=2, max_hosts=3)
 @given(plan=plans, seed=seeds, min_hosts=st.integers(1, 3), max_hosts=st.sampled_from((0, 3)))
 def test_there_is_one_history_and_training_goes_on(plan: Sequence[Fault], seed: int, min_hosts: int, max_hosts: int) -> None:
     world = world_of(seed, launch=options(min_hosts=min_hosts, max_hosts=max_hosts))

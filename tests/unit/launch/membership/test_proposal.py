@@ -220,6 +220,20 @@ def test_the_last_host_that_was_left_out_for_being_slow_is_remembered() -> None:
     assert created(at(later, NOW_S + 1.0)).slow == before
 
 
+def test_hosts_that_have_left_for_being_slow_and_come_back_train_together() -> None:
+    """Nobody else may be left, and each has left the same generation. Who was asked to leave stays away."""
+    options = replace(OPTIONS, min_hosts=2)
+    slow = tuple(end(host, EndKind.LEAVING, 69, slow_rank=1) for host in "ab")
+    gone = done("c", state=GONE)
+    assert members(at(ended(done("b"), gone, ends=slow), NOW_S + 1.0, options)) == "ab"
+    for other, ends in (
+        (done("b"), (slow[0], end("b", EndKind.LEAVING, 75))),
+        (done("b", state=UNFIT), slow),
+        (observed(record("b")), slow),
+    ):
+        assert "2 hosts" in waits_for(at(ended(other, gone, ends=ends), NOW_S + 600.0, options))
+
+
 def test_poisoned_steps_are_remembered_for_good() -> None:
     poisoned = PoisonedSteps(skipped=(412,), went_back=(9,), before_step=8, generation=3)
     newest = replace(generation(1, "abc"), poisoned=poisoned)
