@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from elastictrain.bytecode import bytecode_kept
@@ -18,7 +17,6 @@ from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase
 from elastictrain.start_times import of_this_process
-from elastictrain.torch_private import INDUCTOR
 
 if TYPE_CHECKING:
     from elastictrain.config.compose import Composed
@@ -62,10 +60,6 @@ def main(arguments: Sequence[str] | None = None, *, composed: "Composed | None" 
 
         start_device(config.parallel, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
         from elastictrain.train.worker import run_worker
-
-        if config.train.compile:
-            # Here, where its bytecode is kept.
-            import_module(INDUCTOR)
     times.end_part("imports")
     return run_worker(config, identity, parent=parent, standby=os.environ.get(STANDBY_VARIABLE, ""), times=times)
 

@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,13 @@ COMPILATIONS = (
     PrivateName(f"{COMPILER}.callback", "callback_handler.register_end_callback", ("callback",)),
 )
 """Begin and end of each compilation by torch."""
+
+HASHES = (
+    PrivateName("torch._inductor.codecache", "torch_key", ()),
+    PrivateName("torch._inductor.runtime.triton_compat", "triton_key"),
+)
+"""Those of the files of torch and of Triton, for the compiler's caches: computed once by each process. Without Triton the
+second one raises."""
 
 ENGINE = (PrivateName("torch.autograd", "Variable._execution_engine.queue_callback"),)
 """What to call when a backward pass has done its work."""
@@ -143,6 +151,16 @@ def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None])
     for name, tell in zip(COMPILATIONS, (begins, ends), strict=True):
         name.find()(lambda _, tell=tell: tell())
     return ()
+
+
+def prepare_compiler() -> None:
+    """What the first `torch.compile` of a process does before it compiles anything: a second or two, without a device. Never
+    raises: what fails here fails there, too."""
+    with suppress(Exception):
+        importlib.import_module(INDUCTOR)
+    for name in HASHES:
+        with suppress(Exception):
+            name.find()()
 
 
 def cache_attention_graphs() -> bool:

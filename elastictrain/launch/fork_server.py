@@ -31,7 +31,7 @@ from elastictrain.fault.reasons import NO_RANK, Reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import CHANNEL
 from elastictrain.launch.fork_server_link import READY
-from elastictrain.launch.imports_ahead import import_ahead, summary, why_no_fork
+from elastictrain.launch.imports_ahead import ImportedAhead, import_ahead, import_compiler, summary, why_no_fork
 from elastictrain.liveness.progress import Phase
 from elastictrain.processes import follow_parent
 
@@ -77,12 +77,11 @@ class _StoreProcess:
 class ForkServer:
     """Runs the workers of one generation after another, and their rendezvous store if this host is the first."""
 
-    def __init__(self, launcher: socket.socket, *, unfit: str, arguments: Sequence[str], composed: "Composed | None") -> None:
-        """`unfit`: why no worker can be started here. `composed`: the configuration of workers with these `arguments`."""
+    def __init__(self, launcher: socket.socket, *, arguments: Sequence[str], imported: ImportedAhead) -> None:
+        """`imported`: for workers with these `arguments`."""
         self._launcher = launcher
         self._arguments = arguments
-        self._composed = composed
-        self._unfit = unfit
+        self._composed, self._unfit, self._imports_later = imported.composed, imported.unfit, imported.later
         self._workers: list[_Worker] = []
         self._store_pid = 0
         self._spare: _StoreProcess | None = None  # for the next generation
@@ -123,6 +122,11 @@ class ForkServer:
                         os.close(descriptor)
                     if reason is not None:
                         return self._complain(reason)
+                if self._imports_later and self._workers:
+                    # For what is forked from now on. The first workers import it themselves meanwhile, and not one by one.
+                    self._imports_later = False
+                    with bytecode_kept():
+                        import_compiler()
             if self._workers:
                 self._look_after_workers()
             if self._store_pid and os.waitpid(self._store_pid, os.WNOHANG)[0]:
@@ -312,9 +316,9 @@ def main() -> int:
     gc.disable()
     arguments = sys.argv[1:]
     with bytecode_kept():
-        unfit, composed = import_ahead(arguments)
+        imported = import_ahead(arguments)
     gc.enable()
-    return ForkServer(launcher, unfit=unfit, arguments=arguments, composed=composed).serve()
+    return ForkServer(launcher, arguments=arguments, imported=imported).serve()
 
 
 if __name__ == "__main__":

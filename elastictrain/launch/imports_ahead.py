@@ -4,11 +4,12 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastictrain.entry_point import split_program
-from elastictrain.torch_private import COMPILER, INDUCTOR
+from elastictrain.torch_private import COMPILER, prepare_compiler
 
 if TYPE_CHECKING:
     from elastictrain.config.compose import Composed
@@ -27,25 +28,43 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 _LONGEST = 400
 
 
-def import_ahead(arguments: Sequence[str] = (), modules: Sequence[str] = AHEAD) -> tuple[str, "Composed | None"]:
-    """Import what workers with these `arguments` import. Returns why this host is unfit, if torch cannot be imported, and the
-    workers' configuration, which takes 0.3 s to compose; None if it is wrong. If that or another import fails, the workers
-    fail at it themselves and report it."""
-    composed = None
+@dataclass(frozen=True, slots=True)
+class ImportedAhead:
+    unfit: str = ""  # why this host is unfit, if torch cannot be imported
+    composed: "Composed | None" = None  # the workers' configuration, which takes 0.3 s to compose; None if it is wrong
+    later: bool = False  # whether the compiler is still to be imported
+
+
+def import_ahead(arguments: Sequence[str] = (), modules: Sequence[str] = AHEAD) -> ImportedAhead:
+    """Import what workers with these `arguments` import. If that fails but for torch, or the configuration is wrong, the
+    workers fail at it themselves and report it. With GPUs the first ones import the compiler while those are examined, and it
+    is left for `import_compiler`."""
+    composed, later = None, False
     with _numpy_without_threads():
         try:
             importlib.import_module("torch")
         except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
-            return f"torch cannot be imported: {summary(error)}; install it anew", None
+            return ImportedAhead(f"torch cannot be imported: {summary(error)}; install it anew")
+        overrides, program = split_program(arguments)
         with suppress(Exception):
             from elastictrain.config.compose import compose
 
-            composed = compose(split_program(arguments)[0])
-        _import_all(modules)
+            composed = compose(overrides)
+        with suppress(Exception):
+            for name in modules:
+                importlib.import_module(name)
         if _compiles(composed):
-            with _devices_untouched():
-                _import_all((INDUCTOR,))
-    return "", composed
+            # Nothing of a program is examined before it compiles.
+            later = not program and _has_driver()
+            if not later:
+                import_compiler()
+    return ImportedAhead("", composed, later)
+
+
+def import_compiler() -> None:
+    """What workers compile with, for all that are forked from now on."""
+    with _numpy_without_threads(), _devices_untouched():
+        prepare_compiler()
 
 
 def _compiles(composed: "Composed | None") -> bool:
@@ -53,10 +72,8 @@ def _compiles(composed: "Composed | None") -> bool:
     return isinstance(train, Mapping) and train.get("compile") is True
 
 
-def _import_all(modules: Sequence[str]) -> None:
-    with suppress(Exception):
-        for name in modules:
-            importlib.import_module(name)
+def _has_driver() -> bool:
+    return any(map(os.path.exists, _DRIVERS))
 
 
 @contextmanager
@@ -77,7 +94,7 @@ def _devices_untouched() -> Iterator[None]:
     import torch
 
     ask = torch.cuda.is_available
-    torch.cuda.is_available = lambda: any(map(os.path.exists, _DRIVERS))
+    torch.cuda.is_available = _has_driver
     try:
         yield
     finally:

@@ -82,7 +82,9 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     config, identity = context.config, context.identity
     # A process that has finished a step has compiled all that it needs.
     compile_cache = None if context.tracker.has_trained else begin_compile_cache(context)
-    with context.timed("build", Phase.BUILD):
+    with context.timed("imports", Phase.BUILD):
+        context.prepare_compiler()
+    with context.timed("build"):
         wrapped, state = build_state(context, before)
     times = context.times
     # Where the optimizer has imported the compiler.

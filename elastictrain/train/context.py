@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from elastictrain.bytecode import bytecode_kept
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.assignment import Pass, Share, passes
@@ -25,6 +26,7 @@ from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.start_times import StartTimes
 from elastictrain.storage.store import Store
+from elastictrain.torch_private import prepare_compiler
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.task import Task
 
@@ -82,6 +84,12 @@ class TrainContext:
     def on_gpu(self) -> bool:
         """Whether this rank trains on a GPU."""
         return self.backend == "nccl" or self.config.parallel.device == "cuda"
+
+    def prepare_compiler(self) -> None:
+        """Before this process compiles, if it does: at once where that has been done."""
+        if self.config.train.compile:
+            with bytecode_kept():
+                prepare_compiler()
 
     @property
     def share(self) -> Share:

@@ -8,6 +8,7 @@ hidden state, and the gradient of the head.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -32,15 +33,19 @@ class LossOptions:
     """How the loss is computed; none of it changes what is computed."""
 
     chunk_tokens: int
-    loss_and_gradient: LossAndGradient = loss_and_gradient
-    """The function above, or a compiled one."""
+    compiled: bool = False
+    """Whether the elementwise part is fused by torch.compile."""
+
+    def loss_and_gradient(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As the function above. On tensors without memory there is nothing to fuse."""
+        function = _compiled() if self.compiled and not logits.is_meta else loss_and_gradient
+        return function(logits, targets)
 
 
-def loss_options(*, chunk_tokens: int, compiled: bool) -> LossOptions:
-    """Options with the elementwise part fused by torch.compile, or not."""
-    if not compiled:
-        return LossOptions(chunk_tokens)
-    return LossOptions(chunk_tokens, cast(LossAndGradient, torch.compile(loss_and_gradient, dynamic=False)))
+@cache
+def _compiled() -> LossAndGradient:
+    """Made once it is needed: torch.compile imports the compiler for it, which takes a second or two."""
+    return cast(LossAndGradient, torch.compile(loss_and_gradient, dynamic=False))
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, *, options: LossOptions) -> Tensor:

@@ -18,7 +18,7 @@ from elastictrain.train.task import LossOutput
 
 from .config import LlamaConfig
 from .huggingface import parameter_shapes
-from .loss import loss_options
+from .loss import LossOptions
 from .model import Llama
 from .rope import rope_tables
 from .sample import continue_tokens, windowed_logits
@@ -48,7 +48,7 @@ class LlamaTask:
         """See README.md beside this file for the meaning of each key."""
         self._config = model
         self._init_from = init_from
-        self._loss = loss_options(chunk_tokens=loss_chunk_tokens, compiled=compile_loss)
+        self._loss = LossOptions(loss_chunk_tokens, compiled=compile_loss)
         self._tokenizer_file = tokenizer
         self._prompt = prompt
 

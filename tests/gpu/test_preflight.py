@@ -6,11 +6,17 @@ import socket
 import subprocess
 import sys
 import time
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from elastictrain.distributed.group import Group
+from elastictrain.identity import Identity
+from elastictrain.preflight.group import checks
+from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.corruption import (
     BFLOAT16,
     FLOAT8,
@@ -24,6 +30,8 @@ from elastictrain.preflight.group.corruption import (
 )
 from elastictrain.preflight.group.judge import judge_corruption
 from elastictrain.preflight.group.members import GroupMember
+from elastictrain.preflight.verdict import Status
+from tests.unit.preflight.table import Table
 
 FLOAT8_FROM = (8, 9)  # compute capability
 
@@ -60,6 +68,33 @@ def test_a_healthy_gpu_passes_in_time(budget_s: float) -> None:
     assert found.wrong == ()
     assert min(found.copies_gbs) > 1
     assert seconds < budget_s + 0.3
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("full", [True, False])
+def test_a_busy_host_makes_a_gpu_and_its_copies_no_slower(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, calls, found = torch.device("cuda", 0), list[None](), list[DeviceFindings]()
+    quiet = examine(QUICK_S)
+
+    def look(*arguments: object, **options: object) -> DeviceFindings:
+        found.append(examine_device(*arguments, **options))  # type: ignore[arg-type]
+        return found[-1]
+
+    def keep_busy() -> None:
+        calls.append(None)
+        until = time.monotonic() + FULL_S
+        while time.monotonic() < until:
+            sum(range(1000))
+
+    group = Group(cast(dist.ProcessGroup, None), "nccl", device)
+    identity = Identity(0, 1, 0, 1, "h1", launched=False)
+    monkeypatch.setattr(checks, "examine_device", look)
+    verdicts = GroupChecks(group, Table(), identity, Request(full=full), hosts=["h1"], beside=keep_busy).run().verdicts
+    assert {one.check: one.status for one in verdicts}["sdc"] is Status.PASS
+    assert len(calls) == full
+    (busy,) = found
+    assert busy.tflops > 0.9 * quiet.tflops
+    assert all(rate > 0.8 * before for rate, before in zip(busy.copies_gbs, quiet.copies_gbs, strict=True))
 
 
 @pytest.mark.one_device

@@ -26,7 +26,7 @@ PROGRAM = """
 import os, sys
 from elastictrain.launch import fork_server as module, imports_ahead
 # Of interest is what comes after it.
-module.import_ahead = lambda _: ("", None)
+module.import_ahead = lambda _: imports_ahead.ImportedAhead()
 {program}
 os._exit(module.main())
 """
@@ -158,29 +158,58 @@ def test_what_is_imported_ahead_leaves_one_thread_and_no_device(compiles: str, t
 import os, sys
 os.environ["OMP_NUM_THREADS"] = "{threads}"
 from elastictrain.launch.imports_ahead import import_ahead, why_no_fork
-unfit, composed = import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile={compiles}"])
-print(not unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, composed.recipe)
+ahead = import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile={compiles}"])
+print(not ahead.unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, ahead.composed.recipe, ahead.later)
 import torch
 print(torch.cuda.is_initialized(), *(str(name in sys.modules).lower() for name in ("networkx", "torch._inductor.compile_fx")))
 """
-    assert python(program, limit_s=120).split() == ["True", "True", "True", "llama_tiny", "False", compiles, compiles]
+    expected = ["True", "True", "True", "llama_tiny", "False", "False", compiles, compiles]
+    assert python(program, limit_s=120).split() == expected
 
 
 def test_the_compiler_is_imported_without_asking_for_gpus(tmp_path: Path) -> None:
     (tmp_path / "compiler.py").write_text("import torch; found = torch.cuda.is_available()")
     program = f"""
 import sys, torch
+from elastictrain import torch_private
 from elastictrain.launch import imports_ahead
 def ask():
     raise RuntimeError("a device is opened")
 torch.cuda.is_available = ask
 sys.path.append({str(tmp_path)!r})
 for imports_ahead._DRIVERS in ((), ({str(tmp_path)!r},)):
-    imports_ahead.INDUCTOR = "compiler"
-    imports_ahead.import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile=true"], modules=())
+    torch_private.INDUCTOR = "compiler"
+    imports_ahead.import_compiler()
     print(sys.modules.pop("compiler").found, torch.cuda.is_available is ask)
 """
     assert python(program).split() == ["False", "True", "True", "True"]
+
+
+def test_with_gpus_the_compiler_is_imported_once_the_first_workers_are_forked(tmp_path: Path) -> None:
+    """Not where a program compiles, whose GPUs nobody examines before."""
+    program = f"""
+import sys
+from elastictrain.launch import imports_ahead
+imports_ahead._DRIVERS = ({str(tmp_path)!r},)
+told = ["recipe=llama_tiny", "data=stdlib", "train.compile=true"]
+for arguments in (told, [*told, "--", "train.py"]):
+    later = imports_ahead.import_ahead(arguments, modules=()).later
+    print(later, "torch._inductor.compile_fx" in sys.modules)
+"""
+    assert python(program).split() == ["True", "False", "False", "True"]
+
+
+def test_forks_find_the_compiler_that_the_server_has_imported_beside_the_first_ones(server: Server, tmp_path: Path) -> None:
+    program = """
+module.import_ahead = lambda _: imports_ahead.ImportedAhead(later=True)
+module.import_compiler = lambda: os.environ.update(COMPILER="there")
+"""
+    file = tmp_path / "found"
+    server.start(program=program, worker=f"import os; print(os.environ.get('COMPILER', '-'), file=open({str(file)!r}, 'a'))")
+    assert server.end() == WorkersEnd(0, {})
+    server.again()
+    assert server.end() == WorkersEnd(0, {})
+    assert file.read_text().split() == ["-", "there"]
 
 
 def test_modules_that_cannot_be_imported_are_for_workers_to_tell_of() -> None:
@@ -188,7 +217,7 @@ def test_modules_that_cannot_be_imported_are_for_workers_to_tell_of() -> None:
 import os, sys, types
 from elastictrain.launch.imports_ahead import import_ahead
 sys.modules["torch"] = types.ModuleType("torch")
-print(import_ahead(modules=["no.such.module"])[0] == "", os.environ.get("OPENBLAS_NUM_THREADS"))
+print(import_ahead(modules=["no.such.module"]).unfit == "", os.environ.get("OPENBLAS_NUM_THREADS"))
 """
     assert python(program).split() == ["True", "None"]
 
@@ -202,19 +231,25 @@ def test_a_torch_that_cannot_be_imported_makes_the_host_unfit(server: Server, tm
     assert "libcudart.so" in server.reason.sentence
 
 
-def test_a_worker_that_is_no_fork_imports_the_compiler_where_its_bytecode_is_kept() -> None:
-    program = """
+def test_a_worker_that_is_no_fork_imports_the_compiler_where_its_bytecode_is_kept(tmp_path: Path) -> None:
+    program = f"""
 import sys
 from contextlib import contextmanager
-import elastictrain.run as run, elastictrain.train.worker as worker
+import elastictrain.run as run
+from elastictrain.train import context
 @contextmanager
 def bytecode_kept():
+    before = "torch._inductor.compile_fx" in sys.modules
     yield
-    print("torch._inductor.compile_fx" in sys.modules)
-run.bytecode_kept, worker.run_worker = bytecode_kept, lambda *_, **__: 0
-sys.exit(run.main(["recipe=llama_tiny", "data=stdlib", "train.compile=true", "run.dir=memory://run"]))
+    print(before, "torch._inductor.compile_fx" in sys.modules, file=sys.stderr)
+    raise SystemExit(0)
+context.bytecode_kept = bytecode_kept
+run.main(["recipe=llama_tiny", "data=stdlib", "train.compile=true", "run.dir={tmp_path}/run"])
 """
-    assert python(program).split() == ["True"]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment(), check=False
+    )
+    assert "False True" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["fork server", "run"])

@@ -1,9 +1,11 @@
 import ast
 import importlib
 import sys
+import types
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from elastictrain import torch_private
 from elastictrain.errors import HostUnfitError
 from elastictrain.torch_private import (
     COMPILATIONS,
     COMPILER,
     ENGINE,
     FLIGHT_RECORDER,
+    HASHES,
     PLACEMENT,
     PrivateName,
     cache_attention_graphs,
@@ -26,6 +30,7 @@ from elastictrain.torch_private import (
     follow_compilations,
     launch_without_lock,
     local_box,
+    prepare_compiler,
     set_group_timeout,
     timeout_names,
 )
@@ -37,7 +42,7 @@ HERE = tuple(f"elastictrain/torch_private{part}.py" for part in ("", "_groups", 
 TENSORS = "torch.distributed.tensor._utils"
 
 
-ALL = [*PLACEMENT, *COMPILATIONS, *FLIGHT_RECORDER, *ENGINE, *timeout_names(), *REGISTRY, *DDP, *FSDP, *FAKE_GROUP]
+ALL = [*PLACEMENT, *COMPILATIONS, *HASHES, *FLIGHT_RECORDER, *ENGINE, *timeout_names(), *REGISTRY, *DDP, *FSDP, *FAKE_GROUP]
 
 
 @pytest.mark.parametrize("name", ALL, ids=lambda name: name.name)
@@ -230,6 +235,26 @@ class TestLauncherOfKernels:
         with config.patch(use_static_cuda_launcher=True):
             assert launch_without_lock() is not chosen
             assert config.use_static_cuda_launcher is chosen
+
+
+class TestCompilerPreparedAhead:
+    def test_what_torch_hashes_is_hashed_and_what_fails_or_has_changed_is_left_to_torch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        called: list[str] = []
+
+        def fails() -> None:
+            called.append("fails")
+            raise RuntimeError
+
+        module = types.ModuleType("made_up_keys")
+        vars(module).update(fails=fails, changed=lambda argument: None, hashes=partial(called.append, "hashes"))
+        monkeypatch.setitem(sys.modules, "made_up_keys", module)
+        names = [PrivateName("made_up_keys", name) for name in ("fails", "gone", "changed", "hashes")]
+        monkeypatch.setattr(torch_private, "HASHES", names)
+        prepare_compiler()
+        assert called == ["fails", "hashes"]
+        assert torch_private.INDUCTOR in sys.modules
 
 
 class TestCacheOfAttention:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from elastictrain.bounded_json import DOCUMENT, as_record, encode_record, parse_record
-from elastictrain.distributed.bounded import within
+from elastictrain.distributed.bounded import each_within
 from elastictrain.distributed.exchange import Exchange
 from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
@@ -36,8 +36,9 @@ class RankResult:
 Act = Callable[[Callable[[str], None]], object]  # runs a part; first passes the name of each call to its argument
 
 
-def run_act(act: Act, *, limit_s: float) -> RankResult:
-    """Run a part for at most `limit_s`. Never raises. A hanging collective keeps its thread until the process ends."""
+def run_act(act: Act, *, limit_s: float, beside: Callable[[], None] | None = None) -> RankResult:
+    """Run a part for at most `limit_s`, and `beside` in another thread. Never raises. A hanging collective keeps its thread
+    until the process ends."""
     begun: list[str] = []
 
     def run() -> RankResult:
@@ -51,7 +52,8 @@ def run_act(act: Act, *, limit_s: float) -> RankResult:
             return RankResult(PartState.BROKEN, detail=detail, num_begun=len(begun))
         return RankResult(PartState.DONE, figure, num_begun=len(begun))
 
-    result = within(limit_s, run)
+    calls: list[tuple[float, Callable[[], RankResult | None]]] = [(limit_s, run)]
+    result = each_within([*calls, (limit_s, beside)] if beside is not None else calls)[0]
     return result or RankResult(PartState.STUCK, detail=begun[-1] if begun else "", num_begun=len(begun))
 
 

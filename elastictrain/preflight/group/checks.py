@@ -1,6 +1,7 @@
 """The group checks in their order, run collectively, each under a deadline of its own."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.group import judge, measurements
 from elastictrain.preflight.group.attendance import Act, Entries, judge_attendance, run_act
 from elastictrain.preflight.group.collectives import Collective, Collectives, WrongResult, examine
-from elastictrain.preflight.group.corruption import CPU_S, FULL_S, QUICK_S, DeviceFindings, examine_device, multiply
+from elastictrain.preflight.group.corruption import COPIES, CPU_S, FULL_S, QUICK_S, DeviceFindings, examine_device, multiply
 from elastictrain.preflight.group.measurements import BandwidthPoint, PairBandwidth
 from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
@@ -78,6 +79,7 @@ class GroupChecks:
     on_part: Callable[[str], None] = lambda _: None  # gets, in the caller's thread, the part to enter; may raise to leave
     collectives: Collectives | None = None  # what is measured, and `product`
     product: Callable[[Tensor, Tensor], Tensor] = multiply
+    beside: Callable[[], None] = lambda: None  # called in a thread while GPUs are examined for long, and time themselves
 
     def __post_init__(self) -> None:
         identity, self._device, self._nccl = self.identity, self.group.device, self.group.backend == "nccl"
@@ -121,7 +123,16 @@ class GroupChecks:
             if len(set(self.hosts)) > 1:
                 yield "rails", self._rails
 
-    def _run(self, check: str, act: Act, kind: type[T], *, limit_s: float, part: str = "") -> dict[int, T]:
+    def _run(
+        self,
+        check: str,
+        act: Act,
+        kind: type[T],
+        *,
+        limit_s: float,
+        part: str = "",
+        beside: Callable[[], None] | None = None,
+    ) -> dict[int, T]:
         """Results of all ranks for a part, soon after `limit_s`. Raises: _IncompleteError."""
         part = part or check
 
@@ -134,7 +145,7 @@ class GroupChecks:
         self.on_part(part)
         began = time.monotonic()
         self._entries.enter(part)
-        word = run_act(on_device, limit_s=limit_s)
+        word = run_act(on_device, limit_s=limit_s, beside=beside)
         attendance = self._entries.settle(part, word, began=began, limit_s=limit_s)
         self._seconds += attendance.seconds
         if check == "present":
@@ -185,14 +196,30 @@ class GroupChecks:
         full, cuda, thresholds = self.request.full, self._device.type == "cuda", self.request.settings.thresholds
         budget_s, free_bytes = (FULL_S if full else QUICK_S) if cuda else CPU_S, min(one.free_bytes for one in self._members)
         look = partial(examine_device, self._device, budget_s=budget_s, free_bytes=free_bytes, product=self.product)
+        copied = threading.Event()
 
-        def act(at: Callable[[str], None]) -> DeviceFindings:
+        def examine(at: Callable[[str], None]) -> DeviceFindings:
             if not full or not cuda or self.identity.local_rank != 0:
                 return look(at)
             with ThreadPoolExecutor(1) as thread:
                 reading = thread.submit(read_nvidia, Surroundings())
                 found, report = look(at, busy=lambda: not reading.done()), reading.result()
             return replace(found, gpus=visible_gpus(report, os.environ) if report is not None else ())
+
+        def act(at: Callable[[str], None]) -> DeviceFindings:
+            def begin(call: str) -> None:
+                at(call)
+                if call != COPIES:
+                    copied.set()
+
+            try:
+                return examine(begin)
+            finally:
+                copied.set()
+
+        def beside() -> None:
+            copied.wait()
+            self.beside()
 
         ratio = thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
         limit_s = self._limits.matmul_s + (LIMIT_S if full and cuda else 0.0)
@@ -201,7 +228,8 @@ class GroupChecks:
         for part in ("matmul", "matmul, second time"):
             if rates and not judge.stragglers(rates[0], ratio=ratio):
                 break
-            found.append(self._run("matmul", act, DeviceFindings, limit_s=limit_s, part=part))
+            once = beside if full and cuda and not found else None
+            found.append(self._run("matmul", act, DeviceFindings, limit_s=limit_s, part=part, beside=once))
             rates.append({rank: one.tflops for rank, one in found[-1].items()})
         slow = judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
         return [*slow, *judge.judge_corruption(found, self._members), *judge.judge_load(found[0], self._members)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ _FEWEST = 10
 _SEED = 21
 _BLOCK_BYTES, _MOST_BLOCKS = 64 * MB, 2048  # a block is larger than a GPU's cache
 _COPIES = 4
+COPIES = "copies"  # the part of an examination that the host times
+_Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +90,47 @@ def examine_device(
     if cuda:
         side = _CUDA_SIDE if free_bytes > _ROOMY_BYTES else _CUDA_SIDE // 8
         capability = torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
-        chosen = [*([BFLOAT16] if capability >= (8, 0) else []), FLOAT32, *([FLOAT8] if capability >= (8, 9) else [])]
-    at("copies and memory")
+        chosen += [known for known, least in ((BFLOAT16, (8, 0)), (FLOAT8, (8, 9))) if capability >= least]
+    at(COPIES)
     copies, found = _copy(device) if cuda else ((), [])
+    at("memory")
     found += _remember(device, num_bytes=free_bytes // 2 if budget_s > QUICK_S else _BLOCK_BYTES * 16)
     made = [(known, *known.make(side, device)) for known in chosen if known is FLOAT32 or is_supported(known, device, product)]
+    fastest = next((index for index, (known, *_) in enumerate(made) if known is BFLOAT16), 0)
     times: list[float] = []
     bad = torch.zeros(len(made), dtype=torch.int64, device=device)
     while len(times) < _FEWEST or time.monotonic() < began + budget_s or busy():
-        for index, (known, left, right, expected) in enumerate(made):
-            at(f"product in {known.dtype}")
-            settle(device)
-            start = time.perf_counter()
+        at("products")
+        settle(device)
+        marks: list[tuple[_Mark, _Mark]] = []
+        for index, (_, left, right, expected) in enumerate(made):
+            mark = _mark(device)
             result = product(left, right)
-            settle(device)
-            if index == 0:
-                times.append(time.perf_counter() - start)
+            marks.append((mark, _mark(device)))
             bad[index] += (result != expected).sum()
+        settle(device)
+        times.append(_seconds_between(*marks[fastest]))
     for (known, *_), count in zip(made, bad.tolist(), strict=True):
         if count:
             found.append(f"{count / len(times) / side**2:.3g} of products in {str(known.dtype).removeprefix('torch.')}")
     # The first ones wake the device up and load its library: they do not count.
-    return DeviceFindings(2 * side**2 * made[0][0].period / min(times[_FEWEST // 2 :]) / 1e12, tuple(found), copies)
+    return DeviceFindings(2 * side**2 * made[fastest][0].period / min(times[_FEWEST // 2 :]) / 1e12, tuple(found), copies)
+
+
+def _mark(device: torch.device) -> _Mark:
+    """The time: on a GPU when it has done all before. While it multiplies in float32, the host, where other threads may be
+    busy, gives it the next product with its marks."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_between(one: _Mark, other: _Mark) -> float:
+    if isinstance(one, torch.cuda.Event) and isinstance(other, torch.cuda.Event):
+        return float(one.elapsed_time(other)) / 1000
+    return cast(float, other) - cast(float, one)
 
 
 def is_supported(known: KnownProduct, device: torch.device, product: Callable[[Tensor, Tensor], Tensor]) -> bool:
