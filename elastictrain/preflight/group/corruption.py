@@ -24,7 +24,8 @@ _CUDA_SIDE, _CPU_SIDE = 8192, 64
 _ROOMY_BYTES = 4 << 30  # a device with less of free memory multiplies smaller matrices
 _FEWEST = 10
 _SEED = 21
-_BLOCK_BYTES, _MOST_BLOCKS = 64 * MB, 2048  # a block is larger than a GPU's cache
+_BLOCK_BYTES, _MOST_BLOCKS, _CPU_BLOCKS = 64 * MB, 2048, 1  # a block is larger than a GPU's cache
+_PIECES = 16  # of the memory that is read at once, and then compared
 _COPIES = 4
 COPIES = "copies"  # the part of an examination that the host times
 _Mark = float | torch.cuda.Event
@@ -148,7 +149,7 @@ def is_supported(known: KnownProduct, device: torch.device, product: Callable[[T
 
 def _remember(device: torch.device, *, num_bytes: int) -> list[str]:
     """Write a pattern that differs from block to block, read it, and do the same with its complement."""
-    block, most = (_BLOCK_BYTES, _MOST_BLOCKS) if device.type == "cuda" else (MB, 1)
+    block, most = (_BLOCK_BYTES, _MOST_BLOCKS) if device.type == "cuda" else (MB, _CPU_BLOCKS)
     pattern = torch.arange(block // 8, device=device) * 0x9E3779B97F4A7C1
     count = max(1, min(num_bytes // block, most))
     memory = None
@@ -158,10 +159,14 @@ def _remember(device: torch.device, *, num_bytes: int) -> list[str]:
             memory = torch.empty(count, len(pattern), dtype=torch.int64, device=device)
         count //= 2
     blocks = torch.arange(len(memory), device=device)
+    # Few calls: for each one the host may wait for another thread.
+    at_once = max(1, len(memory) // _PIECES)
     found = []
     for name, marks in (("pattern", blocks), ("complement", ~blocks)):
         torch.bitwise_xor(pattern, marks[:, None], out=memory)
-        wrong = sum(((row ^ pattern) != mark).sum() for row, mark in zip(memory, marks, strict=True))
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for rows, expected in zip(torch.split(memory, at_once), torch.split(marks, at_once), strict=True):
+            wrong += ((rows ^ pattern) != expected[:, None]).sum()
         if count := int(wrong):
             found.append(f"{count} of {memory.numel()} words of a memory {name}")
     return found

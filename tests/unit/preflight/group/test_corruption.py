@@ -86,6 +86,24 @@ def test_one_wrong_bit_of_the_memory(on: int, monkeypatch: pytest.MonkeyPatch) -
     assert wrong.startswith("1 of ")
 
 
+@pytest.mark.parametrize("blocks", [15, 33])
+def test_wrong_bits_of_a_memory_that_is_read_in_pieces(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = torch.bitwise_xor
+
+    def forget(pattern: Tensor, marks: Tensor, *, out: Tensor) -> None:
+        write(pattern, marks, out=out)
+        out[0, 0] ^= 1
+        out[-1, -1] ^= 1 << 40
+
+    monkeypatch.setattr(corruption, "_CPU_BLOCKS", blocks)
+    monkeypatch.setattr(torch, "bitwise_xor", forget)
+    (one, other) = examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30).wrong
+    assert one.startswith(f"2 of {blocks << 17} ")
+    assert other.startswith(f"2 of {blocks << 17} ")
+    monkeypatch.setattr(torch, "bitwise_xor", write)
+    assert examine_device(CPU, lambda _: None, budget_s=0.0, free_bytes=1 << 30).wrong == ()
+
+
 @pytest.mark.parametrize("stuck", [0, -1])
 def test_a_bit_that_is_stuck(stuck: int, monkeypatch: pytest.MonkeyPatch) -> None:
     write = torch.bitwise_xor
