@@ -76,7 +76,7 @@ COMPILATIONS = (
 """Begin and end of each compilation by torch."""
 
 HASHES = (
-    PrivateName("torch._inductor.codecache", "torch_key", ()),
+    PrivateName("torch._inductor.codecache", "torch_key"),
     PrivateName("torch._inductor.runtime.triton_compat", "triton_key"),
 )
 """Those of the files of torch and of Triton, for the compiler's caches: computed once by each process. Without Triton the

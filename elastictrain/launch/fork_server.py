@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _MODULE = "elastictrain.run"
 _EXIT_FAILED = 1
 _LOOK_EVERY_S = 0.02
+_IDLE_S = 1.0  # without an order for so long the launcher waits, for other hosts or for an end of the last generation
 _LOOPBACK = "127.0.0.1"
 _ANSWERS = b"ready"
 _MOST_WORKERS = 253  # descriptors that one message can carry. Source: SCM_MAX_FD of the kernel's net/scm.h
@@ -95,7 +96,7 @@ class ForkServer:
         while True:
             ended = [worker.descriptor for worker in self._workers if worker.descriptor >= 0]
             lacks_store = self._store_pid and self._wants_spare
-            limit_s = _LOOK_EVERY_S if self._workers or lacks_store else None
+            limit_s = _LOOK_EVERY_S if self._workers or lacks_store else _IDLE_S if self._imports_later else None
             ready = select.select([self._launcher.fileno(), *ended], [], [], limit_s)[0]
             if not ready and lacks_store:
                 self._wants_spare = False
@@ -122,11 +123,11 @@ class ForkServer:
                         os.close(descriptor)
                     if reason is not None:
                         return self._complain(reason)
-                if self._imports_later and self._workers:
-                    # For what is forked from now on. The first workers import it themselves meanwhile, and not one by one.
-                    self._imports_later = False
-                    with bytecode_kept():
-                        import_compiler()
+            if self._imports_later and (self._workers or not ready):
+                # For what is forked from now on. The first workers import it themselves, unless the launcher waits anyway.
+                self._imports_later = False
+                with bytecode_kept():
+                    import_compiler()
             if self._workers:
                 self._look_after_workers()
             if self._store_pid and os.waitpid(self._store_pid, os.WNOHANG)[0]:
@@ -154,6 +155,8 @@ class ForkServer:
         started: list[_Worker] = []
         try:
             unforked = why_no_fork()
+            if unforked:
+                self._imports_later = False
             # Garbage collection would write to pages that all forks share, and so copy them.
             gc.freeze()
             if store_port and (problem := self._start_store(store_port)):

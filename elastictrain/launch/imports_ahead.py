@@ -36,26 +36,24 @@ class ImportedAhead:
 
 
 def import_ahead(arguments: Sequence[str] = (), modules: Sequence[str] = AHEAD) -> ImportedAhead:
-    """Import what workers with these `arguments` import. If that fails but for torch, or the configuration is wrong, the
-    workers fail at it themselves and report it. With GPUs the first ones import the compiler while those are examined, and it
-    is left for `import_compiler`."""
+    """Import what workers with these `arguments` import. Where an import other than torch's fails, or the configuration is
+    wrong, the workers fail at it themselves and report it. With GPUs the compiler is left for `import_compiler`: the first
+    workers import it while their GPUs are examined."""
     composed, later = None, False
     with _numpy_without_threads():
         try:
             importlib.import_module("torch")
         except Exception as error:  # noqa: BLE001  # an incomplete installation may raise anything
             return ImportedAhead(f"torch cannot be imported: {summary(error)}; install it anew")
-        overrides, program = split_program(arguments)
         with suppress(Exception):
             from elastictrain.config.compose import compose
 
-            composed = compose(overrides)
+            composed = compose(split_program(arguments)[0])
         with suppress(Exception):
             for name in modules:
                 importlib.import_module(name)
         if _compiles(composed):
-            # Nothing of a program is examined before it compiles.
-            later = not program and _has_driver()
+            later = _has_driver()
             if not later:
                 import_compiler()
     return ImportedAhead("", composed, later)

@@ -103,7 +103,7 @@ def form_group(context: TrainContext) -> None:
             poll=context.leave_if_asked,
         )
     with context.timed("preflight_group", Phase.PREFLIGHT):
-        preflight.check_group(on_part=begin_part, beside=context.prepare_compiler)
+        preflight.check_group(on_part=begin_part, in_background=context.prepare_compiler)
 
 
 def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
 """What all parts of one generation share."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from elastictrain.train.task import Task
 StopRequested = Callable[[], StopRequest | None]
 
 _SHARE_OF_THE_END = 0.25
+_PREPARING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,9 @@ class TrainContext:
         return self.backend == "nccl" or self.config.parallel.device == "cuda"
 
     def prepare_compiler(self) -> None:
-        """Before this process compiles, if it does: at once where that has been done."""
-        if self.config.train.compile:
-            with bytecode_kept():
+        """Before this process compiles, if it does: at once where that has been done. Any thread calls it."""
+        if self.config.train.compile and not self.tracker.has_trained:
+            with _PREPARING, bytecode_kept():
                 prepare_compiler()
 
     @property

@@ -142,10 +142,11 @@ class RunPreflight:
         """Whether NCCL connects in the first collective, beside the restore. DDP uses the group to get ready."""
         return self.chosen.first_collective and self._context.backend == "nccl" and self._config.parallel.kind == "fsdp"
 
-    def check_group(self, *, on_part: Callable[[str], None], beside: Callable[[], None] = lambda: None) -> None:
+    def check_group(self, *, on_part: Callable[[str], None], in_background: Callable[[], None] = lambda: None) -> None:
         """Check the collectives of the new group; one that `connects_later` in `TrainContext.await_group`. `on_part` is called
-        with each part that this rank enters, `beside` in another thread while GPUs are examined for long. Collective: yes.
-        Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in flight."""
+        with each part that this rank enters, `in_background` in another thread while GPUs are examined in full. Collective:
+        yes. Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be in
+        flight."""
         if self.chosen.level is Level.OFF or (self._identity.world_size == 1 and self._context.backend != "nccl"):
             return
         layout, began = self._layout, time.monotonic()
@@ -175,7 +176,7 @@ class RunPreflight:
             hosts=hosts,
             on_part=on_part,
             collectives=collectives,
-            beside=beside,
+            in_background=in_background,
         ).run()
         if os.environ.get(FILE) == self._nccl_log:
             path = log_path(os.environ, host=self._identity.host, pid=os.getpid())

@@ -89,7 +89,7 @@ def test_a_busy_host_makes_a_gpu_and_its_copies_no_slower(full: bool, monkeypatc
     group = Group(cast(dist.ProcessGroup, None), "nccl", device)
     identity = Identity(0, 1, 0, 1, "h1", launched=False)
     monkeypatch.setattr(checks, "examine_device", look)
-    verdicts = GroupChecks(group, Table(), identity, Request(full=full), hosts=["h1"], beside=keep_busy).run().verdicts
+    verdicts = GroupChecks(group, Table(), identity, Request(full=full), hosts=["h1"], in_background=keep_busy).run().verdicts
     assert {one.check: one.status for one in verdicts}["sdc"] is Status.PASS
     assert len(calls) == full
     (busy,) = found

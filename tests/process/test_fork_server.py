@@ -157,14 +157,15 @@ def test_what_is_imported_ahead_leaves_one_thread_and_no_device(compiles: str, t
     program = f"""
 import os, sys
 os.environ["OMP_NUM_THREADS"] = "{threads}"
-from elastictrain.launch.imports_ahead import import_ahead, why_no_fork
+from elastictrain.launch.imports_ahead import import_ahead, import_compiler, why_no_fork
 ahead = import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile={compiles}"])
-print(not ahead.unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, ahead.composed.recipe, ahead.later)
+if ahead.later:
+    import_compiler()
+print(not ahead.unfit, not why_no_fork(), "elastictrain.train.worker" in sys.modules, ahead.composed.recipe)
 import torch
 print(torch.cuda.is_initialized(), *(str(name in sys.modules).lower() for name in ("networkx", "torch._inductor.compile_fx")))
 """
-    expected = ["True", "True", "True", "llama_tiny", "False", "False", compiles, compiles]
-    assert python(program, limit_s=120).split() == expected
+    assert python(program, limit_s=120).split() == ["True", "True", "True", "llama_tiny", "False", compiles, compiles]
 
 
 def test_the_compiler_is_imported_without_asking_for_gpus(tmp_path: Path) -> None:
@@ -185,31 +186,49 @@ for imports_ahead._DRIVERS in ((), ({str(tmp_path)!r},)):
     assert python(program).split() == ["False", "True", "True", "True"]
 
 
-def test_with_gpus_the_compiler_is_imported_once_the_first_workers_are_forked(tmp_path: Path) -> None:
-    """Not where a program compiles, whose GPUs nobody examines before."""
+def test_with_gpus_the_compiler_is_imported_later(tmp_path: Path) -> None:
     program = f"""
 import sys
 from elastictrain.launch import imports_ahead
-imports_ahead._DRIVERS = ({str(tmp_path)!r},)
-told = ["recipe=llama_tiny", "data=stdlib", "train.compile=true"]
-for arguments in (told, [*told, "--", "train.py"]):
-    later = imports_ahead.import_ahead(arguments, modules=()).later
-    print(later, "torch._inductor.compile_fx" in sys.modules)
+for imports_ahead._DRIVERS in (({str(tmp_path)!r},), ()):
+    ahead = imports_ahead.import_ahead(["recipe=llama_tiny", "data=stdlib", "train.compile=true"], modules=())
+    print(ahead.later, "torch._inductor.compile_fx" in sys.modules)
 """
     assert python(program).split() == ["True", "False", "False", "True"]
 
 
-def test_forks_find_the_compiler_that_the_server_has_imported_beside_the_first_ones(server: Server, tmp_path: Path) -> None:
-    program = """
+@pytest.mark.parametrize(("threads", "after"), [(0, "there"), (1, "-")])
+def test_forks_find_the_compiler_that_the_server_has_imported_beside_the_first_ones(
+    threads: int, after: str, server: Server, tmp_path: Path
+) -> None:
+    """Where it does not fork, nobody would."""
+    program = f"""
 module.import_ahead = lambda _: imports_ahead.ImportedAhead(later=True)
 module.import_compiler = lambda: os.environ.update(COMPILER="there")
+if {threads}:
+    import threading, time
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    os.environ["PYTHONPATH"] = {str(tmp_path)!r} + ":" + os.environ["PYTHONPATH"]
 """
     file = tmp_path / "found"
     server.start(program=program, worker=f"import os; print(os.environ.get('COMPILER', '-'), file=open({str(file)!r}, 'a'))")
     assert server.end() == WorkersEnd(0, {})
     server.again()
     assert server.end() == WorkersEnd(0, {})
-    assert file.read_text().split() == ["-", "there"]
+    assert file.read_text().split() == ["-", after]
+
+
+def test_a_server_that_has_nothing_to_do_imports_the_compiler(server: Server, tmp_path: Path) -> None:
+    program = f"""
+module._IDLE_S = 0.1
+module.import_ahead = lambda _: imports_ahead.ImportedAhead(later=True)
+module.import_compiler = lambda: print("there", file=open({str(tmp_path / "told")!r}, "a"))
+"""
+    server.prepare(program=program)
+    wait_until((tmp_path / "told").exists, what="the import")
+    server.again()
+    server.end()
+    assert (tmp_path / "told").read_text().split() == ["there"]
 
 
 def test_modules_that_cannot_be_imported_are_for_workers_to_tell_of() -> None:

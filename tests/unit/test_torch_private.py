@@ -252,9 +252,13 @@ class TestCompilerPreparedAhead:
         monkeypatch.setitem(sys.modules, "made_up_keys", module)
         names = [PrivateName("made_up_keys", name) for name in ("fails", "gone", "changed", "hashes")]
         monkeypatch.setattr(torch_private, "HASHES", names)
+        monkeypatch.setattr(torch_private, "INDUCTOR", "made_up_compiler")
         prepare_compiler()
         assert called == ["fails", "hashes"]
-        assert torch_private.INDUCTOR in sys.modules
+        with monkeypatch.context() as imports:
+            imports.setattr(importlib, "import_module", called.append)
+            prepare_compiler()
+        assert called[2] == "made_up_compiler"
 
 
 class TestCacheOfAttention:

@@ -36,9 +36,9 @@ class RankResult:
 Act = Callable[[Callable[[str], None]], object]  # runs a part; first passes the name of each call to its argument
 
 
-def run_act(act: Act, *, limit_s: float, beside: Callable[[], None] | None = None) -> RankResult:
-    """Run a part for at most `limit_s`, and `beside` in another thread. Never raises. A hanging collective keeps its thread
-    until the process ends."""
+def run_act(act: Act, *, limit_s: float, in_background: Callable[[], None] | None = None) -> RankResult:
+    """Run a part for at most `limit_s`, and `in_background` in another thread. Never raises. A hanging collective keeps its
+    thread until the process ends."""
     begun: list[str] = []
 
     def run() -> RankResult:
@@ -53,7 +53,7 @@ def run_act(act: Act, *, limit_s: float, beside: Callable[[], None] | None = Non
         return RankResult(PartState.DONE, figure, num_begun=len(begun))
 
     calls: list[tuple[float, Callable[[], RankResult | None]]] = [(limit_s, run)]
-    result = each_within([*calls, (limit_s, beside)] if beside is not None else calls)[0]
+    result = each_within([*calls, (limit_s, in_background)] if in_background is not None else calls)[0]
     return result or RankResult(PartState.STUCK, detail=begun[-1] if begun else "", num_begun=len(begun))
 
 

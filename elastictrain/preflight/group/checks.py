@@ -1,13 +1,13 @@
 """The group checks in their order, run collectively, each under a deadline of its own."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -79,7 +79,7 @@ class GroupChecks:
     on_part: Callable[[str], None] = lambda _: None  # gets, in the caller's thread, the part to enter; may raise to leave
     collectives: Collectives | None = None  # what is measured, and `product`
     product: Callable[[Tensor, Tensor], Tensor] = multiply
-    beside: Callable[[], None] = lambda: None  # called in a thread while GPUs are examined for long, and time themselves
+    in_background: Callable[[], None] = lambda: None  # called in a thread while GPUs are examined in full
 
     def __post_init__(self) -> None:
         identity, self._device, self._nccl = self.identity, self.group.device, self.group.backend == "nccl"
@@ -131,7 +131,7 @@ class GroupChecks:
         *,
         limit_s: float,
         part: str = "",
-        beside: Callable[[], None] | None = None,
+        in_background: Callable[[], None] | None = None,
     ) -> dict[int, T]:
         """Results of all ranks for a part, soon after `limit_s`. Raises: _IncompleteError."""
         part = part or check
@@ -145,7 +145,7 @@ class GroupChecks:
         self.on_part(part)
         began = time.monotonic()
         self._entries.enter(part)
-        word = run_act(on_device, limit_s=limit_s, beside=beside)
+        word = run_act(on_device, limit_s=limit_s, in_background=in_background)
         attendance = self._entries.settle(part, word, began=began, limit_s=limit_s)
         self._seconds += attendance.seconds
         if check == "present":
@@ -196,7 +196,7 @@ class GroupChecks:
         full, cuda, thresholds = self.request.full, self._device.type == "cuda", self.request.settings.thresholds
         budget_s, free_bytes = (FULL_S if full else QUICK_S) if cuda else CPU_S, min(one.free_bytes for one in self._members)
         look = partial(examine_device, self._device, budget_s=budget_s, free_bytes=free_bytes, product=self.product)
-        copied = threading.Event()
+        copied = SimpleQueue[bool]()
 
         def examine(at: Callable[[str], None]) -> DeviceFindings:
             if not full or not cuda or self.identity.local_rank != 0:
@@ -207,19 +207,20 @@ class GroupChecks:
             return replace(found, gpus=visible_gpus(report, os.environ) if report is not None else ())
 
         def act(at: Callable[[str], None]) -> DeviceFindings:
-            def begin(call: str) -> None:
+            def tell(call: str) -> None:
                 at(call)
                 if call != COPIES:
-                    copied.set()
+                    copied.put(True)
 
             try:
-                return examine(begin)
+                return examine(tell)
             finally:
-                copied.set()
+                copied.put(False)
 
-        def beside() -> None:
-            copied.wait()
-            self.beside()
+        def in_background() -> None:
+            # The host times the copies, and must not be busy with anything else.
+            if copied.get():
+                self.in_background()
 
         ratio = thresholds.straggler_ratio if cuda else judge.STRAGGLER_RATIO_CPU
         limit_s = self._limits.matmul_s + (LIMIT_S if full and cuda else 0.0)
@@ -228,8 +229,8 @@ class GroupChecks:
         for part in ("matmul", "matmul, second time"):
             if rates and not judge.stragglers(rates[0], ratio=ratio):
                 break
-            once = beside if full and cuda and not found else None
-            found.append(self._run("matmul", act, DeviceFindings, limit_s=limit_s, part=part, beside=once))
+            once = in_background if full and cuda and not found else None
+            found.append(self._run("matmul", act, DeviceFindings, limit_s=limit_s, part=part, in_background=once))
             rates.append({rank: one.tflops for rank, one in found[-1].items()})
         slow = judge.judge_rates(rates[0], rates[1] if len(rates) > 1 else None, self._members, ratio=ratio)
         return [*slow, *judge.judge_corruption(found, self._members), *judge.judge_load(found[0], self._members)]

@@ -28,7 +28,7 @@ _BLOCK_BYTES, _MOST_BLOCKS, _CPU_BLOCKS = 64 * MB, 2048, 1  # a block is larger 
 _PIECES = 16  # of the memory that is read at once, and then compared
 _COPIES = 4
 COPIES = "copies"  # the part of an examination that the host times
-_Mark = float | torch.cuda.Event
+_Timestamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,14 @@ def examine_device(
     while len(times) < _FEWEST or time.monotonic() < began + budget_s or busy():
         at("products")
         settle(device)
-        marks: list[tuple[_Mark, _Mark]] = []
+        times_of: list[tuple[_Timestamp, _Timestamp]] = []
         for index, (_, left, right, expected) in enumerate(made):
-            mark = _mark(device)
+            before = _record_time(device)
             result = product(left, right)
-            marks.append((mark, _mark(device)))
+            times_of.append((before, _record_time(device)))
             bad[index] += (result != expected).sum()
         settle(device)
-        times.append(_seconds_between(*marks[fastest]))
+        times.append(_seconds_between(*times_of[fastest]))
     for (known, *_), count in zip(made, bad.tolist(), strict=True):
         if count:
             found.append(f"{count / len(times) / side**2:.3g} of products in {str(known.dtype).removeprefix('torch.')}")
@@ -118,9 +118,9 @@ def examine_device(
     return DeviceFindings(2 * side**2 * made[fastest][0].period / min(times[_FEWEST // 2 :]) / 1e12, tuple(found), copies)
 
 
-def _mark(device: torch.device) -> _Mark:
-    """The time: on a GPU when it has done all before. While it multiplies in float32, the host, where other threads may be
-    busy, gives it the next product with its marks."""
+def _record_time(device: torch.device) -> _Timestamp:
+    """The time; on a GPU that at which it has done what it was given before. The host, which other threads may hold up, hands
+    it the next product, and the timestamps around that one, while it still multiplies in float32."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def _mark(device: torch.device) -> _Mark:
     return event
 
 
-def _seconds_between(one: _Mark, other: _Mark) -> float:
+def _seconds_between(one: _Timestamp, other: _Timestamp) -> float:
     if isinstance(one, torch.cuda.Event) and isinstance(other, torch.cuda.Event):
         return float(one.elapsed_time(other)) / 1000
     return cast(float, other) - cast(float, one)

@@ -137,7 +137,7 @@ def test_an_act_has_a_result_whatever_happens() -> None:
     gate.set()
 
 
-def test_what_is_done_beside_an_act_changes_nothing_of_its_result() -> None:
+def test_what_is_done_in_the_background_changes_nothing_of_its_result() -> None:
     done, gate = threading.Event(), threading.Event()
 
     def act(at: Callable[[str], None]) -> object:
@@ -147,9 +147,9 @@ def test_what_is_done_beside_an_act_changes_nothing_of_its_result() -> None:
         done.set()
         raise OSError
 
-    assert run_act(act, limit_s=30, beside=fails) == RankResult(PartState.DONE, True)
+    assert run_act(act, limit_s=30, in_background=fails) == RankResult(PartState.DONE, True)
     began = time.monotonic()
-    assert run_act(act, limit_s=0.5, beside=lambda: gate.wait(30) and None).state is PartState.DONE
+    assert run_act(act, limit_s=0.5, in_background=lambda: gate.wait(30) and None).state is PartState.DONE
     assert time.monotonic() - began < 20
     gate.set()
 

@@ -15,9 +15,10 @@ from elastictrain.config.preflight import PreflightGroup, PreflightLimits
 from elastictrain.distributed.device import Backend
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
+from elastictrain.preflight.group import checks, measurements
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.collectives import MB, Collective, Collectives, Trial
-from elastictrain.preflight.group.corruption import multiply
+from elastictrain.preflight.group.corruption import COPIES, DeviceFindings, multiply
 from elastictrain.preflight.group.measurements import free_memory, measure_all_reduce, sweep_sizes
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.verdict import Status
@@ -94,6 +95,45 @@ def test_a_single_gpu_communicates_with_nobody(full: bool) -> None:
     found = run(Alone(*PLACE), Request(full=full), on_part=parts.append, backend="nccl")
     assert {one.check for one in found.verdicts} == {"present", "matmul", "sdc"}
     assert {one.split()[0] for one in parts} == {"present", "matmul"}
+
+
+@pytest.mark.parametrize(("full", "fails", "order"), [(True, False, 2), (True, True, 0), (False, False, 1)])
+def test_what_is_to_be_done_meanwhile_begins_once_a_gpu_has_copied(
+    full: bool, fails: bool, order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, begun = list[str](), threading.Event()
+
+    def examine(device: torch.device, at: Callable[[str], None], **_: object) -> DeviceFindings:
+        if fails:
+            raise RuntimeError
+        at(COPIES)
+        assert not begun.wait(0.2)
+        done.append("copied")
+        at("memory")
+        assert begun.wait(20.0) is full if full else True
+        return DeviceFindings(700.0)
+
+    def in_background() -> None:
+        done.append("in the background")
+        begun.set()
+
+    for module, name, value in (
+        (torch.cuda, "set_device", None),
+        (torch.cuda, "get_device_name", "made up"),
+        (torch.cuda, "empty_cache", None),
+        (measurements, "free_memory", 1 << 36),
+        (checks, "read_nvidia", None),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(checks, "examine_device", examine)
+    group, identity = (
+        Group(cast(dist.ProcessGroup, None), "nccl", torch.device("cuda", 0)),
+        Identity(0, 1, 0, 1, "h1", launched=False),
+    )
+    began = time.monotonic()
+    found = GroupChecks(group, Table(), identity, Request(full=full), hosts=["h1"], in_background=in_background).run()
+    assert (found.usable, done) == (not fails, ["copied", "in the background"][:order])
+    assert time.monotonic() - began < 10
 
 
 def test_a_wrong_bit_names_the_device() -> None:

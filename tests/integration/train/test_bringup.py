@@ -3,7 +3,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,11 @@ from elastictrain.fault.exits import encode, identify
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.train import context as context_module
 from elastictrain.train.bringup import claim_memory, form_group, meet
 from elastictrain.train.checks import check_alone
 from elastictrain.train.context import TrainContext
+from elastictrain.train.preflight import RunPreflight
 from tests.unit.train.parts import Points, Squares
 from tests.unit.train.test_loop import config
 
@@ -107,6 +109,27 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         life.close()
         leave(started.group)
     assert [name[:7] for name in names] == ["000001-", "000002-"]
+
+
+def test_what_compiles_is_imported_while_the_preflight_examines_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(context_module, "prepare_compiler", lambda: calls.append("prepared"))
+
+    def check_group(self: RunPreflight, *, in_background: Callable[[], None], **_: object) -> None:
+        assert not calls
+        in_background()
+
+    monkeypatch.setattr(RunPreflight, "check_group", check_group)
+    for compiles, trained, expected in ((True, False, ["prepared"]), (False, False, []), (True, True, [])):
+        plain = of(tmp_path / "run")
+        life = Life(dataclasses.replace(plain, train=dataclasses.replace(plain.train, compile=compiles)))
+        life.tracker.has_trained = trained
+        leave(life.begin().group)
+        life.close()
+        assert calls == expected
+        calls.clear()
 
 
 def test_the_environment_of_torch_is_set_before_the_group_exists(tmp_path: Path) -> None:
