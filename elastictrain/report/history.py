@@ -46,8 +46,8 @@ class GenerationEvents:
     rows: dict[type[object], list[Timed[EventRow]]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, kind: type[R]) -> list[Timed[R]]:
-        """All of one kind, by time."""
-        return sorted(cast(list[Timed[R]], self.rows.get(kind, [])), key=lambda one: one.time)
+        """All of one kind, by time; those of the same time by writer."""
+        return sorted(cast(list[Timed[R]], self.rows.get(kind, [])), key=lambda one: (one.time, one.writer))
 
     def first(self, kind: type[R]) -> Timed[R] | None:
         return next(iter(self.of(kind)), None)
@@ -103,7 +103,7 @@ class History:
             grows = True
             while grows:
                 grows = False
-                for new in {writer for one in begins if found.keys() & one.keys() for writer in one if writer not in found}:
+                for new in sorted({name for one in begins if found.keys() & one.keys() for name in one if name not in found}):
                     pairs = [(one, known) for one in begins if new in one for known in one if known in found]
                     offset = median(one[known].time + found[known] - one[new].time for one, known in pairs)
                     found[new] = offset if abs(offset) > _LEAST_OFFSET_S else 0.0

@@ -197,6 +197,18 @@ def test_each_second_of_each_worker_has_exactly_one_cause(run: Written) -> None:
     assert report.worker_s == pytest.approx(sum(one.worker_s for one in segments))
 
 
+def test_which_object_of_the_same_moments_is_read_first_does_not_matter() -> None:
+    run = Written()
+    run.launcher(0.0, "a-1", 0, "launcher_started", launcher="a-1", host="a", processes=1)
+    run.begin(0.0, "b-2", 1, 1, ("b",))
+    for time in (0.0, 1.0):
+        run.begin(time, "a-1", 1, 1, ("a",))
+    other = History()
+    for key, lines in sorted(run.lines.items(), reverse=True):
+        other.add(key, b"".join(lines))
+    assert attribute(other) == attribute(run.history())
+
+
 GARBLED = (b"\xff{]\n", b'{"time": NaN}\n', b"[]\n")
 
 
