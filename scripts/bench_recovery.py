@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -238,8 +238,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compare", action="store_true", help="do not train an undisturbed run")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for the runs, their events and logs, which stay")
     parser.add_argument("overrides", nargs="*", metavar="-- KEY=VALUE")
-    return parser.parse_args()
+    parsed = parser.parse_args()
+    if parsed.keep and parsed.keep.exists():
+        parser.error(f"--keep must be a new folder, but {parsed.keep} is there")
+    return parsed
 
 
 def main() -> int:
@@ -248,7 +252,10 @@ def main() -> int:
     in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     fixed = {"recipe": parsed.recipe, "launch.processes": str(parsed.workers), "launch.notices": "false"}
     overrides = fixed | {"train.steps": "100000"} | dict(one.partition("=")[::2] for one in parsed.overrides)
-    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=in_memory) as memory:
+    if parsed.keep:
+        parsed.keep.mkdir(parents=True)
+    where = nullcontext(parsed.keep) if parsed.keep else tempfile.TemporaryDirectory()
+    with where as name, tempfile.TemporaryDirectory(dir=in_memory) as memory:
         folders, memories = ([Path(one, part) for part in ("disturbed", "undisturbed")] for one in (name, memory))
         undisturbed, problems = [], []
         with started(overrides, folders[0], memories[0]) as run:

@@ -132,7 +132,10 @@ def bench_planning(folder: Path) -> None:
 def bench_recovery(folder: Path) -> None:
     rows, overrides = folder / "rows.json", (*SMALL, "train.micro_batch=4", "data.ledger=true")
     plan = ("--kills", "1", "--steps", "3", "--during", "build")
-    said = python("bench_recovery.py", *plan, "--json", str(rows), "--", *overrides, folder=folder)
+    kept = folder / "kept" / "here"
+    said = python("bench_recovery.py", *plan, "--json", str(rows), "--keep", str(kept), "--", *overrides, folder=folder)
+    assert {str(one.relative_to(kept)) for one in kept.glob("*/log.txt")} == {"disturbed/log.txt", "undisturbed/log.txt"}
+    assert list(kept.glob("disturbed/run/events/*.jsonl"))
     assert max(map(len, said.splitlines())) <= 128
     figures = json.loads(rows.read_text())
     assert (figures["problems"], {one["strike"]["during"] for one in figures["kills"]}) == ([], {"", "build"})
