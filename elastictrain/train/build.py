@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from elastictrain.checkpoint.signing import proof_of, signing_key
 from elastictrain.config.digest import config_digest
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import Loader, WorkerPool
+from elastictrain.distributed.clock import clock_of
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.reattach import reattach
 from elastictrain.distributed.wrapping import Wrapped, Wrapping, mesh_shape, share_copies
@@ -47,7 +47,7 @@ from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, m
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import SavedState, TrainState
 from elastictrain.train.step import Stepper
-from elastictrain.train.step_times import DeviceClock, HostClock, StepTimes
+from elastictrain.train.step_times import StepTimes
 from elastictrain.train.straggler import StragglerFinder
 from elastictrain.train.task import BringsDatasets, CountsFlops, HasBlocks, UpdatesInTurn
 from elastictrain.train.weight_average import WeightAverage
@@ -82,9 +82,7 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
     config, identity = context.config, context.identity
     # A process that has finished a step has compiled all that it needs.
     compile_cache = None if context.tracker.has_trained else begin_compile_cache(context)
-    with context.timed("imports", Phase.BUILD):
-        context.prepare_compiler()
-    with context.timed("build"):
+    with context.timed("build", Phase.BUILD):
         wrapped, state = build_state(context, before)
     times = context.times
     # Where the optimizer has imported the compiler.
@@ -141,8 +139,8 @@ def build(context: TrainContext, link: SaverLink | None, before: BuiltState | No
 
 
 def _make_stepper(context: TrainContext, wrapped: Wrapped, state: TrainState, *, saving: Saving, names: MetricNames) -> Stepper:
-    clock = DeviceClock(context.group.device) if context.group.device.type == "cuda" else HostClock()
-    times: StepTimes[Any] | None = StepTimes(clock) if context.identity.world_size > 1 or context.on_gpu else None
+    timed = context.identity.world_size > 1 or context.on_gpu
+    times = StepTimes(clock_of(context.group.device)) if timed else None
     return Stepper(
         context,
         wrapped,
@@ -300,6 +298,8 @@ def build_state(context: TrainContext, before: BuiltState | None = None) -> tupl
         wrapped = reattach(wrapping, before.wrapped)
         model, optimizers, average = before.state.model, before.state.optimizer, before.state.average
     else:
+        context.prepare_compiler()
+        context.times.end_part("imports")
         model = build_model(task, seed=config.run.seed, device=device)
         if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
             write_above(sys.stderr, f"elastictrain: {warning}")

@@ -89,7 +89,7 @@ class TrainContext:
 
     def prepare_compiler(self) -> None:
         """Before this process compiles, if it does: at once where that has been done. Any thread calls it."""
-        if self.config.train.compile and not self.tracker.has_trained:
+        if self.config.train.compile:
             with _PREPARING, bytecode_kept():
                 prepare_compiler()
 

@@ -102,7 +102,6 @@ def _build(context: TrainContext) -> BuiltState:
     if context.backend == "nccl":
         _warm_nccl(context)
     use_host_folder(context.config, task=context.task, device=context.group.device)
-    context.prepare_compiler()
     wrapped, state = build_state(context)
     _run_step(context, Stepper(context, wrapped, state.optimizer))
     detach(_DETACH_S)

@@ -1,60 +1,15 @@
 """Measures how long this rank works on each phase of a step, without waiting for the device."""
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
-import torch
-
+from elastictrain.distributed.clock import Clock, M
 from elastictrain.train.straggler import FIGURES, PHASES
 
 WAIT = ""  # time that is no work of this rank, or that cannot be told from waiting for others
 LATE = 3  # steps: the loop has the figures of the step after a measured one, so the device has passed all its marks
-
-M = TypeVar("M")
-
-
-class Clock(Protocol[M]):
-    def now(self) -> M:
-        """A mark of this moment."""
-
-    def between_s(self, first: M, second: M, /) -> float:
-        """Seconds between two marks that have passed."""
-
-    def release(self, marks: list[M], /) -> None:
-        """The marks are not used any more."""
-
-
-class HostClock:
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def between_s(self, first: float, second: float, /) -> float:
-        return second - first
-
-    def release(self, marks: list[float], /) -> None: ...
-
-
-class DeviceClock:
-    """Marks in the device's stream: a phase lasts as long as the device works on it, or is kept waiting in it by the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Looked up once: for an event that is recorded in "the present stream" torch makes an object of it each time.
-        self._stream = torch.cuda.current_stream(device)
-        self._free: list[torch.cuda.Event] = []
-
-    def now(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
-
-    def between_s(self, first: torch.cuda.Event, second: torch.cuda.Event, /) -> float:
-        return float(first.elapsed_time(second)) / 1000
-
-    def release(self, marks: list[torch.cuda.Event], /) -> None:
-        self._free += marks
 
 
 @dataclass(slots=True)

@@ -207,6 +207,8 @@ class GroupChecks:
             return replace(found, gpus=visible_gpus(report, os.environ) if report is not None else ())
 
         def act(at: Callable[[str], None]) -> DeviceFindings:
+            """Examines, and tells when the copies are over, or that nothing follows."""
+
             def tell(call: str) -> None:
                 at(call)
                 if call != COPIES:

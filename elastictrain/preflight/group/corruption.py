@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastictrain.distributed.clock import clock_of
 from elastictrain.distributed.device import settle
 from elastictrain.preflight.group.collectives import MB
 from elastictrain.preflight.group.measurements import seconds_of
@@ -28,7 +28,6 @@ _BLOCK_BYTES, _MOST_BLOCKS, _CPU_BLOCKS = 64 * MB, 2048, 1  # a block is larger 
 _PIECES = 16  # of the memory that is read at once, and then compared
 _COPIES = 4
 COPIES = "copies"  # the part of an examination that the host times
-_Timestamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,40 +97,25 @@ def examine_device(
     found += _remember(device, num_bytes=free_bytes // 2 if budget_s > QUICK_S else _BLOCK_BYTES * 16)
     made = [(known, *known.make(side, device)) for known in chosen if known is FLOAT32 or is_supported(known, device, product)]
     fastest = next((index for index, (known, *_) in enumerate(made) if known is BFLOAT16), 0)
-    times: list[float] = []
+    clock, times = clock_of(device), list[float]()
     bad = torch.zeros(len(made), dtype=torch.int64, device=device)
     while len(times) < _FEWEST or time.monotonic() < began + budget_s or busy():
         at("products")
         settle(device)
-        times_of: list[tuple[_Timestamp, _Timestamp]] = []
+        marks = []
         for index, (_, left, right, expected) in enumerate(made):
-            before = _record_time(device)
+            # A GPU still multiplies in float32 while the host, which other threads may hold up, hands it what comes next.
+            before = clock.now()
             result = product(left, right)
-            times_of.append((before, _record_time(device)))
+            marks.append((before, clock.now()))
             bad[index] += (result != expected).sum()
         settle(device)
-        times.append(_seconds_between(*times_of[fastest]))
+        times.append(clock.between_s(*marks[fastest]))
     for (known, *_), count in zip(made, bad.tolist(), strict=True):
         if count:
             found.append(f"{count / len(times) / side**2:.3g} of products in {str(known.dtype).removeprefix('torch.')}")
     # The first ones wake the device up and load its library: they do not count.
     return DeviceFindings(2 * side**2 * made[fastest][0].period / min(times[_FEWEST // 2 :]) / 1e12, tuple(found), copies)
-
-
-def _record_time(device: torch.device) -> _Timestamp:
-    """The time; on a GPU that at which it has done what it was given before. The host, which other threads may hold up, hands
-    it the next product, and the timestamps around that one, while it still multiplies in float32."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _seconds_between(one: _Timestamp, other: _Timestamp) -> float:
-    if isinstance(one, torch.cuda.Event) and isinstance(other, torch.cuda.Event):
-        return float(one.elapsed_time(other)) / 1000
-    return cast(float, other) - cast(float, one)
 
 
 def is_supported(known: KnownProduct, device: torch.device, product: Callable[[Tensor, Tensor], Tensor]) -> bool:

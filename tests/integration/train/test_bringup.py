@@ -122,10 +122,9 @@ def test_what_compiles_is_imported_while_the_preflight_examines_devices(
         in_background()
 
     monkeypatch.setattr(RunPreflight, "check_group", check_group)
-    for compiles, trained, expected in ((True, False, ["prepared"]), (False, False, []), (True, True, [])):
+    for compiles, expected in ((True, ["prepared"]), (False, [])):
         plain = of(tmp_path / "run")
         life = Life(dataclasses.replace(plain, train=dataclasses.replace(plain.train, compile=compiles)))
-        life.tracker.has_trained = trained
         leave(life.begin().group)
         life.close()
         assert calls == expected

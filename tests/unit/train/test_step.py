@@ -13,12 +13,13 @@ from elastictrain.config.optim import OptimGroup
 from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
+from elastictrain.distributed.clock import HostClock
 from elastictrain.errors import ConfigError
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.optimizer import make_optimizers
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import StepFlags, Stepper, StepResult
-from elastictrain.train.step_times import LATE, HostClock, StepTimes
+from elastictrain.train.step_times import LATE, StepTimes
 from elastictrain.train.straggler import FIGURES, PHASES
 from elastictrain.train.task import LossOutput
 from tests.unit.train.parts import GLOBAL_BATCH, Points, Squares, context_of, micro_batches, wrapped_model

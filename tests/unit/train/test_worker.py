@@ -171,8 +171,6 @@ class World:
         self.calls: list[str] = []
         self.loops: list[FakeLoop] = []
         self.meetings: list[int] = []  # of this process as which rank
-        """Rank, and the newest step that the process has finished."""
-
         self.built_upon: list[object] = []
         self.parked: object = None
         """What a standby has given back of its device's memory."""
